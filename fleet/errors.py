@@ -1,0 +1,54 @@
+"""Every way a request can fail to be served, told apart by what the caller can do about it.
+
+A `Reason` is at once the error code in gRPC and HTTP answers, the outcome in metrics, and what workers answer to the
+router; the edges translate it (`fleet.adapters.status`) and nothing else does.
+"""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a request was not served. The value is public and stable."""
+
+    # The request is wrong; sending it again cannot help.
+    INVALID_ARGUMENT = "invalid_argument"
+    MODEL_NOT_FOUND = "model_not_found"
+    TOO_LARGE = "too_large"
+    KV_MISMATCH = "kv_mismatch"  # prefill and decode side do not agree on the KV layout
+    # Nothing is wrong with the request; a retry may succeed.
+    NO_WORKER = "no_worker"  # nobody serves the model now
+    QUEUE_FULL = "queue_full"  # never entered the queue
+    DRAINING = "draining"  # this process is going away; another will serve it
+    WORKER_LOST = "worker_lost"  # was running; retried by the router while that is safe
+    # Nobody waits for the answer any more.
+    DEADLINE_PASSED = "deadline_passed"
+    CANCELLED = "cancelled"
+    # A bug; the log has the details.
+    INTERNAL = "internal"
+
+
+class Refused(Exception):
+    """A request that was not, or not completely, served.
+
+    Attributes:
+        reason: What the caller can do about it.
+        message: One sentence for a person, saying what to do next where something can be done.
+        field: Path of the offending field as the client wrote it, as in ``sampling.temperature``; empty if none is.
+        retry_after_ms: When a retry may succeed; 0 when unknown or pointless.
+    """
+
+    def __init__(self, reason: Reason, message: str, *, field: str = "", retry_after_ms: int = 0):
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_after_ms = retry_after_ms
+
+
+def invalid(field: str, message: str) -> Refused:
+    """The refusal of a request whose `field` is wrong."""
+    return Refused(Reason.INVALID_ARGUMENT, f"{field}: {message}", field=field)
+
+
+class ConfigurationRefused(Exception):
+    """A configuration that cannot be obeyed; the message names file, path and cause. The command exits 3."""

@@ -1,0 +1,136 @@
+"""Events that the router's machine hears, and commands that it gives."""
+
+from msgspec import Struct
+
+from fleet.clock import Nanos
+from fleet.errors import Reason
+from fleet.ids import ModelName, RequestId, StoreId, WorkerId
+from fleet.requests import Finish, KvPhase, Sampling, TokenBytes
+from fleet.roles import KvPath, Placement
+from fleet.work import Description, KvEvent, Load, Progress, Rejected, Start
+
+
+class WorkerJoined(Struct, frozen=True, kw_only=True):
+    description: Description
+    address: str
+
+
+class WorkerLeft(Struct, frozen=True, kw_only=True):
+    """The stream broke or the lease ended; whatever ran there is lost."""
+
+    worker_id: WorkerId
+
+
+class WorkerDraining(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+
+
+class LoadReported(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    load: Load
+
+
+class KvChanged(Struct, frozen=True, kw_only=True):
+    """Changes of one worker's prefix cache, gap-free since it joined."""
+
+    worker_id: WorkerId
+    events: tuple[KvEvent, ...]
+
+
+class StoreChanged(Struct, frozen=True, kw_only=True):
+    """Changes of what a store node holds in one namespace; `reset` voids what was known of it before."""
+
+    store_id: StoreId
+    fingerprint: str
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    reset: bool = False
+
+
+class Stepped(Struct, frozen=True, kw_only=True):
+    """One decode step of one worker."""
+
+    worker_id: WorkerId
+    progress: tuple[Progress, ...]
+
+
+class WorkRejected(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    rejected: Rejected
+
+
+WorkerEvent = WorkerJoined | WorkerLeft | WorkerDraining | LoadReported | KvChanged | StoreChanged | Stepped | WorkRejected
+
+
+class Arrived(Struct, frozen=True, kw_only=True):
+    """A validated, tokenised request."""
+
+    request_id: RequestId
+    model: ModelName
+    tokens: TokenBytes
+    salt: bytes = b""
+    sampling: Sampling
+    priority: int = 0
+    deadline: Nanos | None = None
+    session: str = ""
+    placement: Placement = Placement.AUTO
+    kv_path: KvPath | None = None
+
+
+class Cancelled(Struct, frozen=True, kw_only=True):
+    """The client went away, or a stop string was reached."""
+
+    request_id: RequestId
+
+
+class Undelivered(Struct, frozen=True, kw_only=True):
+    """A `Dispatch` that could not be performed."""
+
+    request_id: RequestId
+    worker_id: WorkerId
+
+
+class Ticked(Struct, frozen=True, kw_only=True):
+    """Time passed: deadlines may have."""
+
+
+RouterEvent = WorkerEvent | Arrived | Cancelled | Undelivered | Ticked
+
+
+class Dispatch(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    start: Start
+
+
+class CancelWork(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    request_id: RequestId
+
+
+class Emit(Struct, frozen=True, kw_only=True):
+    """Tokens for the client."""
+
+    request_id: RequestId
+    progress: Progress
+
+
+class Complete(Struct, frozen=True, kw_only=True):
+    """The request is over; nothing follows."""
+
+    request_id: RequestId
+    finish: Finish
+    kv: tuple[KvPhase, ...]
+    cached_tokens: int
+
+
+class Refuse(Struct, frozen=True, kw_only=True):
+    """The request is over without (the rest of) an answer; nothing follows."""
+
+    request_id: RequestId
+    reason: Reason
+    message: str
+    field: str = ""
+    retry_after_ms: int = 0
+
+
+Command = Dispatch | CancelWork | Emit | Complete | Refuse

@@ -1,0 +1,92 @@
+"""What passes between a router and a worker, as values; `fleet.wire` has the same as protobuf."""
+
+from msgspec import Struct
+
+from fleet.errors import Reason
+from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
+from fleet.requests import Finish, KvReport, Logprobs, Sampling, TokenBytes
+from fleet.roles import KvPath, Phase, Role
+
+
+class Description(Struct, frozen=True, kw_only=True):
+    """What a worker is; fixed for one incarnation."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    model: ModelName
+    role: Role
+    block_tokens: int
+    max_model_len: int
+    kv_blocks: int  # capacity of the engine's KV cache
+    max_running: int  # requests in one batch
+    fingerprint: str  # hex digest of the KV namespace, see kvstore.layout
+    kv_paths: tuple[KvPath, ...] = ()
+    store_id: StoreId | None = None
+    engine: str  # name and version
+
+
+class Handoff(Struct, frozen=True, kw_only=True):
+    """What a decode worker needs to fetch the blocks that a prefill worker computed."""
+
+    kv_path: KvPath
+    prefill_worker: WorkerId
+    fingerprint: str
+    num_tokens: int  # whose KV it covers
+    params: bytes = b"{}"  # JSON, the engine's own; opaque to the router
+
+
+class Start(Struct, frozen=True, kw_only=True):
+    """Begin a piece of work."""
+
+    request_id: RequestId
+    phase: Phase
+    tokens: TokenBytes
+    sampling: Sampling
+    salt: bytes = b""  # 0 or 32 bytes, see kvstore.block.salt_for
+    handoff: Handoff | None = None  # for Phase.DECODE
+    kv_path: KvPath | None = None  # for Phase.PREFILL: the way the decode side will fetch the blocks
+    priority: int = 0
+    timeout_ms: int = 0  # left when sent; 0: no deadline
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """One request's share of a decode step. With `finish`, the last one."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    finish: Finish | None = None
+    kv: KvReport | None = None  # with the finish, unless cancelled
+    handoff: Handoff | None = None  # with the finish of prefill work
+
+
+class Rejected(Struct, frozen=True, kw_only=True):
+    """Work that never started, or that the engine gave up."""
+
+    request_id: RequestId
+    reason: Reason
+    message: str
+    field: str = ""
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    running: int
+    waiting: int
+    kv_blocks_used: int  # held by running requests
+
+
+class KvStored(Struct, frozen=True, tag=True):
+    """Blocks that the engine's prefix cache now holds."""
+
+    hashes: tuple[bytes, ...]  # chain hashes, 16 bytes each
+
+
+class KvRemoved(Struct, frozen=True, tag=True):
+    hashes: tuple[bytes, ...]
+
+
+class KvCleared(Struct, frozen=True, tag=True):
+    pass
+
+
+KvEvent = KvStored | KvRemoved | KvCleared

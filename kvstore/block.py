@@ -1,0 +1,116 @@
+"""Block identity: cutting tokens into blocks, and the chain of hashes that names them.
+
+Rules, in full, so that another language can do the same (golden vectors: tests/unit/kvstore/chain_vectors.json):
+
+1. A token id is an unsigned 32-bit little-endian integer. A block is `block_tokens` consecutive ids. Only full blocks
+   have a name; the rest of a prompt has none.
+2. H is SHA-256 cut to its first 16 bytes ("sha256-128"), or XXH3-128 with seed 0, big-endian ("xxh3-128").
+3. The root is H("fleet.chain.v1" ‖ 0x00 ‖ algorithm id in ASCII ‖ 0x00 ‖ salt). The salt is empty, or 32 bytes:
+   HMAC-SHA-256 of the tenant's name under the deployment's secret.
+4. The name of block i is H(name of block i-1, or the root ‖ the block's tokens ‖ its extras). Extras stand for inputs
+   that are not tokens (images, audio): for each item that begins in or reaches into the block, in order of position,
+   its 4-byte little-endian signed offset from the block's start and the 32-byte SHA-256 of its content.
+
+So a name says everything that came before it, and two tenants, or two LoRA adapters (which differ in namespace, see
+kvstore.layout), never share one. 128 bits, because a collision would hand one prompt's KV to another; SHA-256 by
+default, because clients choose the tokens and a collision must not be constructible.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+import xxhash
+
+TOKEN_BYTES = 4
+HASH_BYTES = 16
+SALT_BYTES = 32
+
+ChainHash = bytes
+"""16 bytes that name a block and everything before it."""
+
+
+class HashAlgorithm(StrEnum):
+    SHA256_128 = "sha256-128"
+    XXH3_128 = "xxh3-128"  # six times faster on short blocks; for deployments that trust every client
+
+
+def _sha256_128(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:HASH_BYTES]
+
+
+_DIGESTS: Mapping[HashAlgorithm, Callable[[bytes], bytes]] = {
+    HashAlgorithm.SHA256_128: _sha256_128,
+    HashAlgorithm.XXH3_128: xxhash.xxh3_128_digest,
+}
+
+
+def root(salt: bytes = b"", algorithm: HashAlgorithm = HashAlgorithm.SHA256_128) -> ChainHash:
+    """The name before the first block."""
+    assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
+    return _DIGESTS[algorithm](b"fleet.chain.v1\0" + algorithm.encode() + b"\0" + salt)
+
+
+def extend(
+    parent: ChainHash,
+    tokens: bytes | memoryview,
+    block_tokens: int,
+    *,
+    algorithm: HashAlgorithm = HashAlgorithm.SHA256_128,
+    extras: Mapping[int, bytes] | None = None,
+) -> list[ChainHash]:
+    """Names of the full blocks in `tokens`, which follow the block named `parent`.
+
+    Args:
+        parent: Name of the block before, or the root.
+        tokens: Token ids, 4 bytes each (rule 1).
+        block_tokens: Tokens a block.
+        algorithm: Must be the one that made `parent`.
+        extras: Bytes of rule 4 by index of the block within `tokens`.
+    """
+    digest = _DIGESTS[algorithm]
+    size = block_tokens * TOKEN_BYTES
+    names = []
+    for index, start in enumerate(range(0, len(tokens) - size + 1, size)):
+        content = parent + tokens[start : start + size]
+        if extras is not None:
+            content += extras.get(index, b"")
+        parent = digest(content)
+        names.append(parent)
+    return names
+
+
+def chain(
+    tokens: bytes | memoryview,
+    block_tokens: int,
+    *,
+    salt: bytes = b"",
+    algorithm: HashAlgorithm = HashAlgorithm.SHA256_128,
+    extras: Mapping[int, bytes] | None = None,
+) -> list[ChainHash]:
+    """Names of the full blocks of a prompt."""
+    return extend(root(salt, algorithm), tokens, block_tokens, algorithm=algorithm, extras=extras)
+
+
+def blocks_for(num_tokens: int, block_tokens: int) -> int:
+    """Blocks that `num_tokens` tokens occupy, the last one possibly partly filled."""
+    return -(-num_tokens // block_tokens)
+
+
+def salt_for(secret: bytes, tenant: str) -> bytes:
+    """The salt that keeps a tenant's blocks apart; empty for the empty tenant, which shares with all of its kind."""
+    if not tenant:
+        return b""
+    return hmac.new(secret, tenant.encode(), hashlib.sha256).digest()
+
+
+def split(hashes: bytes) -> list[ChainHash]:
+    """Names out of their concatenation.
+
+    Raises:
+        ValueError: The length is not a multiple of 16.
+    """
+    if len(hashes) % HASH_BYTES:
+        raise ValueError(f"hashes: {len(hashes)} bytes is not a multiple of {HASH_BYTES}")
+    return [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]

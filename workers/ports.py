@@ -1,0 +1,85 @@
+"""What the worker's server needs of the world: an engine, and a place to say that it is here."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from fleet.clock import Nanos
+from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
+from fleet.roles import KvPath
+from fleet.work import KvEvent, Load, Progress, Rejected, Start
+
+
+class EngineFacts(Struct, frozen=True, kw_only=True):
+    """What a started engine says of itself."""
+
+    name: str  # with version, as in "vllm 0.32.0"
+    model: ModelName
+    block_tokens: int
+    max_model_len: int
+    kv_blocks: int
+    max_running: int
+    fingerprint: str
+    kv_paths: tuple[KvPath, ...]
+
+
+EngineOutput = Sequence[Progress | Rejected]
+"""What one decode step brought, for all requests that it advanced."""
+
+
+class Engine(Protocol):
+    """One running engine. Made by an async context manager (`open_engine`) that has it ready, and that stops it.
+
+    An engine never blocks the event loop. After `submit` a request ends in exactly one `Progress` with a `finish`, or
+    one `Rejected`; after `cancel` it ends as well (with `Finish.CANCELLED`, unless it ended before), and the engine
+    spends no further step on it. When the engine itself dies, `outputs()` raises `EngineDied`.
+    """
+
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    def submit(self, start: Start) -> None:
+        """Take a piece of work; what is wrong with it comes back as `Rejected` from `outputs()`.
+
+        For prefill work the final `Progress` carries the first token and a `Handoff` (whose `prefill_worker` the
+        engine leaves to the server to fill in). For decode work `start.handoff` names the blocks to fetch; blocks
+        that cannot be fetched are computed instead.
+        """
+        ...
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Stop a request; unknown ids are ignored, since it may just have ended."""
+        ...
+
+    def outputs(self) -> AsyncIterator[EngineOutput]:
+        """One item a decode step, in order; one consumer."""
+        ...
+
+    def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        """Changes of the prefix cache, from an empty cache on; one consumer."""
+        ...
+
+    def load(self) -> Load: ...
+
+
+class EngineDied(Exception):
+    """The engine stopped by itself; the worker process has to go, so that its supervisor starts another."""
+
+
+class Registry(Protocol):
+    """Where a worker says that it is here."""
+
+    async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
+        """Take or renew a membership; returns how long it lasts.
+
+        Raises:
+            RegistryUnreachable: Try again; serving goes on meanwhile.
+        """
+        ...
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None: ...
+
+
+class RegistryUnreachable(Exception):
+    """The registry did not answer in time."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/blocks.proto\x12\nkvstore.v1\"\xe8\x01\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x16\n\x0ehash_algorithm\x18\n \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12\x16\n\x0e\x66ormat_version\x18\x0c \x01(\r\"H\n\x0cHelloRequest\x12(\n\tnamespace\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Namespace\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\x84\x01\n\rHelloResponse\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x12\n\nshm_socket\x18\x04 \x01(\t\x12\x12\n\npool_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btcp_address\x18\x06 \x01(\t\"@\n\x0cMatchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"B\n\rMatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x1f\n\x05slots\x18\x02 \x03(\x0b\x32\x10.kvstore.v1.Slot\":\n\x04Slot\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"\x11\n\x0fReleaseResponse\"B\n\x0eReserveRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"Q\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12&\n\x08reserved\x18\x02 \x03(\x0b\x32\x14.kvstore.v1.Reserved\"9\n\x08Reserved\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1e\n\x04slot\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Slot\"R\n\x0ePublishRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12(\n\tpublished\x18\x02 \x03(\x0b\x32\x15.kvstore.v1.Published\"*\n\tPublished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\r\"$\n\x0fPublishResponse\x12\x11\n\tpublished\x18\x01 \x01(\r\"0\n\x0e\x43ondemnRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"\"\n\x0f\x43ondemnResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"\x0e\n\x0cWatchRequest\"Q\n\x0c\x42lockChanges\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"\x0e\n\x0cStatsRequest\"\xb8\x01\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07written\x18\x06 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\r2\x95\x04\n\nBlockStore\x12<\n\x05Hello\x12\x18.kvstore.v1.HelloRequest\x1a\x19.kvstore.v1.HelloResponse\x12<\n\x05Match\x12\x18.kvstore.v1.MatchRequest\x1a\x19.kvstore.v1.MatchResponse\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12\x42\n\x07Reserve\x12\x1a.kvstore.v1.ReserveRequest\x1a\x1b.kvstore.v1.ReserveResponse\x12\x42\n\x07Publish\x12\x1a.kvstore.v1.PublishRequest\x1a\x1b.kvstore.v1.PublishResponse\x12\x42\n\x07\x43ondemn\x12\x1a.kvstore.v1.CondemnRequest\x1a\x1b.kvstore.v1.CondemnResponse\x12=\n\x05Watch\x12\x18.kvstore.v1.WatchRequest\x1a\x18.kvstore.v1.BlockChanges0\x01\x12<\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x19.kvstore.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/blocks.proto\x12\nkvstore.v1\"\xe8\x01\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x16\n\x0ehash_algorithm\x18\n \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12\x16\n\x0e\x66ormat_version\x18\x0c \x01(\r\"H\n\x0cHelloRequest\x12(\n\tnamespace\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Namespace\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\xb6\x01\n\rHelloResponse\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x12\n\nshm_socket\x18\x04 \x01(\t\x12\x12\n\npool_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btcp_address\x18\x06 \x01(\t\x12\x14\n\x0cmax_lease_ms\x18\x07 \x01(\r\x12\x1a\n\x12max_reservation_ms\x18\x08 \x01(\r\"d\n\x0cMatchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\"B\n\rMatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x1f\n\x05slots\x18\x02 \x03(\x0b\x32\x10.kvstore.v1.Slot\":\n\x04Slot\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"\x11\n\x0fReleaseResponse\"f\n\x0eReserveRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\"b\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12&\n\x08reserved\x18\x02 \x03(\x0b\x32\x14.kvstore.v1.Reserved\x12\x0f\n\x07refused\x18\x03 \x01(\r\"9\n\x08Reserved\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1e\n\x04slot\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Slot\"a\n\x0ePublishRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12(\n\tpublished\x18\x02 \x03(\x0b\x32\x15.kvstore.v1.Published\x12\r\n\x05owner\x18\x03 \x01(\t\"*\n\tPublished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\r\"$\n\x0fPublishResponse\x12\x11\n\tpublished\x18\x01 \x01(\r\"E\n\x0e\x43ondemnRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"\"\n\x0f\x43ondemnResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"\x0e\n\x0cWatchRequest\"Q\n\x0c\x42lockChanges\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"\x0e\n\x0cStatsRequest\"\xca\x01\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07written\x18\x06 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\r\x12\x10\n\x08store_id\x18\x0b \x01(\t2\x95\x04\n\nBlockStore\x12<\n\x05Hello\x12\x18.kvstore.v1.HelloRequest\x1a\x19.kvstore.v1.HelloResponse\x12<\n\x05Match\x12\x18.kvstore.v1.MatchRequest\x1a\x19.kvstore.v1.MatchResponse\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12\x42\n\x07Reserve\x12\x1a.kvstore.v1.ReserveRequest\x1a\x1b.kvstore.v1.ReserveResponse\x12\x42\n\x07Publish\x12\x1a.kvstore.v1.PublishRequest\x1a\x1b.kvstore.v1.PublishResponse\x12\x42\n\x07\x43ondemn\x12\x1a.kvstore.v1.CondemnRequest\x1a\x1b.kvstore.v1.CondemnResponse\x12=\n\x05Watch\x12\x18.kvstore.v1.WatchRequest\x1a\x18.kvstore.v1.BlockChanges0\x01\x12<\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x19.kvstore.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,41 +36,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLOREQUEST']._serialized_start=274
   _globals['_HELLOREQUEST']._serialized_end=346
   _globals['_HELLORESPONSE']._serialized_start=349
-  _globals['_HELLORESPONSE']._serialized_end=481
-  _globals['_MATCHREQUEST']._serialized_start=483
-  _globals['_MATCHREQUEST']._serialized_end=547
-  _globals['_MATCHRESPONSE']._serialized_start=549
-  _globals['_MATCHRESPONSE']._serialized_end=615
-  _globals['_SLOT']._serialized_start=617
-  _globals['_SLOT']._serialized_end=675
-  _globals['_RELEASEREQUEST']._serialized_start=677
-  _globals['_RELEASEREQUEST']._serialized_end=712
-  _globals['_RELEASERESPONSE']._serialized_start=714
-  _globals['_RELEASERESPONSE']._serialized_end=731
-  _globals['_RESERVEREQUEST']._serialized_start=733
-  _globals['_RESERVEREQUEST']._serialized_end=799
-  _globals['_RESERVERESPONSE']._serialized_start=801
-  _globals['_RESERVERESPONSE']._serialized_end=882
-  _globals['_RESERVED']._serialized_start=884
-  _globals['_RESERVED']._serialized_end=941
-  _globals['_PUBLISHREQUEST']._serialized_start=943
-  _globals['_PUBLISHREQUEST']._serialized_end=1025
-  _globals['_PUBLISHED']._serialized_start=1027
-  _globals['_PUBLISHED']._serialized_end=1069
-  _globals['_PUBLISHRESPONSE']._serialized_start=1071
-  _globals['_PUBLISHRESPONSE']._serialized_end=1107
-  _globals['_CONDEMNREQUEST']._serialized_start=1109
-  _globals['_CONDEMNREQUEST']._serialized_end=1157
-  _globals['_CONDEMNRESPONSE']._serialized_start=1159
-  _globals['_CONDEMNRESPONSE']._serialized_end=1193
-  _globals['_WATCHREQUEST']._serialized_start=1195
-  _globals['_WATCHREQUEST']._serialized_end=1209
-  _globals['_BLOCKCHANGES']._serialized_start=1211
-  _globals['_BLOCKCHANGES']._serialized_end=1292
-  _globals['_STATSREQUEST']._serialized_start=1294
-  _globals['_STATSREQUEST']._serialized_end=1308
-  _globals['_STATSRESPONSE']._serialized_start=1311
-  _globals['_STATSRESPONSE']._serialized_end=1495
-  _globals['_BLOCKSTORE']._serialized_start=1498
-  _globals['_BLOCKSTORE']._serialized_end=2031
+  _globals['_HELLORESPONSE']._serialized_end=531
+  _globals['_MATCHREQUEST']._serialized_start=533
+  _globals['_MATCHREQUEST']._serialized_end=633
+  _globals['_MATCHRESPONSE']._serialized_start=635
+  _globals['_MATCHRESPONSE']._serialized_end=701
+  _globals['_SLOT']._serialized_start=703
+  _globals['_SLOT']._serialized_end=761
+  _globals['_RELEASEREQUEST']._serialized_start=763
+  _globals['_RELEASEREQUEST']._serialized_end=798
+  _globals['_RELEASERESPONSE']._serialized_start=800
+  _globals['_RELEASERESPONSE']._serialized_end=817
+  _globals['_RESERVEREQUEST']._serialized_start=819
+  _globals['_RESERVEREQUEST']._serialized_end=921
+  _globals['_RESERVERESPONSE']._serialized_start=923
+  _globals['_RESERVERESPONSE']._serialized_end=1021
+  _globals['_RESERVED']._serialized_start=1023
+  _globals['_RESERVED']._serialized_end=1080
+  _globals['_PUBLISHREQUEST']._serialized_start=1082
+  _globals['_PUBLISHREQUEST']._serialized_end=1179
+  _globals['_PUBLISHED']._serialized_start=1181
+  _globals['_PUBLISHED']._serialized_end=1223
+  _globals['_PUBLISHRESPONSE']._serialized_start=1225
+  _globals['_PUBLISHRESPONSE']._serialized_end=1261
+  _globals['_CONDEMNREQUEST']._serialized_start=1263
+  _globals['_CONDEMNREQUEST']._serialized_end=1332
+  _globals['_CONDEMNRESPONSE']._serialized_start=1334
+  _globals['_CONDEMNRESPONSE']._serialized_end=1368
+  _globals['_WATCHREQUEST']._serialized_start=1370
+  _globals['_WATCHREQUEST']._serialized_end=1384
+  _globals['_BLOCKCHANGES']._serialized_start=1386
+  _globals['_BLOCKCHANGES']._serialized_end=1467
+  _globals['_STATSREQUEST']._serialized_start=1469
+  _globals['_STATSREQUEST']._serialized_end=1483
+  _globals['_STATSRESPONSE']._serialized_start=1486
+  _globals['_STATSRESPONSE']._serialized_end=1688
+  _globals['_BLOCKSTORE']._serialized_start=1691
+  _globals['_BLOCKSTORE']._serialized_end=2224
 # @@protoc_insertion_point(module_scope)

@@ -113,6 +113,8 @@ class HelloResponse(_message.Message):
     SHM_SOCKET_FIELD_NUMBER: _builtins.int
     POOL_BYTES_FIELD_NUMBER: _builtins.int
     TCP_ADDRESS_FIELD_NUMBER: _builtins.int
+    MAX_LEASE_MS_FIELD_NUMBER: _builtins.int
+    MAX_RESERVATION_MS_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.str
     host_id: _builtins.str
@@ -122,6 +124,9 @@ class HelloResponse(_message.Message):
     pool_bytes: _builtins.int
     tcp_address: _builtins.str
     """host:port of the data plane; empty: none"""
+    max_lease_ms: _builtins.int
+    """longest lease of a match"""
+    max_reservation_ms: _builtins.int
     def __init__(
         self,
         *,
@@ -131,10 +136,12 @@ class HelloResponse(_message.Message):
         shm_socket: _builtins.str = ...,
         pool_bytes: _builtins.int = ...,
         tcp_address: _builtins.str = ...,
+        max_lease_ms: _builtins.int = ...,
+        max_reservation_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "pool_bytes", b"pool_bytes", "shm_socket", b"shm_socket", "store_id", b"store_id", "tcp_address", b"tcp_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "max_lease_ms", b"max_lease_ms", "max_reservation_ms", b"max_reservation_ms", "pool_bytes", b"pool_bytes", "shm_socket", b"shm_socket", "store_id", b"store_id", "tcp_address", b"tcp_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,22 +154,30 @@ class MatchRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """namespace"""
     hashes: _builtins.bytes
     """chain hashes, 16 bytes each, concatenated"""
     lease_ms: _builtins.int
     """0: look only, pin nothing"""
+    incarnation: _builtins.str
+    """of the node that the caller shook hands with; FAILED_PRECONDITION when it has restarted"""
+    owner: _builtins.str
+    """names the client, for limits and logs"""
     def __init__(
         self,
         *,
         digest: _builtins.bytes = ...,
         hashes: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,20 +279,28 @@ class ReserveRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     hashes: _builtins.bytes
-    """chain hashes of the blocks to write, 16 bytes each"""
+    """chain from its start, 16 bytes a hash; naming held blocks keeps them from being evicted first"""
     lease_ms: _builtins.int
+    incarnation: _builtins.str
+    """as in MatchRequest"""
+    owner: _builtins.str
+    """only it can publish"""
     def __init__(
         self,
         *,
         digest: _builtins.bytes = ...,
         hashes: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,7 +312,11 @@ class ReserveResponse(_message.Message):
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
+    """0: nothing reserved"""
+    refused: _builtins.int
+    """blocks that nobody holds and for which there is no space"""
     @_builtins.property
     def reserved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserved]: ...
     def __init__(
@@ -297,10 +324,11 @@ class ReserveResponse(_message.Message):
         *,
         reservation_id: _builtins.int = ...,
         reserved: _abc.Iterable[Global___Reserved] | None = ...,
+        refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_id", b"reservation_id", "reserved", b"reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused", "reservation_id", b"reservation_id", "reserved", b"reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,7 +364,10 @@ class PublishRequest(_message.Message):
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
+    owner: _builtins.str
+    """as in ReserveRequest"""
     @_builtins.property
     def published(self) -> _containers.RepeatedCompositeFieldContainer[Global___Published]: ...
     def __init__(
@@ -344,10 +375,11 @@ class PublishRequest(_message.Message):
         *,
         reservation_id: _builtins.int = ...,
         published: _abc.Iterable[Global___Published] | None = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["published", b"published", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "published", b"published", "reservation_id", b"reservation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,17 +434,23 @@ class CondemnRequest(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     hashes: _builtins.bytes
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the slots that were read, one a hash"""
+
     def __init__(
         self,
         *,
         digest: _builtins.bytes = ...,
         hashes: _builtins.bytes = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generations", b"generations", "hashes", b"hashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -512,6 +550,7 @@ class StatsResponse(_message.Message):
     CORRUPT_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     bytes: _builtins.int
     capacity_bytes: _builtins.int
@@ -528,6 +567,8 @@ class StatsResponse(_message.Message):
     """reservations and leases that ended by themselves"""
     pinned: _builtins.int
     """blocks pinned now"""
+    store_id: _builtins.str
+    """of the node; stays the same over restarts"""
     def __init__(
         self,
         *,
@@ -541,10 +582,11 @@ class StatsResponse(_message.Message):
         corrupt: _builtins.int = ...,
         expired: _builtins.int = ...,
         pinned: _builtins.int = ...,
+        store_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "evicted", b"evicted", "expired", b"expired", "hits", b"hits", "misses", b"misses", "pinned", b"pinned", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "evicted", b"evicted", "expired", b"expired", "hits", b"hits", "misses", b"misses", "pinned", b"pinned", "store_id", b"store_id", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,14 +107,15 @@ class BlockStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """Makes written blocks readable. A block whose reservation has ended is not published.
+        """Makes written blocks readable and ends their reservation; reserved blocks that are not named are given up.
+        A block whose reservation has ended is not published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Condemn(self, request, context):
-        """Reports blocks whose bytes failed their checksum: they are dropped and counted.
+        """Reports blocks whose bytes failed their checksum. The node looks for itself; bad ones are dropped and counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

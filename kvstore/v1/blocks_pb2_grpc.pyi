@@ -39,9 +39,11 @@ class BlockStoreStub:
     Reserve: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.ReserveRequest, _blocks_pb2.ReserveResponse]
     """Space for blocks to be written. Blocks already held (or being written by another) get no slot."""
     Publish: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.PublishRequest, _blocks_pb2.PublishResponse]
-    """Makes written blocks readable. A block whose reservation has ended is not published."""
+    """Makes written blocks readable and ends their reservation; reserved blocks that are not named are given up.
+    A block whose reservation has ended is not published.
+    """
     Condemn: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.CondemnRequest, _blocks_pb2.CondemnResponse]
-    """Reports blocks whose bytes failed their checksum: they are dropped and counted."""
+    """Reports blocks whose bytes failed their checksum. The node looks for itself; bad ones are dropped and counted."""
     Watch: _grpc.UnaryStreamMultiCallable[_blocks_pb2.WatchRequest, _blocks_pb2.BlockChanges]
     """A dump of what is held, then changes as they happen."""
     Stats: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.StatsRequest, _blocks_pb2.StatsResponse]
@@ -57,9 +59,11 @@ class BlockStoreAsyncStub(BlockStoreStub):
     Reserve: _aio.UnaryUnaryMultiCallable[_blocks_pb2.ReserveRequest, _blocks_pb2.ReserveResponse]  # type: ignore[assignment]
     """Space for blocks to be written. Blocks already held (or being written by another) get no slot."""
     Publish: _aio.UnaryUnaryMultiCallable[_blocks_pb2.PublishRequest, _blocks_pb2.PublishResponse]  # type: ignore[assignment]
-    """Makes written blocks readable. A block whose reservation has ended is not published."""
+    """Makes written blocks readable and ends their reservation; reserved blocks that are not named are given up.
+    A block whose reservation has ended is not published.
+    """
     Condemn: _aio.UnaryUnaryMultiCallable[_blocks_pb2.CondemnRequest, _blocks_pb2.CondemnResponse]  # type: ignore[assignment]
-    """Reports blocks whose bytes failed their checksum: they are dropped and counted."""
+    """Reports blocks whose bytes failed their checksum. The node looks for itself; bad ones are dropped and counted."""
     Watch: _aio.UnaryStreamMultiCallable[_blocks_pb2.WatchRequest, _blocks_pb2.BlockChanges]  # type: ignore[assignment]
     """A dump of what is held, then changes as they happen."""
     Stats: _aio.UnaryUnaryMultiCallable[_blocks_pb2.StatsRequest, _blocks_pb2.StatsResponse]  # type: ignore[assignment]
@@ -102,7 +106,9 @@ class BlockStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _blocks_pb2.PublishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_blocks_pb2.PublishResponse, _abc.Awaitable[_blocks_pb2.PublishResponse]]:
-        """Makes written blocks readable. A block whose reservation has ended is not published."""
+        """Makes written blocks readable and ends their reservation; reserved blocks that are not named are given up.
+        A block whose reservation has ended is not published.
+        """
 
     @_abc_1.abstractmethod
     def Condemn(
@@ -110,7 +116,7 @@ class BlockStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _blocks_pb2.CondemnRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_blocks_pb2.CondemnResponse, _abc.Awaitable[_blocks_pb2.CondemnResponse]]:
-        """Reports blocks whose bytes failed their checksum: they are dropped and counted."""
+        """Reports blocks whose bytes failed their checksum. The node looks for itself; bad ones are dropped and counted."""
 
     @_abc_1.abstractmethod
     def Watch(

@@ -1,0 +1,37 @@
+"""When to try again what has just failed, so that a dead node costs its callers next to nothing. Pure."""
+
+from kvstore.clock import SECOND, Nanos
+
+FIRST_PAUSE = Nanos(SECOND // 10)
+LONGEST_PAUSE = Nanos(1 * SECOND)  # of attempts that fail at once; a restarted node is found again within this
+COST_FACTOR = 4  # a node that hangs may take at most a fifth of its callers' time
+
+
+class Breaker:
+    """Closed while calls succeed. Opens at a failure, for a pause that doubles, then lets one caller try."""
+
+    def __init__(self) -> None:
+        self._pause = Nanos(0)
+        self._retry_at = Nanos(0)
+
+    @property
+    def closed(self) -> bool:
+        return self._pause == 0
+
+    def allows(self, now: Nanos) -> bool:
+        """Whether to try; while open, the caller who hears yes is the only one until the next pause is over."""
+        if self.closed:
+            return True
+        if now < self._retry_at:
+            return False
+        self._retry_at = Nanos(now + self._pause)
+        return True
+
+    def succeeded(self) -> None:
+        self._pause = Nanos(0)
+
+    def failed(self, started: Nanos, now: Nanos) -> None:
+        """An attempt that began at `started` has failed."""
+        doubled = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
+        self._pause = Nanos(max(doubled, COST_FACTOR * (now - started)))
+        self._retry_at = Nanos(now + self._pause)

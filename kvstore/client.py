@@ -1,0 +1,398 @@
+"""The client of a store node: synchronous, for use inside an engine's processes and threads.
+
+Rules:
+
+1. After `connect` nothing here raises because of the node: a node that is away, slow, full or restarted means fewer
+   blocks, counted, and a log line when that begins. What raises is a bug of the caller.
+2. No call takes longer than its deadline, and a breaker keeps callers from paying it again and again.
+3. A restarted node refuses the ids of its former incarnation; the client then shakes hands again, maps the new pool
+   and repeats the call, within the same deadline.
+4. What was matched in one process can be read in another that has a client of the same node.
+"""
+
+import logging
+import os
+import socket
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc
+import msgspec
+
+from kvstore import wire
+from kvstore.block import ChainHash
+from kvstore.breaker import Breaker
+from kvstore.buffers import Block, MutableBlock, crc32c, pieces
+from kvstore.clock import MILLISECOND, Nanos, nanos, seconds
+from kvstore.errors import InvalidArgument, LayoutMismatch, StoreUnreachable
+from kvstore.layout import Namespace
+from kvstore.messages import NO_RESERVATION, Counters, DataPath, LeaseId, Match, Outcome, Reservation, Slot, Stats
+from kvstore.monotonic import MonotonicClock
+from kvstore.ports import Clock
+from kvstore.session import Session, refusal, shake_hands
+from kvstore.v1 import blocks_pb2 as pb
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+
+SLOWEST_BYTES_PER_SECOND = 100_000_000
+"""A way slower than this is given up: computing the blocks again is faster."""
+
+CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a broken connection of one client is not another's
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),  # a restarted node is found again within this
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+)
+
+WRITE_BATCH = 32  # blocks asked for at a time, so that a source that has to copy does not copy the whole chain at once
+
+Answer = TypeVar("Answer")
+
+log = logging.getLogger(__name__)
+
+
+class StoreClient:
+    """One namespace of one node; see the module. Thread-safe. Made by `connect`."""
+
+    def __init__(
+        self,
+        address: str,
+        namespace: Namespace,
+        channel: grpc.Channel,
+        session: Session,
+        *,
+        call_timeout: Nanos,
+        prefer: tuple[DataPath, ...],
+        clock: Clock,
+    ):
+        self._address = address
+        self._namespace = namespace
+        self._channel = channel
+        self._stub = pb_grpc.BlockStoreStub(channel)
+        self._session = session
+        self._outdated = False  # the node said that it is another one by now
+        self._call_timeout = call_timeout
+        self._prefer = prefer
+        self._clock = clock
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._breaker = Breaker()
+        self._void: deque[str] = deque(maxlen=16)  # incarnations that are known to be over
+        self._closed = False
+        self._handshake = threading.Lock()
+        self._counting = threading.Lock()
+        self._counters = Counters()
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        namespace: Namespace,
+        *,
+        timeout_seconds: float = 5.0,
+        call_timeout_seconds: float = 1.0,
+        prefer: Sequence[str] = (DataPath.SHM, DataPath.TCP),
+        clock: Clock | None = None,
+    ) -> Self:
+        """Shake hands with a node.
+
+        Args:
+            address: Of its control plane: ``unix:/path`` or ``host:port``.
+            namespace: What the bytes of this client's blocks mean.
+            timeout_seconds: For the handshake; waits for a node that is just starting.
+            call_timeout_seconds: For every later call, reconnecting included.
+            prefer: Ways to move bytes, best first.
+            clock: The system's by default.
+
+        Raises:
+            StoreUnreachable: Nobody answers in time.
+            LayoutMismatch: The node stores these weights in another layout; names the field that differs.
+            InvalidArgument: No node can store such blocks; names the field.
+        """
+        clock = clock or MonotonicClock()
+        paths = tuple(DataPath(path) for path in prefer)
+        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        deadline = Nanos(clock.now() + nanos(timeout_seconds))
+        try:
+            session = shake_hands(pb_grpc.BlockStoreStub(channel), address, namespace, paths, clock, deadline)
+        except BaseException:
+            channel.close()
+            raise
+        return cls(
+            address, namespace, channel, session, call_timeout=nanos(call_timeout_seconds), prefer=paths, clock=clock
+        )
+
+    @property
+    def store_id(self) -> str:
+        return self._session.store_id
+
+    @property
+    def path(self) -> DataPath:
+        """How bytes move at the moment."""
+        return self._session.path
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._namespace
+
+    def match(self, hashes: Sequence[ChainHash], *, lease_seconds: float) -> Match:
+        """The longest held prefix of a chain, pinned.
+
+        Args:
+            hashes: The chain from its start.
+            lease_seconds: For how long at most; the node's own limit counts where it is shorter. 0 looks only:
+                the blocks may be evicted before they are read, and nothing is counted.
+        """
+        asked = list(hashes[: wire.MAX_HASHES])
+        nothing = Match(incarnation=self._session.incarnation)
+        if not asked:
+            return nothing
+        names = b"".join(asked)
+
+        def call(session: Session, timeout_seconds: float) -> Match:
+            lease = min(nanos(lease_seconds), session.max_lease)
+            request = pb.MatchRequest(
+                digest=self._namespace.digest,
+                hashes=names,
+                lease_ms=lease // MILLISECOND,
+                incarnation=session.incarnation,
+                owner=self._owner,
+            )
+            return wire.parse_match(self._stub.Match(request, timeout=timeout_seconds), session.incarnation, asked)
+
+        match = self._call(call) or nothing
+        if lease_seconds:
+            self._count(hits=len(match), misses=len(hashes) - len(match))
+        return match
+
+    def read(self, match: Match, indices: Sequence[int], destinations: Sequence[MutableBlock]) -> list[bool]:
+        """Copy matched blocks out; checksums are verified on the copies.
+
+        Args:
+            match: From `match`, of this client or of another one of the same node and namespace.
+            indices: Which of its blocks.
+            destinations: Where to; one block a index, in one buffer or in a list of consecutive pieces.
+
+        Returns:
+            Which blocks are there now. Where it says False, the destination's content is void.
+        """
+        if not indices:
+            return []
+        slots = [match.slots[index] for index in indices]
+        session = self._session_of(match.incarnation)
+        if session is None:
+            self._count(lost=len(slots))
+            return [False] * len(slots)
+        outcomes = session.transport.get(slots, destinations, self._transfer_deadline(len(slots)))
+        corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is Outcome.CORRUPT]
+        if corrupt:
+            self._condemn(match, corrupt)
+        moved = outcomes.count(Outcome.MOVED)
+        self._count(
+            bytes_read=moved * self._namespace.block_bytes, corrupt=len(corrupt), lost=len(slots) - moved - len(corrupt)
+        )
+        return [outcome is Outcome.MOVED for outcome in outcomes]
+
+    def release(self, *lease_ids: LeaseId) -> None:
+        """End leases early. May be called from any process; a lease that has ended is fine."""
+        held = [lease_id for lease_id in lease_ids if lease_id]
+        if held:
+            self._call(lambda _, timeout: self._stub.Release(pb.ReleaseRequest(lease_ids=held), timeout=timeout))
+
+    def write(self, hashes: Sequence[ChainHash], sources: Callable[[int], Block] | Sequence[Block]) -> int:
+        """Store blocks; those already held, or being written by another, are skipped.
+
+        Args:
+            hashes: The chain from its start, as far as its blocks are there. Naming held blocks costs nothing and
+                keeps the start of a chain from being evicted before its end.
+            sources: The block of an index into `hashes`, asked for only when it is written; one buffer, or a list of
+                consecutive pieces. Must not change during the call.
+
+        Returns:
+            Blocks newly published.
+        """
+        if not hashes:
+            return 0
+        asked = hashes[: wire.MAX_HASHES]
+        started = self._clock.now()
+        found = self._reserve(asked)
+        if found is None:
+            self._count(dropped=len(hashes))
+            return 0
+        session, reservation = found
+        source = sources if callable(sources) else sources.__getitem__
+        deadline = min(Nanos(started + session.max_reservation), self._transfer_deadline(len(reservation.reserved)))
+        written: list[pb.Published] = []
+        for start in range(0, len(reservation.reserved), WRITE_BATCH):
+            batch = reservation.reserved[start : start + WRITE_BATCH]
+            blocks = [source(reserved.index) for reserved in batch]
+            checksums = [crc32c(pieces(block)) for block in blocks]
+            slots = [
+                Slot(reserved.slot.offset, reserved.slot.generation, checksum)
+                for reserved, checksum in zip(batch, checksums, strict=True)
+            ]
+            for reserved, slot, outcome in zip(
+                batch, slots, session.transport.put(slots, blocks, deadline), strict=True
+            ):
+                if outcome is Outcome.MOVED:
+                    written.append(pb.Published(index=reserved.index, crc32c=slot.crc32c))
+        published = self._publish(reservation, written) if reservation.reserved else 0
+        self._count(
+            bytes_written=published * self._namespace.block_bytes,
+            dropped=len(reservation.reserved) - published + reservation.refused + len(hashes) - len(asked),
+        )
+        return published
+
+    def counters(self) -> Counters:
+        """What this client did since it connected."""
+        with self._counting:
+            return self._counters
+
+    def stats(self) -> Stats | None:
+        """What the node says of itself; None when it does not answer."""
+        return self._call(lambda _, timeout: wire.parse_stats(self._stub.Stats(pb.StatsRequest(), timeout=timeout)))
+
+    def close(self) -> None:
+        """Calls in other threads end with misses. Leases stay until released or over."""
+        self._closed = True
+        self._channel.close()
+        self._session.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reserve(self, hashes: Sequence[ChainHash]) -> tuple[Session, Reservation] | None:
+        names = b"".join(hashes)
+
+        def call(session: Session, timeout_seconds: float) -> tuple[Session, Reservation]:
+            request = pb.ReserveRequest(
+                digest=self._namespace.digest,
+                hashes=names,
+                lease_ms=session.max_reservation // MILLISECOND,
+                incarnation=session.incarnation,
+                owner=self._owner,
+            )
+            return session, wire.parse_reservation(self._stub.Reserve(request, timeout=timeout_seconds))
+
+        return self._call(call)
+
+    def _publish(self, reservation: Reservation, written: list[pb.Published]) -> int:
+        assert reservation.reservation_id != NO_RESERVATION
+        request = pb.PublishRequest(reservation_id=reservation.reservation_id, published=written, owner=self._owner)
+        response = self._call(lambda _, timeout: self._stub.Publish(request, timeout=timeout))
+        return response.published if response is not None else 0
+
+    def _condemn(self, match: Match, indices: list[int]) -> None:
+        log.warning("blocks failed their checksum", extra={"store": self._session.store_id, "blocks": len(indices)})
+        request = pb.CondemnRequest(
+            digest=self._namespace.digest,
+            hashes=b"".join(match.names[index] for index in indices),
+            generations=[match.slots[index].generation for index in indices],
+        )
+        self._call(lambda _, timeout: self._stub.Condemn(request, timeout=timeout))
+
+    def _call(self, act: Callable[[Session, float], Answer]) -> Answer | None:
+        """The node's answer; None when there is none in time, or the breaker is open."""
+        started = self._clock.now()
+        deadline = Nanos(started + self._call_timeout)
+        if self._closed or not self._breaker.allows(started):
+            return None
+        for _ in range(2):  # the second time after shaking hands again (rule 3)
+            session = self._current(deadline)
+            if session is None:
+                return None
+            try:
+                answer = act(session, seconds(max(deadline - self._clock.now(), MILLISECOND)))
+            except grpc.RpcError as error:
+                self._judge(error, started)
+                if not self._outdated:
+                    return None
+            else:
+                self._breaker.succeeded()
+                return answer
+        return None
+
+    def _judge(self, error: grpc.RpcError, started: Nanos) -> None:
+        """What a failed call says of the node."""
+        match error.code():
+            case grpc.StatusCode.FAILED_PRECONDITION:
+                self._outdated = True
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                raise refusal(self._address, error) from error
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self._count(failures=1)
+                log.warning("store node refuses", extra={"address": self._address, "details": error.details()})
+            case code:
+                self._failed(started, f"{code.name}: {error.details()}")
+
+    def _failed(self, started: Nanos, reason: str) -> None:
+        if self._closed:
+            return
+        self._count(failures=1)
+        if self._breaker.closed:
+            log.warning("store node does not answer", extra={"address": self._address, "reason": reason})
+        self._breaker.failed(started, self._clock.now())
+
+    def _current(self, deadline: Nanos) -> Session | None:
+        """The session with the node that is there now; None while another thread is shaking hands, or it fails."""
+        if not self._outdated:
+            return self._session
+        if not self._handshake.acquire(blocking=False):
+            return None
+        try:
+            return self._renew(deadline)
+        finally:
+            self._handshake.release()
+
+    def _renew(self, deadline: Nanos) -> Session | None:
+        if not self._outdated:  # another thread has just done it
+            return self._session
+        started = self._clock.now()
+        try:
+            session = shake_hands(self._stub, self._address, self._namespace, self._prefer, self._clock, deadline)
+        except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
+            self._failed(started, str(error))
+            return None
+        former, self._session = self._session, session
+        self._outdated = False
+        if former.incarnation != session.incarnation:
+            self._void.append(former.incarnation)
+            log.info("store node has restarted", extra={"store": session.store_id, "incarnation": session.incarnation})
+        former.transport.close()
+        return session
+
+    def _session_of(self, incarnation: str) -> Session | None:
+        """The session that a match belongs to, which may come from a process that met a restarted node before us."""
+        session = self._session
+        if session.incarnation == incarnation:
+            return session
+        now = self._clock.now()
+        if self._closed or incarnation in self._void or not self._breaker.allows(now):
+            return None
+        self._outdated = True
+        renewed = self._current(Nanos(now + self._call_timeout))
+        if renewed is None:
+            return None
+        self._breaker.succeeded()
+        if renewed.incarnation != incarnation:
+            self._void.append(incarnation)
+            return None
+        return renewed
+
+    def _transfer_deadline(self, blocks: int) -> Nanos:
+        span = nanos(blocks * self._namespace.block_bytes / SLOWEST_BYTES_PER_SECOND)
+        return Nanos(self._clock.now() + self._call_timeout + span)
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            changed = {name: getattr(self._counters, name) + count for name, count in more.items()}
+            self._counters = msgspec.structs.replace(self._counters, **changed)

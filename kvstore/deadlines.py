@@ -1,0 +1,38 @@
+"""What ends when: leases and reservations by id."""
+
+import heapq
+from collections.abc import Container, Iterator
+
+from kvstore.clock import Nanos
+
+SLACK = 64  # ended entries that are not worth sweeping
+
+
+class Deadlines:
+    """A heap of ids. Those that end early stay in it until they come up, or are swept."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Nanos, int]] = []
+
+    def add(self, deadline: Nanos, ends: int) -> None:
+        heapq.heappush(self._heap, (deadline, ends))
+
+    def due(self, now: Nanos) -> Iterator[int]:
+        """Ids whose deadline has come, each once, earliest first; among them ids that ended early."""
+        while self._heap and self._heap[0][0] <= now:
+            yield heapq.heappop(self._heap)[1]
+
+    def is_cluttered(self, open_ids: int) -> bool:
+        """Whether most of the entries have ended early, when that many have not."""
+        return len(self._heap) > 2 * open_ids + SLACK
+
+    def keep(self, open_ids: Container[int]) -> None:
+        """Forget the ids that are not among these."""
+        self._heap = [entry for entry in self._heap if entry[1] in open_ids]
+        heapq.heapify(self._heap)
+
+    def __contains__(self, ends: int) -> bool:
+        return any(entry[1] == ends for entry in self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)

@@ -1,0 +1,154 @@
+"""Values of the store: where blocks lie, what was matched, what changed."""
+
+from enum import StrEnum
+from typing import NewType
+
+from msgspec import Struct
+
+from kvstore.block import ChainHash
+
+LeaseId = NewType("LeaseId", int)
+ReservationId = NewType("ReservationId", int)
+
+NO_LEASE = LeaseId(0)
+"""What a match answers that pinned nothing."""
+
+NO_RESERVATION = ReservationId(0)
+"""What a reservation answers that found nothing to write, or no space."""
+
+
+class BlockKey(Struct, frozen=True, order=True):
+    """What names a block on a node. Positional: there are millions."""
+
+    digest: bytes  # of the namespace
+    name: ChainHash
+
+
+class Slot(Struct, frozen=True):
+    """Where the bytes of a block lie, as clients see it."""
+
+    offset: int  # bytes from the start of the pool
+    generation: int  # changes whenever the place is given to another block
+    crc32c: int = 0  # of the block's bytes; 0 while nothing is written
+
+
+class Address(Struct, frozen=True, kw_only=True):
+    """Where the bytes of a block lie, as tiers see it: by place (memory, SSD) or by name (remote)."""
+
+    key: BlockKey
+    offset: int  # bytes
+    length: int  # bytes
+    generation: int
+
+
+class Match(Struct, frozen=True, kw_only=True):
+    """The longest prefix of a chain that a node holds, pinned until the lease is released or ends.
+
+    Can be pickled or encoded by msgspec, and read by another process than the one that matched.
+    """
+
+    incarnation: str  # of the node
+    lease_id: LeaseId = NO_LEASE
+    names: tuple[ChainHash, ...] = ()
+    slots: tuple[Slot, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class Outcome(StrEnum):
+    """What came of moving one block's bytes."""
+
+    MOVED = "moved"  # and their checksum was right
+    GONE = "gone"  # the slot belongs to another block by now, or its node does not answer
+    CORRUPT = "corrupt"  # the checksum is wrong
+
+
+class BlockChanges(Struct, frozen=True, kw_only=True):
+    """What became readable and what ceased to be, in one namespace. No name is in both."""
+
+    digest: bytes
+    stored: tuple[ChainHash, ...] = ()
+    removed: tuple[ChainHash, ...] = ()
+
+
+class Claim(Struct, frozen=True):
+    """Command: the place now belongs to this block, whose bytes are about to be written."""
+
+    address: Address
+
+
+class Discard(Struct, frozen=True):
+    """Command: the block is gone; whoever still reads there must notice."""
+
+    address: Address
+
+
+TierCommand = Claim | Discard
+
+
+class Reserved(Struct, frozen=True):
+    """A place to write one block to."""
+
+    index: int  # into the names that were asked for
+    slot: Slot
+
+
+class Reservation(Struct, frozen=True, kw_only=True):
+    """Places to write to, held until they are published or the reservation ends."""
+
+    reservation_id: ReservationId
+    reserved: tuple[Reserved, ...]
+    refused: int  # blocks that nobody holds and for which there is no space
+
+
+class Leased(Struct, frozen=True, kw_only=True):
+    """What the machine answers to a match."""
+
+    lease_id: LeaseId
+    slots: tuple[Slot, ...]
+
+
+class Counters(Struct, frozen=True, kw_only=True):
+    """What one client did since it connected."""
+
+    hits: int = 0  # blocks matched under a lease
+    misses: int = 0  # blocks asked for under a lease and not held, or not to be had
+    bytes_read: int = 0  # verified
+    bytes_written: int = 0  # published
+    corrupt: int = 0  # blocks whose checksum was wrong
+    lost: int = 0  # blocks matched, but gone when they were read: the lease had ended, or the node was away
+    dropped: int = 0  # blocks not written, because the store was full or away
+    failures: int = 0  # calls that the node did not answer
+
+
+class Stats(Struct, frozen=True, kw_only=True):
+    """Counters since the node started, and what it holds now."""
+
+    blocks: int
+    bytes: int
+    capacity_bytes: int
+    hits: int  # blocks matched under a lease
+    misses: int  # blocks asked for under a lease and not held
+    written: int  # blocks published
+    evicted: int
+    corrupt: int  # blocks condemned
+    expired: int  # reservations and leases that ended by themselves
+    pinned: int  # blocks pinned now
+
+
+class DataPath(StrEnum):
+    """How bytes get from a node's pool to a client."""
+
+    SHM = "shm"  # the client maps the pool
+    TCP = "tcp"
+
+
+class StoreEndpoints(Struct, frozen=True, kw_only=True):
+    """Where a node really listens, ports filled in."""
+
+    store_id: str
+    incarnation: str
+    listen: tuple[str, ...]  # gRPC: "unix:/path" or host:port
+    shm_socket: str  # path; empty: none
+    data_address: str  # host:port of the TCP data plane; empty: none

@@ -1,0 +1,118 @@
+"""What the store needs of the world, and what extends it: time, tiers, transports, eviction policies."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvstore.buffers import Block, ByteArray, MutableBlock
+from kvstore.clock import Nanos
+from kvstore.messages import Address, BlockKey, Outcome, Slot
+
+
+class Clock(Protocol):
+    """The only source of time; machines are handed `now` instead."""
+
+    def now(self) -> Nanos: ...
+
+
+class Tier(Protocol):
+    """One level of the hierarchy: a bounded space that the bytes of blocks are written to and read from.
+
+    A tier moves bytes and decides nothing: which block lies where, who may read it and what has to go is the knowledge
+    of a `BlockMachine`, one a tier. It may use an address's place (memory, SSD) or its key (remote), and must refuse a
+    read whose generation is not the one that last claimed the place.
+
+    Calls may block: a server on an event loop makes those of a slow tier in its executor. They may come from several
+    threads, for different addresses.
+    """
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    def claim(self, address: Address) -> None:
+        """The place belongs to this block from now on; its bytes are not there yet.
+
+        Raises:
+            TierFailed: The block cannot be kept here.
+        """
+        ...
+
+    def write(self, address: Address, block: Block) -> bool:
+        """Put a claimed block's bytes, `address.length` of them; False when it is not claimed any more.
+
+        Raises:
+            TierFailed: The bytes may not be there, or in part.
+        """
+        ...
+
+    def read(self, address: Address, into: MutableBlock) -> bool:
+        """Get a block's bytes; False when the place has been discarded or given to another block.
+
+        The caller verifies the checksum; the bytes may be wrong, and `into` may have been written to even on False.
+
+        Raises:
+            TierFailed: The bytes may be there, but cannot be had now.
+        """
+        ...
+
+    def discard(self, address: Address) -> None:
+        """The block is gone: later reads of this address answer False. Ignored when another block is there by now."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryTier(Tier, Protocol):
+    """A tier whose bytes can be used in place."""
+
+    def view(self, address: Address) -> ByteArray:
+        """The block's bytes, without copying; they are another block's after a discard."""
+        ...
+
+
+class Transport(Protocol):
+    """The client's end of a way between its buffers and the slots of one node, bound to one namespace.
+
+    Opening it fails with `NamespaceUnknown` when the node does not know the namespace, before any byte moves, and with
+    `StoreUnreachable` when the way does not exist. After that nothing raises: a block whose bytes do not arrive
+    in time, or do not match their checksum, is an outcome. Thread-safe.
+    """
+
+    def get(self, slots: Sequence[Slot], into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+        """Fetch blocks; checksums are verified on the bytes in `into`, after they arrived.
+
+        Args:
+            slots: Of readable blocks.
+            into: One block of buffers a slot, of the namespace's block size.
+            deadline: On the client's clock; what has not arrived by then is GONE.
+        """
+        ...
+
+    def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
+        """Write blocks into reserved slots, whose `crc32c` says what the bytes sum up to.
+
+        A way that bytes can be damaged on verifies it (CORRUPT); in any case a block whose bytes do not match is
+        never returned by `get`.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Eviction(Protocol):
+    """Says which block goes next. Sees only blocks that may go: published and not pinned."""
+
+    def admit(self, key: BlockKey, size_bytes: int, now: Nanos) -> None:
+        """The block may go from now on, and was in use until now; again means used again. Chains come tail first."""
+        ...
+
+    def withdraw(self, key: BlockKey) -> None:
+        """The block may not go any more, or is gone. It was admitted before."""
+        ...
+
+    def choose(self) -> BlockKey | None:
+        """The next to go; it stays admitted. None when nothing may go."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, key: BlockKey) -> bool: ...

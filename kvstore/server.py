@@ -1,0 +1,173 @@
+"""The node process: gRPC control plane, memory handout, TCP data plane, and the passing of time."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore import sockets
+from kvstore.errors import NamespaceUnknown, StoreNotStarted
+from kvstore.eviction.lru import LruEviction
+from kvstore.host import host_id
+from kvstore.machine import BlockMachine
+from kvstore.messages import StoreEndpoints
+from kvstore.monotonic import MonotonicClock
+from kvstore.ports import Clock
+from kvstore.service import BlockStoreService, Identity
+from kvstore.settings import StoreSettings
+from kvstore.tiers.shared_memory import SharedMemoryTier
+from kvstore.transports.shared_memory import MemoryHandout
+from kvstore.transports.tcp_server import DataPlane
+from kvstore.v1 import blocks_pb2
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+from kvstore.wire import MAX_MESSAGE_BYTES
+
+TICK_SECONDS = 0.25  # how late an expiry may be noticed when nobody calls
+GRACE_SECONDS = 0.5  # for calls in progress when the node stops
+SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
+
+log = logging.getLogger(__name__)
+
+
+async def serve(
+    settings: StoreSettings, on_ready: Callable[[StoreEndpoints], None], *, clock: Clock | None = None
+) -> None:
+    """Run a node until cancelled; leaves neither memory nor socket files behind.
+
+    Args:
+        settings: What the node is told.
+        on_ready: Called once, when everything listens.
+        clock: Of leases and deadlines; the system's by default.
+
+    Raises:
+        StoreNotStarted: The settings cannot be obeyed here; nothing is left running.
+    """
+    async with open_node(settings, clock or MonotonicClock()) as endpoints:
+        log.info("store node ready", extra={"store": settings.store_id, "listen": endpoints.listen})
+        on_ready(endpoints)
+        await asyncio.get_running_loop().create_future()
+
+
+@contextlib.asynccontextmanager
+async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[StoreEndpoints]:
+    """A node that serves while the context is open."""
+    incarnation = uuid.uuid4().hex
+    async with contextlib.AsyncExitStack() as stack:
+        tier = await asyncio.to_thread(SharedMemoryTier, settings.capacity_bytes)
+        stack.callback(tier.close)
+        machine = BlockMachine(
+            tier.capacity_bytes,
+            LruEviction(),
+            epoch=1 + secrets.randbelow((1 << 31) - 1),
+            max_leases=settings.max_leases,
+            max_namespaces=settings.max_namespaces,
+        )
+        plane = DataPlane(machine, tier, clock)
+        stack.callback(plane.close)
+        data_address = ""
+        if settings.data_listen:
+            host, _, port = settings.data_listen.rpartition(":")
+            data_address = await plane.listen(host.strip("[]"), int(port))
+        listener, shm_socket = None, ""
+        if settings.shm_socket:
+            shm_socket = _absolute(settings.shm_socket)
+            listener = sockets.listen("shm_socket", shm_socket)
+            stack.callback(Path(shm_socket).unlink, missing_ok=True)
+            stack.callback(listener.close)
+        identity = Identity(
+            store_id=settings.store_id,
+            incarnation=incarnation,
+            host_id=host_id(),
+            shm_socket=shm_socket,
+            data_address=data_address,
+        )
+        service = BlockStoreService(settings, identity, machine, tier, clock)
+        listen = await stack.enter_async_context(_control_plane(settings.listen, service))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())  # last: it would wrap what is raised above
+        stack.callback(tasks.create_task(_pass_time(service, plane, clock)).cancel)
+        if listener is not None:
+            handout = MemoryHandout(listener, tier, lambda digest: _knows(machine, digest))
+            stack.callback(tasks.create_task(handout.run()).cancel)
+        yield StoreEndpoints(
+            store_id=settings.store_id,
+            incarnation=incarnation,
+            listen=listen,
+            shm_socket=shm_socket,
+            data_address=data_address,
+        )
+
+
+@contextlib.asynccontextmanager
+async def _control_plane(addresses: tuple[str, ...], service: BlockStoreService) -> AsyncIterator[tuple[str, ...]]:
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),  # two nodes on one port would each see half of the calls
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ]
+    )
+    pb_grpc.add_BlockStoreServicer_to_server(service, server)
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    async with contextlib.AsyncExitStack() as stack:
+        bound = []
+        for index, address in enumerate(addresses):
+            bound.append(_bind(server, f"listen[{index}]", address))
+            if address.startswith("unix:"):
+                stack.callback(Path(unix_path(address)).unlink, missing_ok=True)
+        await server.start()
+        stack.push_async_callback(server.stop, GRACE_SECONDS)
+        stack.push_async_callback(healthy.enter_graceful_shutdown)
+        for address in bound:
+            if address.startswith("unix:"):
+                os.chmod(unix_path(address), 0o600)  # noqa: PTH101 - a call that does not wait
+        for name in ("", SERVICE):
+            await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+        yield tuple(bound)
+
+
+def unix_path(address: str) -> str:
+    """The path of ``unix:/path`` or ``unix:///path``."""
+    path = address.removeprefix("unix:")
+    return path.removeprefix("//") if path.startswith("///") else path
+
+
+def _bind(server: grpc.aio.Server, field: str, address: str) -> str:
+    if address.startswith("unix:"):
+        sockets.clear_path(field, unix_path(address))  # gRPC would take it from a living process
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise StoreNotStarted(f"{field}: {address} cannot be bound; is it in use?") from error
+    if address.startswith("unix:"):
+        return address
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+async def _pass_time(service: BlockStoreService, plane: DataPlane, clock: Clock) -> None:
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        service.tick()
+        plane.cut_stalled(clock.now())
+
+
+def _absolute(path: str) -> str:
+    """Clients may run in another folder."""
+    return str(Path(path).absolute())
+
+
+def _knows(machine: BlockMachine, digest: bytes) -> bool:
+    try:
+        machine.namespace(digest)
+    except NamespaceUnknown:
+        return False
+    return True

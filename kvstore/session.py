@@ -1,0 +1,110 @@
+"""The handshake of a client with a node, and what comes of it: a way to move bytes."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import grpc
+from msgspec import Struct
+
+from kvstore import wire
+from kvstore.clock import MILLISECOND, Nanos, seconds
+from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
+from kvstore.host import host_id
+from kvstore.layout import Namespace
+from kvstore.messages import DataPath
+from kvstore.ports import Clock, Transport
+from kvstore.transports.shared_memory import SharedMemoryTransport
+from kvstore.transports.tcp import TcpTransport
+from kvstore.v1 import blocks_pb2 as pb
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+
+WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - an answer to look at, not an address to bind
+
+
+class Session(Struct, frozen=True, kw_only=True):
+    """One incarnation of a node, as a client sees it."""
+
+    store_id: str
+    incarnation: str
+    max_lease: Nanos
+    max_reservation: Nanos
+    pool_bytes: int
+    path: DataPath
+    transport: Transport
+
+
+def shake_hands(
+    stub: pb_grpc.BlockStoreStub,
+    address: str,
+    namespace: Namespace,
+    prefer: Sequence[DataPath],
+    clock: Clock,
+    deadline: Nanos,
+) -> Session:
+    """Agree on the namespace, and open the first way of `prefer` that works.
+
+    Raises:
+        StoreUnreachable: The node does not answer by the deadline, or none of the ways works.
+        LayoutMismatch: The node does not mean the same bytes; names the field.
+    """
+    request = pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest)
+    timeout_seconds = max(seconds(deadline - clock.now()), 0.001)
+    try:
+        hello = stub.Hello(request, timeout=timeout_seconds, wait_for_ready=True)
+    except grpc.RpcError as error:
+        raise refusal(address, error) from error
+    failures = []
+    for path in prefer:
+        try:
+            transport = _open(path, hello, address, namespace, clock, deadline)
+        except (StoreUnreachable, NamespaceUnknown) as error:
+            failures.append(f"{path}: {error}")
+            continue
+        return Session(
+            store_id=hello.store_id,
+            incarnation=hello.incarnation,
+            max_lease=Nanos(hello.max_lease_ms * MILLISECOND),
+            max_reservation=Nanos(hello.max_reservation_ms * MILLISECOND),
+            pool_bytes=hello.pool_bytes,
+            path=path,
+            transport=transport,
+        )
+    raise StoreUnreachable(f"{address} answers, but no bytes can be moved: {'; '.join(failures)}")
+
+
+def refusal(address: str, error: grpc.RpcError) -> Exception:
+    """What a failed Hello means."""
+    details = error.details() or ""
+    metadata = cast("Sequence[tuple[str, str]]", error.trailing_metadata() or ())
+    field = next((value for key, value in metadata if key == wire.FIELD_KEY), "")
+    match error.code():
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return LayoutMismatch(field, details)
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidArgument(field, details.removeprefix(f"{field}: "))
+        case code:
+            return StoreUnreachable(f"{address}: {code.name}: {details}")
+
+
+def _open(
+    path: DataPath, hello: pb.HelloResponse, address: str, namespace: Namespace, clock: Clock, deadline: Nanos
+) -> Transport:
+    match path:
+        case DataPath.SHM:
+            if not hello.shm_socket or hello.host_id != host_id():
+                raise StoreUnreachable("not on the same host, or not offered")
+            return SharedMemoryTransport(hello.shm_socket, namespace.digest, namespace.block_bytes, clock, deadline)
+        case DataPath.TCP:
+            if not hello.tcp_address:
+                raise StoreUnreachable("not offered")
+            data_address = reachable(hello.tcp_address, address)
+            return TcpTransport(data_address, namespace.digest, namespace.block_bytes, clock, deadline)
+
+
+def reachable(data_address: str, control_address: str) -> str:
+    """The data plane's address; a node that listens everywhere is where its control plane is."""
+    host, _, port = data_address.rpartition(":")
+    if host not in WILDCARDS:
+        return data_address
+    control_host = "127.0.0.1" if control_address.startswith("unix:") else control_address.rpartition(":")[0]
+    return f"{control_host}:{port}"

@@ -1,0 +1,58 @@
+"""Unix sockets that a node may take: free paths, and those that a killed node left behind."""
+
+import socket
+import stat
+from pathlib import Path
+
+from kvstore.errors import StoreNotStarted
+
+PATH_BYTES = 107  # of sun_path, less its final zero; unix(7)
+PROBE_SECONDS = 1.0
+
+
+def clear_path(field: str, path: str) -> None:
+    """Make way for a socket at `path`: removes one that nobody listens on.
+
+    Raises:
+        StoreNotStarted: The path cannot be used; the message begins with `field`.
+    """
+    if len(path.encode()) > PATH_BYTES:
+        raise StoreNotStarted(
+            f"{field}: {path} is longer than the {PATH_BYTES} bytes that a Unix socket's path may have"
+        )
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise StoreNotStarted(f"{field}: {file.parent} is not a directory")
+    if not file.exists():
+        return
+    if not stat.S_ISSOCK(file.stat().st_mode):
+        raise StoreNotStarted(f"{field}: {path} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_SECONDS)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            file.unlink()  # of a process that was killed
+            return
+        except OSError as error:
+            raise StoreNotStarted(f"{field}: {path} cannot be used: {error}") from error
+    raise StoreNotStarted(f"{field}: another process listens on {path}")
+
+
+def listen(field: str, path: str) -> socket.socket:
+    """A listening, non-blocking socket that only this user may connect to.
+
+    Raises:
+        StoreNotStarted: The path cannot be used.
+    """
+    clear_path(field, path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        Path(path).chmod(0o600)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StoreNotStarted(f"{field}: {path} cannot be bound: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,45 @@
+"""The way between two ends in one process: for an embedded store, and for tests."""
+
+from collections.abc import Sequence
+
+from kvstore.buffers import Block, MutableBlock, crc32c, pieces
+from kvstore.clock import Nanos
+from kvstore.machine import BlockMachine
+from kvstore.messages import Outcome, Slot
+from kvstore.ports import Tier
+
+
+class InProcessTransport:
+    """Asks the machine, then the tier. Not for several threads, since the machine is not."""
+
+    def __init__(self, machine: BlockMachine, tier: Tier, digest: bytes):
+        """Binds to a namespace.
+
+        Raises:
+            NamespaceUnknown: It was never opened.
+        """
+        machine.namespace(digest)
+        self._machine = machine
+        self._tier = tier
+        self._digest = digest
+
+    def get(self, slots: Sequence[Slot], into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:  # noqa: ARG002 - nothing here waits
+        return [self._get(slot, block) for slot, block in zip(slots, into, strict=True)]
+
+    def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:  # noqa: ARG002 - nothing here waits
+        return [self._put(slot, block) for slot, block in zip(slots, blocks, strict=True)]
+
+    def close(self) -> None:
+        pass
+
+    def _get(self, slot: Slot, into: MutableBlock) -> Outcome:
+        address = self._machine.readable(self._digest, slot)
+        if address is None or not self._tier.read(address, into):
+            return Outcome.GONE
+        return Outcome.MOVED if crc32c(pieces(into)) == slot.crc32c else Outcome.CORRUPT
+
+    def _put(self, slot: Slot, block: Block) -> Outcome:
+        address = self._machine.writable(self._digest, slot)
+        if address is None or crc32c(pieces(block)) != slot.crc32c:
+            return Outcome.GONE if address is None else Outcome.CORRUPT
+        return Outcome.MOVED if self._tier.write(address, block) else Outcome.GONE

@@ -1,0 +1,84 @@
+"""Streams of block changes to whoever watches, each with a bounded queue.
+
+A watcher begins with a dump and then hears every change. One that does not keep up is cut, since a stream with a gap is
+worse than none: it watches again and gets a new dump.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from kvstore.messages import BlockChanges
+
+NAMES_A_MESSAGE = 4096  # 64 KiB
+
+
+class TooSlow(Exception):
+    """The watcher's queue was full."""
+
+
+class Watchers:
+    """All open streams of a node."""
+
+    def __init__(self, queue_messages: int):
+        self._queue_messages = queue_messages
+        self._streams: set[_Stream] = set()
+
+    async def watch(self, dump: Sequence[BlockChanges]) -> AsyncGenerator[BlockChanges, None]:
+        """The dump, then what is told from the first `anext` on; until closed.
+
+        Args:
+            dump: What is held at the moment of the call.
+
+        Raises:
+            TooSlow: The consumer did not keep up.
+        """
+        stream = _Stream(self._queue_messages)
+        self._streams.add(stream)
+        try:
+            for changes in dump:
+                for part in _cut(changes):
+                    yield part
+            while True:
+                yield await stream.next()
+        finally:
+            self._streams.discard(stream)
+
+    def tell(self, changes: Sequence[BlockChanges]) -> None:
+        """Hand changes to every watcher; never waits."""
+        for change in changes:
+            for part in _cut(change):
+                for stream in self._streams:
+                    stream.put(part)
+
+
+class _Stream:
+    def __init__(self, queue_messages: int):
+        self._queue: asyncio.Queue[BlockChanges] = asyncio.Queue(queue_messages)
+        self._cut = False
+
+    def put(self, changes: BlockChanges) -> None:
+        if self._queue.full():
+            self._cut = True
+        else:
+            self._queue.put_nowait(changes)
+
+    async def next(self) -> BlockChanges:
+        if self._cut:
+            raise TooSlow
+        return await self._queue.get()
+
+
+def _cut(changes: BlockChanges) -> list[BlockChanges]:
+    """In pieces that fit a message; at least one, since an empty one also says something."""
+    stored, removed = changes.stored, changes.removed
+    if len(stored) + len(removed) <= NAMES_A_MESSAGE:
+        return [changes]
+    parts = [
+        BlockChanges(digest=changes.digest, stored=stored[i : i + NAMES_A_MESSAGE])
+        for i in range(0, len(stored), NAMES_A_MESSAGE)
+    ]
+    parts += [
+        BlockChanges(digest=changes.digest, removed=removed[i : i + NAMES_A_MESSAGE])
+        for i in range(0, len(removed), NAMES_A_MESSAGE)
+    ]
+    return parts

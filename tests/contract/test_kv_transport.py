@@ -1,0 +1,292 @@
+"""What every way between a client's buffers and a node's slots promises."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.buffers import crc32c, pieces
+from kvstore.clock import Nanos, nanos
+from kvstore.errors import NamespaceUnknown, StoreUnreachable
+from kvstore.messages import Claim, Outcome, Slot
+from kvstore.monotonic import MonotonicClock
+from kvstore.sockets import listen
+from kvstore.tiers.shared_memory import SharedMemoryTier
+from kvstore.transports.frames import WINDOW
+from kvstore.transports.memory import InProcessTransport
+from kvstore.transports.shared_memory import MemoryHandout, SharedMemoryTransport
+from kvstore.transports.tcp import TcpTransport
+from kvstore.transports.tcp_server import DataPlane
+from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_block, a_chain, a_short_folder
+
+BLOCKS = 2 * WINDOW + 5
+CLOCK = MonotonicClock()
+
+
+def soon(seconds: float = 5) -> Nanos:
+    return Nanos(CLOCK.now() + nanos(seconds))
+
+
+class Node:
+    """The node's end. Its event loop has a thread of its own, where everything that touches the machine runs."""
+
+    def __init__(self, kind: str, folder):
+        self.kind = kind
+        self.store = Store(blocks=BLOCKS)
+        self.digest = self.store.digest
+        self.tier = SharedMemoryTier(BLOCKS * BLOCK_BYTES)
+        self.path = f"{folder}/m"
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.do(self._start)
+
+    async def _start(self) -> None:
+        if self.kind == "shared memory":
+            self.listener = listen("shm_socket", self.path)
+            knows = lambda digest: digest == self.digest  # noqa: E731
+            self.handout = self.loop.create_task(MemoryHandout(self.listener, self.tier, knows).run())
+        if self.kind == "tcp":
+            self.plane = DataPlane(self.store.machine, self.tier, CLOCK)
+            self.address = await self.plane.listen("127.0.0.1", 0)
+
+    def do(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Runs a function or coroutine function on the node's thread, and what the tier has to do after it."""
+
+        async def run() -> Any:
+            result = act(*args)
+            if asyncio.iscoroutine(result):
+                result = await result
+            for command in self.store.machine.commands():
+                (self.tier.claim if isinstance(command, Claim) else self.tier.discard)(command.address)
+            return result
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+    def open(self, digest: bytes | None = None):
+        digest = digest or self.digest
+        match self.kind:
+            case "in process":
+                return InProcessTransport(self.store.machine, self.tier, digest)
+            case "shared memory":
+                return SharedMemoryTransport(self.path, digest, BLOCK_BYTES, CLOCK, soon())
+            case "tcp":
+                return TcpTransport(self.address, digest, BLOCK_BYTES, CLOCK, soon())
+
+    def reserve(self, chain) -> tuple[int, list[Slot]]:
+        reservation = self.do(self.store.reserve, chain)
+        return reservation.reservation_id, [reserved.slot for reserved in reservation.reserved]
+
+    def publish(self, reservation_id: int, slots) -> None:
+        checksums = {index: slot.crc32c for index, slot in enumerate(slots)}
+        self.do(lambda: self.store.machine.publish(reservation_id, checksums, owner="w", now=Nanos(0)))
+
+    def flip_a_byte(self, slot: Slot) -> None:
+        self.tier.mapping.bytes[slot.offset + 1234] ^= 0x10
+
+    def cut(self) -> None:
+        """As if the node had died."""
+        if self.kind == "shared memory":
+            self.do(self._end_handout)
+        if self.kind == "tcp":
+            self.do(self.plane.close)
+
+    async def _end_handout(self) -> None:
+        self.handout.cancel()
+        await asyncio.wait([self.handout])
+        self.listener.close()
+
+    def close(self) -> None:
+        self.cut()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+        self.tier.close()
+
+
+@pytest.fixture(params=["in process", "shared memory", "tcp"])
+def node(request):
+    with a_short_folder() as folder:
+        node = Node(request.param, folder)
+        yield node
+        node.close()
+
+
+@pytest.fixture
+def transport(node):
+    transport = node.open()
+    yield transport
+    transport.close()
+
+
+def summed(slots, blocks) -> list[Slot]:
+    return [
+        Slot(slot.offset, slot.generation, crc32c(pieces(block))) for slot, block in zip(slots, blocks, strict=True)
+    ]
+
+
+def put_and_publish(node, transport, chain, blocks) -> list[Slot]:
+    reservation_id, slots = node.reserve(chain)
+    slots = summed(slots, blocks)
+    assert transport.put(slots, blocks, soon()) == [Outcome.MOVED] * len(blocks)
+    node.publish(reservation_id, slots)
+    return slots
+
+
+def empty(count: int) -> list[np.ndarray]:
+    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, WINDOW, BLOCKS])
+def test_the_same_bytes_come_back(node, transport, count):
+    blocks = [a_block(seed) for seed in range(count)]
+    slots = put_and_publish(node, transport, a_chain(count), blocks)
+
+    into = empty(count)
+    outcomes = transport.get(slots, into, soon())
+
+    assert outcomes == [Outcome.MOVED] * count
+    assert all(np.array_equal(one, other) for one, other in zip(blocks, into, strict=True))
+
+
+def test_blocks_are_gathered_from_pieces_and_scattered_to_pieces(node, transport):
+    block = a_block(1)
+    in_pieces = [block[:4096], bytes(block[4096:5000]), block[5000:].reshape(4, -1)]
+    (slot,) = put_and_publish(node, transport, a_chain(1), [in_pieces])
+
+    pieces_back = [bytearray(1), np.zeros((BLOCK_BYTES - 1) // 8191 * 8191, np.uint8)]
+    outcomes = transport.get([slot], [pieces_back], soon())
+
+    assert outcomes == [Outcome.MOVED]
+    assert bytes(pieces_back[0]) + bytes(pieces_back[1]) == bytes(block)
+
+
+def test_a_slot_of_another_generation_is_a_miss(node, transport):
+    slots = put_and_publish(node, transport, a_chain(3), [a_block(seed) for seed in range(3)])
+    slots[1] = Slot(slots[1].offset, slots[1].generation + 1000, slots[1].crc32c)
+
+    outcomes = transport.get(slots, empty(3), soon())
+
+    assert outcomes == [Outcome.MOVED, Outcome.GONE, Outcome.MOVED]
+
+
+def test_a_slot_that_was_given_to_another_block_is_a_miss(node, transport):
+    (slot,) = put_and_publish(node, transport, a_chain(1, "old"), [a_block(1)])
+    others = a_chain(BLOCKS, "new")
+    put_and_publish(node, transport, others, [a_block(seed) for seed in range(BLOCKS)])
+
+    assert transport.get([slot], empty(1), soon()) == [Outcome.GONE]
+
+
+def test_one_flipped_byte_is_never_returned_as_good(node, transport):
+    slots = put_and_publish(node, transport, a_chain(3), [a_block(seed) for seed in range(3)])
+    node.flip_a_byte(slots[1])
+
+    outcomes = transport.get(slots, empty(3), soon())
+
+    assert outcomes == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED]
+
+
+def test_bytes_that_do_not_match_their_checksum_are_never_returned_as_good(node, transport):
+    reservation_id, (slot,) = node.reserve(a_chain(1))
+    lie = Slot(slot.offset, slot.generation, 1234)
+
+    put = transport.put([lie], [a_block(1)], soon())
+    node.publish(reservation_id, [lie])
+
+    assert put in ([Outcome.MOVED], [Outcome.CORRUPT])
+    assert transport.get([lie], empty(1), soon()) == [Outcome.CORRUPT]
+
+
+def test_a_reservation_that_has_ended_cannot_be_written(node, transport):
+    (present,) = put_and_publish(node, transport, a_chain(1, "present"), [a_block(1)])
+    _, slots = node.reserve(a_chain(2, "late"))
+    node.do(lambda: node.store.machine.expire(LEASE))
+
+    outcomes = transport.put(summed(slots, [a_block(2)] * 2), [a_block(2)] * 2, soon())
+
+    assert outcomes == [Outcome.GONE] * 2
+    assert transport.get([present], empty(1), soon()) == [Outcome.MOVED]
+
+
+def test_a_former_writer_does_not_touch_the_block_that_took_its_place(node, transport):
+    _, (late,) = node.reserve(a_chain(1, "late"))
+    node.do(lambda: node.store.machine.expire(LEASE))
+    blocks = [a_block(seed) for seed in range(BLOCKS)]
+    slots = put_and_publish(node, transport, a_chain(BLOCKS, "new"), blocks)
+    assert late.offset in {slot.offset for slot in slots}
+
+    assert transport.put(summed([late], [a_block(99)]), [a_block(99)], soon()) == [Outcome.GONE]
+
+    assert transport.get(slots, empty(BLOCKS), soon()) == [Outcome.MOVED] * BLOCKS
+
+
+def test_an_unknown_namespace_is_refused_before_any_byte_moves(node):
+    with pytest.raises(NamespaceUnknown):
+        node.open(b"?" * 16)
+
+
+def test_nothing_is_moved_after_the_deadline(node, transport):
+    if node.kind == "in process":
+        return  # there is nothing that could be waited for
+    slots = put_and_publish(node, transport, a_chain(2), [a_block(1), a_block(2)])
+
+    assert transport.get(slots, empty(2), CLOCK.now()) == [Outcome.GONE] * 2
+    assert transport.get(slots, empty(2), soon()) == [Outcome.MOVED] * 2
+
+
+def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
+    blocks = [a_block(seed) for seed in range(3)]
+    slots = put_and_publish(node, transport, a_chain(3), blocks)
+    node.cut()
+
+    started = time.monotonic()
+    into = empty(3)
+    outcomes = transport.get(slots, into, soon(1))
+
+    assert time.monotonic() - started < 1.5
+    for outcome, block, copy in zip(outcomes, blocks, into, strict=True):
+        assert outcome is Outcome.GONE or (outcome is Outcome.MOVED and np.array_equal(block, copy))
+    if node.kind == "tcp":
+        assert outcomes == [Outcome.GONE] * 3
+    if node.kind != "in process":
+        with pytest.raises(StoreUnreachable):
+            node.open()
+
+
+def test_threads_do_not_get_each_others_blocks(node, transport):
+    if node.kind == "in process":
+        return  # not for several threads, and says so
+    blocks = [a_block(seed) for seed in range(40)]
+    slots = put_and_publish(node, transport, a_chain(40), blocks)
+
+    def read(mine: range) -> bool:
+        for _ in range(20):
+            into = empty(len(mine))
+            outcomes = transport.get([slots[i] for i in mine], into, soon())
+            assert outcomes == [Outcome.MOVED] * len(mine)
+            assert all(np.array_equal(blocks[i], copy) for i, copy in zip(mine, into, strict=True))
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(read, [range(start, start + 10) for start in range(0, 40, 10)]))
+
+
+def test_a_listener_that_says_nothing_is_unreachable_within_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as mute, a_short_folder() as folder:
+        unix = listen("shm_socket", f"{folder}/m")
+        started = time.monotonic()
+
+        with pytest.raises(StoreUnreachable):
+            TcpTransport(f"127.0.0.1:{mute.getsockname()[1]}", b"d" * 16, BLOCK_BYTES, CLOCK, soon(0.2))
+        with pytest.raises(StoreUnreachable):
+            SharedMemoryTransport(f"{folder}/m", b"d" * 16, BLOCK_BYTES, CLOCK, soon(0.2))
+
+        assert time.monotonic() - started < 2
+        unix.close()

@@ -1,0 +1,492 @@
+"""Clients against a real node process: what they get when all is well, and what when it is not."""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from kvstore import block, wire
+from kvstore.client import StoreClient
+from kvstore.errors import InvalidArgument, LayoutMismatch, StoreUnreachable
+from kvstore.layout import Namespace
+from kvstore.messages import DataPath, Match
+from kvstore.transports.shared_memory import SharedMemoryTransport
+from kvstore.v1 import blocks_pb2 as pb
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
+
+pytestmark = pytest.mark.integration
+
+LEASE_SECONDS = 10
+CAPACITY_BLOCKS = 16
+
+
+@pytest.fixture
+def node():
+    with a_node(capacity_bytes=CAPACITY_BLOCKS * BLOCK_BYTES) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def shared_node():
+    """For tests that change nothing in it."""
+    with a_node(capacity_bytes=CAPACITY_BLOCKS * BLOCK_BYTES) as node:
+        yield node
+
+
+@pytest.fixture(params=[DataPath.SHM, DataPath.TCP])
+def client(node, request):
+    with StoreClient.connect(node.address, a_namespace(), prefer=(request.param,)) as client:
+        yield client
+
+
+def another(client: StoreClient, node) -> StoreClient:
+    return StoreClient.connect(node.address, client.namespace, prefer=(client.path,))
+
+
+def empty(count: int) -> list[np.ndarray]:
+    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
+
+
+def fetch(client: StoreClient, chain) -> list[np.ndarray | None]:
+    """The blocks of the longest prefix; None for those that could not be read."""
+    match = client.match(chain, lease_seconds=LEASE_SECONDS)
+    into = empty(len(match))
+    good = client.read(match, range(len(match)), into)
+    client.release(match.lease_id)
+    return [copy if ok else None for copy, ok in zip(into, good, strict=True)]
+
+
+def equal(blocks, others) -> bool:
+    return len(blocks) == len(others) and all(map(np.array_equal, blocks, others))
+
+
+def test_blocks_of_one_client_are_read_by_another(client, node):
+    chain, blocks = a_chain(5), [a_block(seed) for seed in range(5)]
+
+    assert client.write(chain, blocks) == 5
+
+    with another(client, node) as reader:
+        assert equal(fetch(reader, [*chain, *a_chain(1, "more")]), blocks)
+        counters = reader.counters()
+    assert (counters.hits, counters.misses, counters.bytes_read) == (5, 1, 5 * BLOCK_BYTES)
+    assert client.counters().bytes_written == 5 * BLOCK_BYTES
+
+
+def test_the_preferred_path_is_taken_and_tcp_where_there_is_no_shared_memory(node):
+    with StoreClient.connect(node.address, a_namespace()) as client:
+        assert client.path is DataPath.SHM
+    with (
+        a_node(shm_socket="") as elsewhere,
+        StoreClient.connect(elsewhere.address, a_namespace()) as client,
+    ):
+        assert client.path is DataPath.TCP
+        assert client.write(a_chain(1), [a_block(1)]) == 1
+
+
+def test_no_path_at_all_is_unreachable():
+    with a_node(data_listen="") as node, pytest.raises(StoreUnreachable, match="no bytes can be moved"):
+        StoreClient.connect(node.address, a_namespace(), prefer=("tcp",))
+
+
+def test_held_blocks_are_neither_asked_for_nor_written_again(client):
+    chain = a_chain(4)
+    client.write(chain[:2], [a_block(0), a_block(1)])
+    asked = []
+
+    def source(index: int) -> np.ndarray:
+        asked.append(index)
+        return a_block(index)
+
+    assert client.write(chain, source) == 2
+    assert asked == [2, 3]
+    assert equal(fetch(client, chain), [a_block(seed) for seed in range(4)])
+
+
+def test_pieces_are_gathered_and_scattered(client):
+    layers = [a_block(1).reshape(4, -1), a_block(2).reshape(4, -1)]
+    client.write(a_chain(2), lambda index: list(layers[index]))
+    match = client.match(a_chain(2), lease_seconds=LEASE_SECONDS)
+    copies = [[np.zeros(BLOCK_BYTES // 4, np.uint8) for _ in range(4)] for _ in range(2)]
+
+    assert client.read(match, [1, 0], [copies[1], copies[0]]) == [True, True]
+
+    assert all(np.array_equal(np.stack(copies[i]), layers[i]) for i in range(2))
+
+
+def test_a_match_can_be_read_and_released_in_another_process(client, node):
+    client.write(a_chain(3), [a_block(seed) for seed in range(3)])
+    match = client.match(a_chain(3), lease_seconds=LEASE_SECONDS)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+
+    process = spawn.Process(target=read_elsewhere, args=(node.address, client.path, pickle.dumps(match), theirs))
+    process.start()
+    assert ours.poll(20)
+    copies = ours.recv()
+    process.join(10)
+
+    assert [bytes(a_block(seed)) for seed in range(3)] == copies
+    assert client.stats().pinned == 0
+
+
+def read_elsewhere(address: str, path: DataPath, pickled: bytes, answer: Connection) -> None:
+    match: Match = pickle.loads(pickled)
+    with StoreClient.connect(address, a_namespace(), prefer=(path,)) as client:
+        copies = [bytearray(BLOCK_BYTES) for _ in range(len(match))]
+        good = client.read(match, range(len(match)), copies)
+        client.release(match.lease_id)
+        answer.send([bytes(copy) if ok else None for copy, ok in zip(copies, good, strict=True)])
+
+
+def test_two_tenants_never_read_each_others_blocks(client):
+    tokens = os.urandom(4 * 32 * 3)
+    mine = block.chain(tokens, 32, salt=block.salt_for(b"secret", "one"))
+    client.write(mine, [a_block(seed) for seed in range(3)])
+
+    assert len(fetch(client, mine)) == 3
+    assert fetch(client, block.chain(tokens, 32, salt=block.salt_for(b"secret", "two"))) == []
+    assert fetch(client, block.chain(tokens, 32)) == []
+
+
+def test_an_expired_lease_whose_slot_was_given_away_reads_as_a_miss(client):
+    old = a_chain(CAPACITY_BLOCKS, "old")
+    client.write(old, [a_block(seed) for seed in range(CAPACITY_BLOCKS)])
+    match = client.match(old, lease_seconds=0.05)
+    time.sleep(0.06)  # the lease has to end by itself
+    new = [a_block(100 + seed) for seed in range(CAPACITY_BLOCKS)]
+    assert client.write(a_chain(CAPACITY_BLOCKS, "new"), new) == CAPACITY_BLOCKS
+
+    good = client.read(match, range(len(match)), empty(len(match)))
+
+    assert good == [False] * CAPACITY_BLOCKS
+    counters = client.counters()
+    assert (counters.lost, counters.corrupt) == (CAPACITY_BLOCKS, 0)
+    assert client.stats().corrupt == 0
+
+
+def test_an_expired_lease_whose_space_has_another_block_size_by_now_reads_as_a_miss(client, node):
+    client.write(a_chain(CAPACITY_BLOCKS), a_block)
+    match = client.match(a_chain(CAPACITY_BLOCKS), lease_seconds=0.05)
+    time.sleep(0.06)  # the lease has to end by itself
+    whole = a_namespace(model="big", block_bytes=CAPACITY_BLOCKS * BLOCK_BYTES)
+    with StoreClient.connect(node.address, whole) as big:
+        assert big.write(a_chain(1), [a_block(99, whole.block_bytes)]) == 1
+
+    good = client.read(match, range(len(match)), empty(len(match)))
+
+    assert good == [False] * CAPACITY_BLOCKS
+    assert (client.counters().lost, client.counters().corrupt) == (CAPACITY_BLOCKS, 0)
+
+
+def test_a_lease_keeps_its_blocks_while_others_write(client):
+    chain, blocks = a_chain(4), [a_block(seed) for seed in range(4)]
+    client.write(chain, blocks)
+    match = client.match(chain, lease_seconds=LEASE_SECONDS)
+    for flood in range(5):
+        client.write(a_chain(CAPACITY_BLOCKS, f"f{flood}"), a_block)
+
+    into = empty(4)
+
+    assert client.read(match, range(4), into) == [True] * 4
+    assert equal(into, blocks)
+
+
+def test_a_full_store_drops_what_does_not_fit_and_counts_it(client):
+    chain = a_chain(CAPACITY_BLOCKS)
+    client.write(chain, a_block)
+    match = client.match(chain, lease_seconds=LEASE_SECONDS)
+
+    assert client.write(a_chain(3, "b"), a_block) == 0
+    assert client.counters().dropped == 3
+    client.release(match.lease_id)
+    assert client.write(a_chain(3, "b"), a_block) == 3
+
+
+def test_of_two_writers_of_the_same_chain_each_block_is_written_once(client, node):
+    start = threading.Barrier(2)
+
+    def write(writer: StoreClient) -> int:
+        start.wait(5)
+        return writer.write(a_chain(8), a_block)
+
+    with another(client, node) as other, ThreadPoolExecutor(2) as threads:
+        written = list(threads.map(write, [client, other]))
+
+    assert sum(written) == 8
+    assert client.stats().written == 8
+    assert equal(fetch(client, a_chain(8)), [a_block(seed) for seed in range(8)])
+
+
+def test_a_corrupt_byte_is_never_returned_and_the_block_is_dropped(client, node):
+    chain = a_chain(3)
+    client.write(chain, a_block)
+    flip_a_byte(node, client.namespace, client.match(chain, lease_seconds=0).slots[1].offset + 77)
+
+    copies = fetch(client, chain)
+
+    assert copies[1] is None
+    assert np.array_equal(copies[0], a_block(0))
+    assert np.array_equal(copies[2], a_block(2))
+    assert client.counters().corrupt == 1
+    assert client.stats().corrupt == 1
+    assert len(fetch(client, chain)) == 1, "the chain has a hole now"
+    assert client.write(chain, a_block) == 1
+    assert equal(fetch(client, chain), [a_block(seed) for seed in range(3)])
+
+
+def flip_a_byte(node, namespace: Namespace, offset: int) -> None:
+    with StoreClient.connect(node.address, namespace, prefer=("shm",)) as vandal:
+        transport = vandal._session.transport
+        assert isinstance(transport, SharedMemoryTransport)
+        transport._mapping.bytes[offset] ^= 0x40
+
+
+def test_a_reader_that_slanders_a_block_costs_nobody_anything(client):
+    client.write(a_chain(1), [a_block(1)])
+    match = client.match(a_chain(1), lease_seconds=0)
+
+    client._condemn(match, [0])
+
+    assert client.stats().corrupt == 0
+    assert equal(fetch(client, a_chain(1)), [a_block(1)])
+
+
+def test_a_writer_that_is_killed_holds_its_space_only_until_the_deadline():
+    with a_node(capacity_bytes=4 * BLOCK_BYTES, reservation_seconds=0.5) as node:
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        writer = spawn.Process(target=reserve_and_wait, args=(node.address, theirs))
+        writer.start()
+        assert ours.poll(20)
+        assert ours.recv() == 4
+        writer.kill()
+        writer.join(10)
+
+        with StoreClient.connect(node.address, a_namespace()) as client:
+            assert client.write(a_chain(4, "mine"), a_block) in (0, 4)
+            eventually(lambda: client.write(a_chain(4, "mine"), a_block) or len(fetch(client, a_chain(4, "mine"))) == 4)
+            assert client.stats().expired == 1
+            assert fetch(client, a_chain(4, "lost")) == []
+
+
+def reserve_and_wait(address: str, told: Connection) -> None:
+    client = StoreClient.connect(address, a_namespace())
+    _, reservation = client._reserve(a_chain(4, "lost"))
+    told.send(len(reservation.reserved))
+    threading.Event().wait()
+
+
+def test_a_killed_node_means_misses_and_its_successor_is_found(client, node):
+    chain = a_chain(4)
+    client.write(chain, a_block)
+    match = client.match(chain, lease_seconds=LEASE_SECONDS)
+    node.kill()
+
+    for _ in range(50):
+        started = time.monotonic()
+        assert len(client.match(chain, lease_seconds=LEASE_SECONDS)) == 0
+        assert client.write(a_chain(1, "b"), [a_block(9)]) == 0
+        into = empty(4)
+        for ok, copy, seed in zip(client.read(match, range(4), into), into, range(4), strict=True):
+            assert not ok or np.array_equal(copy, a_block(seed))
+        client.release(match.lease_id)
+        assert time.monotonic() - started < 4
+
+    node.start()
+    eventually(lambda: client.write(chain, lambda index: a_block(10 + index)) == 4)
+    assert equal(fetch(client, chain), [a_block(10 + seed) for seed in range(4)])
+    assert client.read(match, range(4), empty(4)) == [False] * 4, "that was another incarnation's"
+    client.release(match.lease_id)
+    counters = client.counters()
+    assert counters.failures > 0
+    assert counters.dropped >= 50
+
+
+def test_a_restart_between_two_calls_is_not_even_noticed(client, node):
+    client.write(a_chain(2), a_block)
+    node.kill()
+    node.start()
+
+    assert eventually(lambda: client.write(a_chain(2), lambda index: a_block(20 + index))) == 2
+    assert equal(fetch(client, a_chain(2)), [a_block(20), a_block(21)])
+
+
+def test_a_client_that_missed_a_restart_does_not_write_into_the_former_pool(client, node):
+    client.write(a_chain(1, "before"), [a_block(1)])
+    node.kill()
+    node.start()
+    with another(client, node) as quicker:  # the namespace is open there again before our client calls
+        eventually(lambda: client.write(a_chain(3), a_block) == 3)
+
+        assert equal(fetch(quicker, a_chain(3)), [a_block(seed) for seed in range(3)])
+        assert quicker.counters().corrupt == 0
+
+
+def test_a_reader_learns_of_a_restart_from_the_match_it_is_given(client, node):
+    with another(client, node) as reader:
+        node.kill()
+        node.start()
+        eventually(lambda: client.write(a_chain(2), a_block))
+        match = client.match(a_chain(2), lease_seconds=LEASE_SECONDS)
+
+        into = empty(2)
+        good = eventually(lambda: all(reader.read(match, range(2), into)))
+
+        assert good
+        assert equal(into, [a_block(0), a_block(1)])
+
+
+def test_a_match_of_an_unknown_node_is_a_miss(client):
+    client.write(a_chain(1), [a_block(1)])
+    match = client.match(a_chain(1), lease_seconds=LEASE_SECONDS)
+    foreign = Match(incarnation="another", lease_id=match.lease_id, names=match.names, slots=match.slots)
+
+    assert client.read(foreign, [0], empty(1)) == [False]
+    assert client.read(match, [0], empty(1)) == [True]
+
+
+def test_a_node_that_hangs_costs_its_deadline_once(node):
+    with StoreClient.connect(node.address, a_namespace(), call_timeout_seconds=0.3) as client:
+        client.write(a_chain(1), [a_block(1)])
+        node.freeze()
+        started = time.monotonic()
+        assert len(client.match(a_chain(1), lease_seconds=1)) == 0
+        first = time.monotonic() - started
+
+        for _ in range(100):
+            assert len(client.match(a_chain(1), lease_seconds=1)) == 0
+            assert client.write(a_chain(1, "b"), [a_block(1)]) == 0
+
+        assert 0.25 < first < 1
+        assert time.monotonic() - started < first + 0.3
+        node.thaw()
+        assert eventually(lambda: len(client.match(a_chain(1), lease_seconds=1))) == 1
+
+
+def test_connecting_to_nobody_fails_within_the_deadline():
+    with a_short_folder() as folder:
+        started = time.monotonic()
+        with pytest.raises(StoreUnreachable):
+            StoreClient.connect(f"unix:{folder}/nobody", a_namespace(), timeout_seconds=0.3)
+        assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "bfloat16"), ("block_tokens", 64), ("kv_heads", 4), ("layout", "NHD"), ("format_version", 2)],
+)
+def test_a_layout_mismatch_is_refused_by_field_before_any_byte_moves(shared_node, field, value):
+    with StoreClient.connect(shared_node.address, a_namespace()) as client:
+        client.write(a_chain(1), [a_block(1)])
+        with pytest.raises(LayoutMismatch, match=field) as refused:
+            StoreClient.connect(shared_node.address, a_namespace(**{field: value}))
+
+    assert refused.value.field == field
+
+
+def test_an_impossible_namespace_is_refused_by_field(shared_node):
+    with pytest.raises(InvalidArgument) as refused:
+        StoreClient.connect(shared_node.address, a_namespace(block_bytes=CAPACITY_BLOCKS * BLOCK_BYTES + 1))
+
+    assert refused.value.field == "namespace.block_bytes"
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "request_of"),
+    [
+        ("Match", "hashes", lambda i, d: pb.MatchRequest(digest=d, hashes=b"x" * 15, incarnation=i)),
+        ("Match", "hashes", lambda i, d: pb.MatchRequest(digest=d, incarnation=i)),
+        ("Match", "digest", lambda i, d: pb.MatchRequest(digest=b"x", hashes=b"x" * 16, incarnation=i)),
+        ("Match", "lease_ms", lambda i, d: pb.MatchRequest(digest=d, hashes=b"x" * 16, lease_ms=10**9, incarnation=i)),
+        ("Reserve", "lease_ms", lambda i, d: pb.ReserveRequest(digest=d, hashes=b"x" * 16, incarnation=i)),
+        ("Publish", "published", lambda i, d: pb.PublishRequest(published=[pb.Published(), pb.Published()])),
+        ("Condemn", "generations", lambda i, d: pb.CondemnRequest(digest=d, hashes=b"x" * 16)),
+        ("Hello", "namespace.model", lambda i, d: pb.HelloRequest()),
+    ],
+)
+def test_a_bad_request_is_refused_by_field(shared_node, call, field, request_of):
+    namespace = a_namespace()
+    with grpc.insecure_channel(shared_node.address) as channel:
+        stub = pb_grpc.BlockStoreStub(channel)
+        stub.Hello(pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest), timeout=5)
+
+        with pytest.raises(grpc.RpcError) as refused:
+            getattr(stub, call)(request_of(shared_node.endpoints.incarnation, namespace.digest), timeout=5)
+
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith(f"{field}: ")
+    assert (wire.FIELD_KEY, field) in refused.value.trailing_metadata()
+
+
+def test_a_bug_of_the_caller_is_not_hidden(client):
+    with pytest.raises(InvalidArgument):
+        client.match([b"too short"], lease_seconds=1)
+    with pytest.raises(AssertionError):
+        client.write(a_chain(1), [a_block(1)[:-1]])
+
+
+def test_closing_a_client_ends_its_calls_without_an_error(client):
+    client.close()
+
+    assert len(client.match(a_chain(1), lease_seconds=1)) == 0
+    assert client.write(a_chain(1), [a_block(1)]) == 0
+    client.release(5)
+
+
+def test_threads_that_write_and_read_a_store_that_overflows_never_get_wrong_bytes(client, node):
+    over = time.monotonic() + 1.5
+    chains = [a_chain(6, f"c{number}") for number in range(8)]
+    found = []
+
+    def content(number: int, index: int) -> np.ndarray:
+        return a_block(1000 * number + index)
+
+    def work(seed: int) -> None:
+        with another(client, node) as mine:
+            turn = seed
+            while time.monotonic() < over:
+                turn += 3
+                number = turn % len(chains)
+                mine.write(chains[number], lambda index, number=number: content(number, index))
+                for index, copy in enumerate(fetch(mine, chains[number])):
+                    assert copy is None or np.array_equal(copy, content(number, index))
+                    found.append(index)
+            assert mine.counters().corrupt == 0
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
+
+    assert len(found) > 100
+    assert client.stats().evicted > 0
+    assert client.stats().pinned == 0
+
+
+def test_clients_that_come_and_go_leave_nothing_open(client, node):
+    def use() -> None:
+        with another(client, node) as guest:
+            guest.write(a_chain(2), a_block)
+            assert len(fetch(guest, a_chain(2))) == 2
+        del guest
+        gc.collect()
+
+    use()
+    before = files_of(node.process.pid), files_of(os.getpid())
+    for _ in range(10):
+        use()
+
+    eventually(lambda: files_of(node.process.pid) <= before[0])
+    eventually(lambda: files_of(os.getpid()) <= before[1])
+
+
+def files_of(process_id: int) -> int:
+    return len(list(Path(f"/proc/{process_id}/fd").iterdir()))

@@ -1,0 +1,225 @@
+"""The node process itself: how it starts, tells, and goes."""
+
+import asyncio
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvstore.client import StoreClient
+from kvstore.errors import StoreNotStarted
+from kvstore.monotonic import MonotonicClock
+from kvstore.server import SERVICE, open_node, serve
+from kvstore.settings import PAGE_BYTES, StoreSettings
+from kvstore.v1 import blocks_pb2 as pb
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
+
+pytestmark = pytest.mark.integration
+
+
+def settings(folder: Path, **fields) -> StoreSettings:
+    return StoreSettings(
+        **{
+            "store_id": "s",
+            "listen": (f"unix:{folder}/c", "127.0.0.1:0"),
+            "shm_socket": f"{folder}/m",
+            "data_listen": "127.0.0.1:0",
+            "capacity_bytes": 1 << 20,
+            **fields,
+        }
+    )
+
+
+async def test_a_cancelled_node_leaves_nothing_behind():
+    with a_short_folder() as folder:
+        shared_before = names_in("/dev/shm")
+        files_before = len(names_in("/proc/self/fd"))
+        ready = asyncio.Event()
+        node = asyncio.get_running_loop().create_task(serve(settings(folder), lambda _: ready.set()))
+        async with asyncio.timeout(20):
+            await ready.wait()
+            assert {path.name for path in folder.iterdir()} == {"c", "m"}
+            assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir()), "only this user may connect"
+            node.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await node
+
+        assert list(folder.iterdir()) == []
+        assert names_in("/dev/shm") <= shared_before
+        assert len(names_in("/proc/self/fd")) <= files_before + 4, "gRPC keeps a few of its own"
+
+
+def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
+    shared_before = names_in("/dev/shm")
+    with a_node(capacity_bytes=64 << 20) as node:
+        with StoreClient.connect(node.address, a_namespace()) as client:
+            client.write(a_chain(1), [a_block(1)])
+            assert names_in("/dev/shm") <= shared_before
+            node.kill()
+        assert sorted(path.name for path in node.folder.iterdir()) == ["c", "m"], "its sockets are still there"
+
+        node.start()
+
+        with StoreClient.connect(node.address, a_namespace()) as client:
+            assert client.write(a_chain(1), [a_block(1)]) == 1
+    assert names_in("/dev/shm") <= shared_before
+
+
+async def test_ports_are_filled_in_and_every_address_serves():
+    with a_short_folder() as folder:
+        async with open_node(settings(folder), MonotonicClock()) as endpoints:
+            assert endpoints.listen[0] == f"unix:{folder}/c"
+            assert not endpoints.listen[1].endswith(":0")
+            assert not endpoints.data_address.endswith(":0")
+            for address in endpoints.listen:
+                async with grpc.aio.insecure_channel(address) as channel:
+                    stats = await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=5)
+                    assert stats.capacity_bytes == 1 << 20
+
+
+async def test_health_and_reflection_answer():
+    with a_short_folder() as folder:
+        async with (
+            open_node(settings(folder), MonotonicClock()) as endpoints,
+            grpc.aio.insecure_channel(endpoints.listen[0]) as channel,
+        ):
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", SERVICE):
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+            question = reflection_pb2.ServerReflectionRequest(list_services="")
+            async for answer in reflection.ServerReflectionInfo(iter([question]), timeout=5):
+                assert SERVICE in {service.name for service in answer.list_services_response.service}
+                break
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        (r"listen\[0\]", lambda folder, port: {"listen": (f"127.0.0.1:{port}",)}),
+        ("data_listen", lambda folder, port: {"data_listen": f"127.0.0.1:{port}"}),
+        ("shm_socket", lambda folder, port: {"shm_socket": f"{folder}/taken"}),
+        (r"listen\[1\]", lambda folder, port: {"listen": (f"unix:{folder}/c", f"unix:{folder}/taken")}),
+        ("shm_socket", lambda folder, port: {"shm_socket": f"{folder}/missing/m"}),
+        ("shm_socket", lambda folder, port: {"shm_socket": f"{folder}/{'x' * 100}"}),
+        ("shm_socket", lambda folder, port: {"shm_socket": f"{folder}/file"}),
+        ("capacity_bytes", lambda folder, port: {"capacity_bytes": 1 << 62}),
+    ],
+)
+async def test_settings_that_this_machine_cannot_obey_are_refused_by_field(field, fields):
+    with (
+        a_short_folder() as folder,
+        socket.create_server(("127.0.0.1", 0)) as busy,
+        socket.socket(socket.AF_UNIX) as taken,
+    ):
+        taken.bind(f"{folder}/taken")
+        taken.listen()
+        (folder / "file").write_text("precious")
+
+        with pytest.raises(StoreNotStarted, match=f"^{field}: "):
+            await serve(settings(folder, **fields(folder, busy.getsockname()[1])), lambda _: None)
+
+        assert sorted(path.name for path in folder.iterdir()) == ["file", "taken"], "something was left, or taken away"
+
+
+async def test_a_watcher_gets_a_dump_and_then_every_change():
+    with a_short_folder() as folder:
+        async with (
+            open_node(settings(folder, capacity_bytes=4 * BLOCK_BYTES), MonotonicClock()) as endpoints,
+            grpc.aio.insecure_channel(endpoints.listen[0]) as channel,
+        ):
+            client = await asyncio.to_thread(StoreClient.connect, endpoints.listen[0], a_namespace())
+            await asyncio.to_thread(client.write, a_chain(2, "before"), a_block)
+            watch = pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest())
+            held: set[bytes] = set()
+            sequences = []
+
+            async def hear_until(expected: set[bytes]) -> None:
+                async with asyncio.timeout(5):
+                    while held != expected:
+                        changes = await watch.read()
+                        assert changes.digest == client.namespace.digest
+                        sequences.append(changes.sequence)
+                        held.difference_update(names(changes.removed))
+                        held.update(names(changes.stored))
+
+            await hear_until(set(a_chain(2, "before")))
+            await asyncio.to_thread(client.write, a_chain(4, "after"), a_block)
+            await hear_until(set(a_chain(4, "after")))
+            assert sequences == list(range(1, len(sequences) + 1))
+            watch.cancel()
+            client.close()
+
+
+async def test_a_slow_watcher_is_cut_and_can_watch_again():
+    tiny = a_namespace(block_bytes=64)
+    blocks = [a_block(1, 64)] * 2048
+    with a_short_folder() as folder:
+        async with (
+            open_node(settings(folder, capacity_bytes=2048 * PAGE_BYTES, watch_queue=2), MonotonicClock()) as endpoints,
+            grpc.aio.insecure_channel(endpoints.listen[0], options=[("grpc.http2.bdp_probe", 0)]) as channel,
+        ):
+            client = await asyncio.to_thread(StoreClient.connect, endpoints.listen[0], tiny)
+            watch = pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest())
+            async with asyncio.timeout(30):
+                await watch.read()  # the empty dump
+                for number in range(40):  # 64 KiB of names each: more than the connection takes before the queue fills
+                    written = await asyncio.to_thread(client.write, a_chain(2048, f"n{number}"), blocks)
+                    assert written == 2048
+                last = set(a_chain(2048, "n39"))
+                while not watch.done():
+                    with suppress(grpc.aio.AioRpcError):
+                        await watch.read()
+                assert await watch.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+                again = pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest())
+                assert set(names((await again.read()).stored)) == last
+            again.cancel()
+            client.close()
+
+
+def test_leases_end_even_when_nobody_calls():
+    with a_node(max_lease_seconds=0.2) as node, StoreClient.connect(node.address, a_namespace()) as client:
+        client.write(a_chain(2), a_block)
+        match = client.match(a_chain(2), lease_seconds=60)
+        assert len(match) == 2
+
+        eventually(lambda: client.stats().pinned == 0, 2)
+
+        assert client.stats().expired == 1
+
+
+def test_a_match_and_a_read_are_mostly_copying():
+    """94 blocks of 128 KiB, a prompt of 3,000 tokens; loose enough for a machine that is busy with other things."""
+    block_bytes = 128 << 10
+    with (
+        a_node(capacity_bytes=100 * block_bytes) as node,
+        StoreClient.connect(node.address, a_namespace(block_bytes=block_bytes)) as client,
+    ):
+        chain = a_chain(94)
+        client.write(chain, lambda index: a_block(index, block_bytes))
+        into = [bytearray(block_bytes) for _ in chain]
+        spans = []
+        for _ in range(10):
+            started = time.perf_counter()
+            match = client.match(chain, lease_seconds=5)
+            assert all(client.read(match, range(94), into))
+            spans.append(time.perf_counter() - started)
+            client.release(match.lease_id)
+
+    assert min(spans) < 0.030, spans
+
+
+def names(joined: bytes) -> list[bytes]:
+    return [joined[start : start + 16] for start in range(0, len(joined), 16)]
+
+
+def names_in(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}

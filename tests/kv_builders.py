@@ -1,0 +1,177 @@
+"""Blocks, namespaces and machines of the store, valid by default; and a node in a process of its own."""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvstore.block import ChainHash
+from kvstore.clock import SECOND, Nanos
+from kvstore.eviction.lru import LruEviction
+from kvstore.layout import Namespace
+from kvstore.machine import BlockMachine
+from kvstore.messages import LeaseId, Slot, StoreEndpoints
+from kvstore.server import serve
+from kvstore.settings import PAGE_BYTES, StoreSettings
+
+LEASE = Nanos(10 * SECOND)
+BLOCK_BYTES = 2 * PAGE_BYTES
+
+
+def a_namespace(**fields: Any) -> Namespace:
+    defaults = {
+        "model": "tiny",
+        "revision": "r1",
+        "dtype": "float32",
+        "block_tokens": 32,
+        "layers": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "block_bytes": BLOCK_BYTES,
+    }
+    return Namespace(**{**defaults, **fields})
+
+
+def a_chain(length: int, of: str = "a") -> list[ChainHash]:
+    """Names of blocks; the same for the same arguments."""
+    return [f"{of:>8.8}{index:08}".encode() for index in range(length)]
+
+
+def a_block(seed: int, length: int = BLOCK_BYTES) -> np.ndarray:
+    """Bytes that differ from seed to seed."""
+    return np.frombuffer(random.Random(seed).randbytes(length), dtype=np.uint8).copy()
+
+
+class Store:
+    """A machine with one namespace, spoken to in short words."""
+
+    def __init__(self, blocks: int = 8, **limits: Any):
+        self.namespace = a_namespace()
+        self.digest = self.namespace.digest
+        self.machine = BlockMachine(blocks * BLOCK_BYTES, LruEviction(), epoch=1, **limits)
+        self.machine.open(self.namespace, Nanos(0))
+
+    def hold(self, chain: list[ChainHash], now: int = 0) -> int:
+        """Reserve and publish; returns how many blocks that were new."""
+        reservation = self.reserve(chain, now)
+        checksums = {reserved.index: 7 for reserved in reservation.reserved}
+        return self.machine.publish(reservation.reservation_id, checksums, owner="w", now=Nanos(now))
+
+    def reserve(self, chain: list[ChainHash], now: int = 0, owner: str = "w"):
+        return self.machine.reserve(self.digest, chain, owner=owner, lease=LEASE, now=Nanos(now))
+
+    def match(self, chain: list[ChainHash], now: int = 0, lease: int = LEASE):
+        return self.machine.match(self.digest, chain, owner="r", lease=Nanos(lease), now=Nanos(now))
+
+    def look(self, chain: list[ChainHash], now: int = 0) -> int:
+        """How many blocks of the chain could be read."""
+        return len(self.match(chain, now, lease=0).slots)
+
+    def release(self, lease_id: LeaseId, now: int = 0) -> None:
+        self.machine.release([lease_id], Nanos(now))
+
+    def slot(self, name: ChainHash) -> Slot:
+        slot = self.machine.find(self.digest, name)
+        assert slot is not None
+        return slot
+
+
+class NodeProcess:
+    """A store node that can be killed, stopped and started again at the same addresses."""
+
+    def __init__(self, folder: Path, **settings: Any):
+        self.folder = folder
+        self.settings = msgspec.convert(
+            {
+                "store_id": "store-1",
+                "listen": [f"unix:{folder}/c"],
+                "shm_socket": f"{folder}/m",
+                "data_listen": "127.0.0.1:0",
+                "capacity_bytes": 1 << 20,
+                **settings,
+            },
+            StoreSettings,
+        )
+        self.address = self.settings.listen[0]
+        self.start()
+
+    def start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        ready, theirs = spawn.Pipe(duplex=False)
+        self.process = spawn.Process(target=_run_node, args=(self.settings, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert ready.poll(20), "the node does not come up"
+        self.endpoints: StoreEndpoints = ready.recv()
+        ready.close()
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+        self.process.kill()
+        self.process.join(10)
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """As a supervisor does it; waits until it is gone."""
+        if self.process.is_alive():
+            self.thaw()
+            self.process.terminate()
+            self.process.join(10)
+            assert not self.process.is_alive(), "the node does not stop"
+
+
+@contextmanager
+def a_node(**settings: Any) -> Iterator[NodeProcess]:
+    with a_short_folder() as folder:
+        node = NodeProcess(folder, **settings)
+        try:
+            yield node
+        finally:
+            node.stop()
+
+
+@contextmanager
+def a_short_folder() -> Iterator[Path]:
+    """Where Unix sockets fit: their paths may have 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def eventually(condition, timeout_seconds: float = 10.0):
+    """Waits until the condition is true, and returns what it gave."""
+    deadline = time.monotonic() + timeout_seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "that never came true"
+        time.sleep(0.01)
+    return found
+
+
+def _run_node(settings: StoreSettings, ready: Connection) -> None:
+    async def run() -> None:
+        serving = asyncio.current_task()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
+        with suppress(asyncio.CancelledError):
+            await serve(settings, ready.send)
+
+    asyncio.run(run())

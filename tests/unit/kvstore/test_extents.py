@@ -1,0 +1,74 @@
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.extents import Extents
+from kvstore.settings import PAGE_BYTES
+
+PAGES = 24
+
+
+def test_space_of_one_size_can_be_had_again_as_another():
+    extents = Extents(8 * PAGE_BYTES)
+    small = [extents.take(PAGE_BYTES) for _ in range(8)]
+    assert extents.take(1) is None
+
+    for offset in small:
+        extents.give_back(offset, PAGE_BYTES)
+
+    assert extents.take(8 * PAGE_BYTES) == 0
+
+
+def test_a_hole_that_fits_is_preferred_to_one_that_is_larger():
+    extents = Extents(8 * PAGE_BYTES)
+    first = extents.take(2 * PAGE_BYTES)
+    extents.take(PAGE_BYTES)
+    extents.give_back(first, 2 * PAGE_BYTES)
+
+    assert extents.take(2 * PAGE_BYTES) == first
+
+
+def test_a_rest_that_fills_no_page_is_not_given_away():
+    extents = Extents(2 * PAGE_BYTES + 100)
+
+    assert extents.capacity_bytes == 2 * PAGE_BYTES
+    assert extents.take(2 * PAGE_BYTES + 100) is None
+
+
+class ExtentsAgainstPages(RuleBasedStateMachine):
+    """The model is a list of pages."""
+
+    def __init__(self):
+        super().__init__()
+        self.extents = Extents(PAGES * PAGE_BYTES)
+        self.owners: list[int | None] = [None] * PAGES
+        self.taken: list[tuple[int, int]] = []
+
+    @rule(length=st.integers(1, 9 * PAGE_BYTES))
+    def take(self, length):
+        pages = -(-length // PAGE_BYTES)
+        offset = self.extents.take(length)
+        if offset is None:
+            free = "".join("." if owner is None else "x" for owner in self.owners)
+            assert "." * pages not in free
+            return
+        first = offset // PAGE_BYTES
+        assert self.owners[first : first + pages] == [None] * pages
+        self.owners[first : first + pages] = [offset] * pages
+        self.taken.append((offset, length))
+
+    @precondition(lambda self: self.taken)
+    @rule(choice=st.randoms(use_true_random=False))
+    def give_back(self, choice):
+        offset, length = self.taken.pop(choice.randrange(len(self.taken)))
+        self.extents.give_back(offset, length)
+        self.owners = [None if owner == offset else owner for owner in self.owners]
+
+    @invariant()
+    def agrees(self):
+        self.extents.check()
+        assert self.extents.free_bytes == self.owners.count(None) * PAGE_BYTES
+
+
+TestExtentsAgainstPages = ExtentsAgainstPages.TestCase
+TestExtentsAgainstPages.settings = settings(max_examples=60, deadline=None)

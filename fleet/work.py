@@ -90,3 +90,34 @@ class KvCleared(Struct, frozen=True, tag=True):
 
 
 KvEvent = KvStored | KvRemoved | KvCleared
+
+
+class Hello(Struct, frozen=True, kw_only=True):
+    """First message of a router on its stream."""
+
+    router_id: str
+
+
+class Cancel(Struct, frozen=True, kw_only=True):
+    request_id: RequestId
+
+
+class Step(Struct, frozen=True, kw_only=True):
+    """What one decode step brought to the requests of one router."""
+
+    progress: tuple[Progress, ...]
+
+
+class KvEvents(Struct, frozen=True, kw_only=True):
+    """Changes of a worker's prefix cache; `sequence` goes up by one a message from 0 in each stream."""
+
+    sequence: int
+    events: tuple[KvEvent, ...]
+
+
+class Draining(Struct, frozen=True):
+    """The worker takes no more work; what runs goes on."""
+
+
+RouterMessage = Hello | Start | Cancel
+WorkerMessage = Description | Step | KvEvents | Load | Rejected | Draining

@@ -6,7 +6,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from fleet.clock import Nanos
-from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
+from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.roles import KvPath
 from fleet.work import KvEvent, Load, Progress, Rejected, Start
 
@@ -22,6 +22,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     max_running: int
     fingerprint: str
     kv_paths: tuple[KvPath, ...]
+    store_id: StoreId | None = None  # of the KV store node that the engine writes to
 
 
 EngineOutput = Sequence[Progress | Rejected]

@@ -1,0 +1,30 @@
+"""How our gRPC connections behave, the same on both sides."""
+
+from typing import Final
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+"""A prompt of a million tokens has 4 MiB; chunks of KV events stay far below."""
+
+_KEEPALIVE: Final = (
+    # A peer that hangs (SIGSTOP, pulled cable) is noticed within about ten seconds where no heartbeat says it sooner.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # 0: no limit
+)
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    *_KEEPALIVE,
+)
+
+SERVER_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a shared port
+    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # below the client's keepalive time
+    *_KEEPALIVE,
+)

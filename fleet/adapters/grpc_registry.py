@@ -1,0 +1,89 @@
+"""The registry over gRPC: the service in the router process, and the client that workers use."""
+
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.control.messages import Deregister, Register
+from fleet.control.server import RegistryServer
+from fleet.ids import Incarnation, WorkerId
+from fleet.v1 import control_pb2 as pb
+from fleet.v1 import control_pb2_grpc as pb_grpc
+from workers.ports import RegistryUnreachable
+
+SERVICE = "fleet.v1.Registry"
+TIMEOUT = Nanos(2 * SECOND)
+
+
+class GrpcRegistry(pb_grpc.RegistryServicer):
+    """The service `fleet.v1.Registry`; add it to a server with `add_RegistryServicer_to_server`."""
+
+    def __init__(self, registry: RegistryServer) -> None:
+        self._registry = registry
+
+    async def Register(  # noqa: N802 - generated name
+        self,
+        request: pb.RegisterRequest,
+        context: "grpc.aio.ServicerContext[pb.RegisterRequest, pb.RegisterResponse]",
+    ) -> pb.RegisterResponse:
+        for field in ("worker_id", "incarnation", "address"):
+            if not getattr(request, field):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: is empty")
+        taken = self._registry.register(
+            Register(
+                worker_id=WorkerId(request.worker_id),
+                incarnation=Incarnation(request.incarnation),
+                address=request.address,
+            )
+        )
+        if not taken:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"worker_id: {request.worker_id} is held by a newer process; every worker needs an id of its own",
+            )
+        return pb.RegisterResponse(lease_ms=self._registry.lease_ms)
+
+    async def Deregister(  # noqa: N802 - generated name
+        self,
+        request: pb.DeregisterRequest,
+        context: "grpc.aio.ServicerContext[pb.DeregisterRequest, pb.DeregisterResponse]",  # noqa: ARG002 - its signature
+    ) -> pb.DeregisterResponse:
+        self._registry.deregister(
+            Deregister(worker_id=WorkerId(request.worker_id), incarnation=Incarnation(request.incarnation))
+        )
+        return pb.DeregisterResponse()
+
+
+class GrpcRegistryClient:
+    """Implements `workers.ports.Registry`; an async context manager that owns its channel."""
+
+    def __init__(self, address: str, timeout: Nanos = TIMEOUT) -> None:
+        self._timeout_seconds = timeout / SECOND
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = pb_grpc.RegistryStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
+        request = pb.RegisterRequest(worker_id=worker_id, incarnation=incarnation, address=address)
+        try:
+            response = await self._stub.Register(request, timeout=self._timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            raise RegistryUnreachable(f"{error.code().name}: {error.details()}") from error
+        return Nanos(response.lease_ms * MILLISECOND)
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        request = pb.DeregisterRequest(worker_id=worker_id, incarnation=incarnation)
+        try:
+            await self._stub.Deregister(request, timeout=self._timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            raise RegistryUnreachable(f"{error.code().name}: {error.details()}") from error

@@ -1,0 +1,109 @@
+"""Membership under leases.
+
+Rules:
+
+1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation of it
+   registers. Registering again renews the lease.
+2. A new incarnation, or a new address, takes the place of the old at once: what was known of the old one is void, so
+   the change is announced as a departure and an arrival.
+3. Whoever has been replaced stays replaced: an old incarnation that registers again is told so and changes nothing,
+   and neither does its deregistration. Two processes that were given the same name by mistake would otherwise take
+   turns. The last `REMEMBERED` replaced incarnations of a worker are known.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import assert_never
+
+from msgspec import Struct
+
+from fleet.clock import MILLISECOND, Nanos
+from fleet.control.messages import (
+    ControlCommand,
+    ControlEvent,
+    Deregister,
+    MemberJoined,
+    MemberLeft,
+    Register,
+    Superseded,
+    Ticked,
+)
+from fleet.control.settings import ControlSettings
+from fleet.ids import Incarnation, WorkerId
+
+REMEMBERED = 8  # restarts of one worker that can be confused; a supervisor starts one at a time
+
+
+class Member(Struct, kw_only=True):
+    """One entry, and when it ends."""
+
+    joined: MemberJoined
+    lease_end: Nanos
+
+
+class Membership:
+    """Who is here."""
+
+    def __init__(self, settings: ControlSettings) -> None:
+        self.lease = Nanos(settings.lease_ms * MILLISECOND)
+        self._members: dict[WorkerId, Member] = {}
+        self._replaced: dict[WorkerId, deque[Incarnation]] = {}
+
+    def handle(self, event: ControlEvent, now: Nanos) -> list[ControlCommand]:
+        match event:
+            case Register():
+                return self._register(event, now)
+            case Deregister():
+                return self._deregister(event)
+            case Ticked():
+                return self._expire(now)
+            case _:
+                assert_never(event)
+
+    @property
+    def members(self) -> Mapping[WorkerId, MemberJoined]:
+        """In order of arrival."""
+        return {worker_id: member.joined for worker_id, member in self._members.items()}
+
+    def check(self) -> None:
+        """Assert what must hold between any two events."""
+        for worker_id, member in self._members.items():
+            assert member.joined.worker_id == worker_id, member
+            assert member.joined.incarnation not in self._replaced.get(worker_id, ()), member
+
+    def _register(self, event: Register, now: Nanos) -> list[ControlCommand]:
+        if event.incarnation in self._replaced.get(event.worker_id, ()):
+            return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
+        joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+        lease_end = Nanos(now + self.lease)
+        known = self._members.get(event.worker_id)
+        if known is not None and known.joined == joined:
+            known.lease_end = lease_end
+            return []
+        changes: list[ControlCommand] = []
+        if known is not None:
+            changes.append(MemberLeft(worker_id=event.worker_id))
+            if known.joined.incarnation != event.incarnation:
+                self._remember(event.worker_id, known.joined.incarnation)
+            del self._members[event.worker_id]
+        self._members[event.worker_id] = Member(joined=joined, lease_end=lease_end)
+        return [*changes, joined]
+
+    def _remember(self, worker_id: WorkerId, replaced: Incarnation) -> None:
+        self._replaced.setdefault(worker_id, deque(maxlen=REMEMBERED)).append(replaced)
+
+    def _deregister(self, event: Deregister) -> list[ControlCommand]:
+        known = self._members.get(event.worker_id)
+        if known is None or known.joined.incarnation != event.incarnation:
+            return []
+        return [self._leave(event.worker_id)]
+
+    def _expire(self, now: Nanos) -> list[ControlCommand]:
+        ended = [worker_id for worker_id, member in self._members.items() if now >= member.lease_end]
+        return [self._leave(worker_id) for worker_id in ended]
+
+    def _leave(self, worker_id: WorkerId) -> MemberLeft:
+        """Forget the worker, and whom it replaced: memory is bounded by the members."""
+        del self._members[worker_id]
+        self._replaced.pop(worker_id, None)
+        return MemberLeft(worker_id=worker_id)

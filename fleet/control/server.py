@@ -1,0 +1,85 @@
+"""The registry around the membership machine: time passes, and whoever wants to know hears of changes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Never
+
+from fleet.clock import MILLISECOND, Clock
+from fleet.control.machine import Membership
+from fleet.control.messages import (
+    ControlCommand,
+    Deregister,
+    MemberJoined,
+    MemberLeft,
+    MembershipChange,
+    Register,
+    Superseded,
+    Ticked,
+)
+from fleet.control.settings import ControlSettings
+from fleet.ids import WorkerId
+
+log = logging.getLogger(__name__)
+
+
+class RegistryServer:
+    """Membership of one cluster, in memory.
+
+    Consumers do not queue: each compares what it has told with what is so, which needs memory for the members only,
+    however slow the consumer. A departure and return between two looks is one change, or none.
+    """
+
+    def __init__(self, settings: ControlSettings, clock: Clock) -> None:
+        self._machine = Membership(settings)
+        self._clock = clock
+        self._tick_seconds = settings.tick_ms / 1000
+        self._changed = asyncio.Event()  # replaced after each change
+
+    @property
+    def lease_ms(self) -> int:
+        return self._machine.lease // MILLISECOND
+
+    def register(self, event: Register) -> bool:
+        """Take or renew a membership; False when a newer incarnation has taken it."""
+        commands = self._machine.handle(event, self._clock.now())
+        self._announce(commands)
+        return not any(isinstance(command, Superseded) for command in commands)
+
+    def deregister(self, event: Deregister) -> None:
+        self._announce(self._machine.handle(event, self._clock.now()))
+
+    async def run(self) -> Never:
+        """End leases as time passes; until cancelled."""
+        while True:
+            self._announce(self._machine.handle(Ticked(), self._clock.now()))
+            await asyncio.sleep(self._tick_seconds)
+
+    async def membership(self) -> AsyncIterator[MembershipChange]:
+        """The members there are, then changes; any number of consumers."""
+        told: dict[WorkerId, MemberJoined] = {}
+        while True:
+            changed = self._changed
+            members = self._machine.members
+            for worker_id, member in list(told.items()):
+                if members.get(worker_id) != member:
+                    del told[worker_id]
+                    yield MemberLeft(worker_id=worker_id)
+            for worker_id, member in members.items():
+                if worker_id not in told:
+                    told[worker_id] = member
+                    yield member
+            await changed.wait()
+
+    def _announce(self, commands: list[ControlCommand]) -> None:
+        for command in commands:
+            match command:
+                case MemberJoined():
+                    log.info("worker joined", extra={"worker": command.worker_id, "address": command.address})
+                case MemberLeft():
+                    log.info("worker left", extra={"worker": command.worker_id})
+                case Superseded():
+                    log.warning("a replaced worker registers", extra={"worker": command.worker_id})
+        if any(not isinstance(command, Superseded) for command in commands):
+            self._changed.set()
+            self._changed = asyncio.Event()

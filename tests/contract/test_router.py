@@ -1,0 +1,124 @@
+"""What fronts may rely on when they submit to a router: the same for the real server and for the fake in tests."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+
+from fleet.adapters.clock import SystemClock
+from fleet.errors import Reason, Refused
+from fleet.requests import Finish, Sampling
+from fleet.roles import Role
+from fleet.router.generation import Router
+from fleet.router.machine import RouterMachine
+from fleet.router.messages import Complete
+from fleet.router.server import RouterServer
+from fleet.router.settings import RouterSettings
+from fleet.work import Cancel, Progress, Start, Step
+from tests.builders import MODEL, a_description, a_report, an_arrival, some_progress
+from tests.fake_router import FakeRouter
+from tests.fake_workers import FakeWorker, FakeWorkers
+
+ANSWER = (5, 6, 7)
+SAMPLING = Sampling(max_tokens=3, temperature=0.0)
+
+Cancellations = Callable[[], Awaitable[int]]
+"""How many requests were cancelled at the engine so far."""
+
+Opens = Callable[[], AbstractAsyncContextManager[tuple[Router, Cancellations]]]
+
+
+class FirstOfAll:
+    def randrange(self, stop: int, /) -> int:
+        return 0
+
+
+@asynccontextmanager
+async def a_fake() -> AsyncIterator[tuple[Router, Cancellations]]:
+    router = FakeRouter(ANSWER)
+
+    async def cancelled() -> int:
+        return len(router.cancelled)
+
+    yield router, cancelled
+
+
+@asynccontextmanager
+async def a_real_one() -> AsyncIterator[tuple[Router, Cancellations]]:
+    workers = FakeWorkers()
+    server = RouterServer(RouterMachine(RouterSettings(), FirstOfAll()), workers, SystemClock())
+    count = 0
+
+    async def play(worker: FakeWorker) -> None:
+        nonlocal count
+        while True:
+            match await worker.inbox.get():
+                case Start() as start:
+                    for index, token in enumerate(ANSWER):
+                        last = index == len(ANSWER) - 1 and start.sampling.max_tokens == len(ANSWER)
+                        step = some_progress(
+                            token,
+                            request_id=start.request_id,
+                            finish=Finish.LENGTH if last else None,
+                            kv=a_report(len(start.tokens) // 4) if last else None,
+                        )
+                        await worker.say(Step(progress=(step,)))
+                case Cancel():
+                    count += 1
+                case other:
+                    raise AssertionError(other)
+
+    async def cancelled() -> int:
+        await workers.settle()
+        return count
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(server.run())
+        worker = workers.join(a_description(role=Role.BOTH))
+        await workers.settle()
+        playing = tasks.create_task(play(worker))
+        yield server, cancelled
+        running.cancel()
+        playing.cancel()
+
+
+@pytest.fixture(params=[a_fake, a_real_one])
+def opens(request: pytest.FixtureRequest) -> Opens:
+    return request.param
+
+
+async def test_progress_comes_in_order_and_then_complete_and_nothing_after_it(opens):
+    async with opens() as (router, cancelled):
+        async with router.submit(an_arrival(sampling=SAMPLING)) as events:
+            received = [event async for event in events]
+
+        *steps, complete = received
+        assert [token for step in steps if isinstance(step, Progress) for token in step.token_ids] == list(ANSWER)
+        assert isinstance(complete, Complete)
+        assert (complete.finish, len(complete.kv)) == (Finish.LENGTH, 1)
+        assert await cancelled() == 0
+
+
+async def test_leaving_early_cancels_at_the_engine(opens):
+    async with opens() as (router, cancelled):
+        async with router.submit(an_arrival(sampling=Sampling(max_tokens=99))) as events:
+            await anext(events)
+
+        assert await cancelled() == 1
+
+
+async def test_the_models_that_are_served_are_known(opens):
+    async with opens() as (router, _):
+        assert [card.name for card in router.models()] == [MODEL]
+
+
+async def test_what_is_not_taken_is_refused_on_entering_or_by_the_iterator():
+    fake = FakeRouter(ANSWER)
+    fake.refuse = Refused(Reason.NO_WORKER, "no worker")
+    real = RouterServer(RouterMachine(RouterSettings(), FirstOfAll()), FakeWorkers(), SystemClock())
+    for router in (fake, real):
+        with pytest.raises(Refused) as refused:
+            async with router.submit(an_arrival()) as events:
+                await anext(events)
+        assert refused.value.reason is Reason.NO_WORKER

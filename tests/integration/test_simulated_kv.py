@@ -1,0 +1,291 @@
+"""Row E5: one wrong, missing or swapped block changes what the simulated engine says, and checksums prevent it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from fleet.clock import Nanos
+from fleet.ids import ModelName, WorkerId
+from fleet.requests import Source
+from fleet.roles import KvPath, Phase, Role
+from kvstore.block import chain
+from kvstore.client import StoreClient
+from tests.engine_driving import Driven, blocks_from, bytes_from, driven, fresh_prompt, split, work
+from tests.kv_builders import a_node
+from workers.engines import simulated as simulated_engine
+from workers.engines.simulated import open_engine
+from workers.engines.simulated_engine import SimulatedEngine
+from workers.engines.simulated_store import SimulatedStore
+from workers.settings import SimulatedSettings, WorkerSettings
+
+pytestmark = pytest.mark.integration
+
+BLOCK_TOKENS = 32
+PROMPT_TOKENS = 6 * BLOCK_TOKENS + 5
+ANSWER = 12
+
+
+@pytest.fixture
+def node():
+    with a_node() as node:
+        yield node
+
+
+def settings(store: str = "", path: KvPath | None = None, **simulated) -> WorkerSettings:
+    if path is None and store:
+        path = KvPath.STORE
+    return WorkerSettings(
+        worker_id=WorkerId("worker"),
+        role=Role.BOTH,
+        engine="simulated",
+        model=ModelName("tiny"),
+        store=store,
+        kv_paths=(path,) if path is not None else (),
+        simulated=SimulatedSettings(speedup=20, kv_blocks=64, **simulated),
+    )
+
+
+@asynccontextmanager
+async def an_engine(told: WorkerSettings) -> AsyncIterator[Driven]:
+    async with open_engine(told) as engine, driven(engine) as (one,):
+        yield one
+        engine.check()
+
+
+@asynccontextmanager
+async def a_client(address: str, told: WorkerSettings) -> AsyncIterator[StoreClient]:
+    """A client of the namespace that the engines use."""
+    namespace = simulated_engine.namespace_of(told, simulated_engine._model(told))
+    client = await asyncio.to_thread(StoreClient.connect, address, namespace)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+async def computed_by_one(node, prompt) -> tuple[int, ...]:
+    """Tokens of an engine that computes everything, and has published all blocks of the prompt when this returns."""
+    async with an_engine(settings(node.address)) as one:
+        tokens, end = await one.do(work(prompt, ANSWER))
+        assert blocks_from(end.kv, Source.COMPUTED) == 7
+        await one.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
+        return tokens
+
+
+# With verification out of the way, wrong bytes are heard in the output.
+
+
+class Unverified(SimulatedStore):
+    """Hands over what `tamper` makes of the verified blocks, as a store that does not verify would."""
+
+    tamper = staticmethod(lambda blocks: blocks)
+
+    async def load(self, names, deadline: Nanos):
+        return self.tamper(await super().load(names, deadline))
+
+
+def flip(blocks: list[bytes]) -> list[bytes]:
+    wrong = bytearray(blocks[2])
+    wrong[17] ^= 0x40
+    return [*blocks[:2], bytes(wrong), *blocks[3:]]
+
+
+def drop(blocks: list[bytes]) -> list[bytes]:
+    return [*blocks[:2], bytes(len(blocks[2])), *blocks[3:]]
+
+
+def swap(blocks: list[bytes]) -> list[bytes]:
+    return [blocks[0], blocks[2], blocks[1], *blocks[3:]]
+
+
+def keep(blocks: list[bytes]) -> list[bytes]:
+    return blocks
+
+
+@pytest.mark.parametrize(("tamper", "same"), [(keep, True), (flip, False), (drop, False), (swap, False)])
+async def test_a_wrong_missing_or_swapped_block_that_nobody_notices_changes_the_output(node, monkeypatch, tamper, same):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    expected = await computed_by_one(node, prompt)
+    monkeypatch.setattr(Unverified, "tamper", staticmethod(tamper))
+    monkeypatch.setattr(simulated_engine, "SimulatedStore", Unverified)
+
+    async with an_engine(settings(node.address)) as one:
+        tokens, end = await one.do(work(prompt, ANSWER))
+
+    assert blocks_from(end.kv, Source.STORE) == 6
+    assert (tokens == expected) is same
+
+
+# With verification, they cost computing and nothing else.
+
+
+@pytest.mark.parametrize("damage", ["nothing", "flip", "swap"])
+async def test_a_damaged_block_in_the_store_is_computed_again(node, damage):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    expected = await computed_by_one(node, prompt)
+    names = chain(prompt, BLOCK_TOKENS)
+    async with a_client(node.address, settings(node.address)) as client:
+        match = client.match(names, lease_seconds=0)
+        size = client.namespace.block_bytes
+        third, fourth = (client._session.transport._mapping.block(match.slots[index].offset, size) for index in (2, 3))
+        if damage == "flip":
+            third[17] ^= 0x40
+        if damage == "swap":
+            third[:], fourth[:] = fourth.copy(), third.copy()
+
+    async with an_engine(settings(node.address)) as one:
+        tokens, end = await one.do(work(prompt, ANSWER))
+
+    assert tokens == expected
+    whole = 6 if damage == "nothing" else 2
+    assert blocks_from(end.kv, Source.STORE) == whole
+    assert bytes_from(end.kv, Source.STORE) == whole * 2048
+    assert blocks_from(end.kv, Source.COMPUTED) == 7 - whole
+
+
+async def test_a_block_missing_in_the_store_is_computed_with_all_after_it(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    names = chain(prompt, BLOCK_TOKENS)
+    async with an_engine(settings()) as alone:  # without a store
+        expected, _ = await alone.do(work(prompt, ANSWER))
+        assert isinstance(alone.engine, SimulatedEngine)
+        blocks = [bytes(alone.engine.memory.view(index)) for index in alone.engine.memory.find(names)]
+    async with a_client(node.address, settings(node.address)) as client:
+        assert client.write([*names[:3], *names[4:]], [*blocks[:3], *blocks[4:]]) == 5
+
+    async with an_engine(settings(node.address)) as one:
+        tokens, end = await one.do(work(prompt, ANSWER))
+
+    assert tokens == expected
+    assert blocks_from(end.kv, Source.STORE) == 3
+    assert blocks_from(end.kv, Source.COMPUTED) == 4
+
+
+async def test_a_block_damaged_after_it_was_lent_is_computed_by_the_borrower():
+    prompt = fresh_prompt(PROMPT_TOKENS)
+
+    async with (
+        an_engine(settings(path=KvPath.DIRECT)) as prefill,
+        an_engine(settings(path=KvPath.DIRECT)) as decode,
+        an_engine(settings(path=KvPath.DIRECT)) as other,
+    ):
+        expected, _ = await other.do(work(prompt, ANSWER))
+
+        def damage(handoff):
+            memory = prefill.engine.memory
+            memory.view(memory.find(chain(prompt, BLOCK_TOKENS))[4])[0] ^= 1
+            return handoff
+
+        tokens, _, end = await split(prefill, decode, prompt, ANSWER, KvPath.DIRECT, between=damage)
+
+        assert tokens == expected
+        assert blocks_from(end.kv, Source.DIRECT) == 4
+        assert blocks_from(end.kv, Source.COMPUTED) == 3
+        await prefill.idle()
+
+
+# The store on its own feet.
+
+
+async def test_what_one_engine_computed_or_generated_another_finds_in_the_store(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    async with an_engine(settings(node.address)) as first:
+        answer, _ = await first.do(work(prompt, 2 * BLOCK_TOKENS))
+        names = chain(prompt + b"".join(token.to_bytes(4, "little") for token in answer[:-1]), BLOCK_TOKENS)
+        assert len(names) == 8
+        async with a_client(node.address, settings(node.address)) as client:
+            async with asyncio.timeout(10):
+                while len(client.match(names, lease_seconds=0)) < 8:
+                    await asyncio.sleep(0.01)
+
+    async with an_engine(settings(node.address)) as second:
+        conversation = prompt + b"".join(token.to_bytes(4, "little") for token in answer)
+        _, end = await second.do(work(conversation, 1))
+
+    assert blocks_from(end.kv, Source.STORE) == 8
+
+
+async def test_a_store_that_hangs_delays_a_request_by_its_deadline_and_no_more(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    expected = await computed_by_one(node, prompt)
+    async with an_engine(settings(node.address, load_timeout_ms=200, publish_timeout_ms=200)) as one:
+        node.freeze()
+        began = asyncio.get_running_loop().time()
+        tokens, end = await one.do(work(prompt, ANSWER))
+        _, prefilled = await one.do(work(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.STORE))
+        took = asyncio.get_running_loop().time() - began
+        node.thaw()
+
+    assert tokens == expected
+    assert blocks_from(end.kv, Source.COMPUTED) == 7
+    assert prefilled.handoff is not None
+    assert took < 2
+
+
+async def test_a_store_that_dies_is_a_miss(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    expected = await computed_by_one(node, prompt)
+    async with an_engine(settings(node.address)) as one:
+        node.kill()
+        tokens, end = await one.do(work(prompt, ANSWER))
+
+    assert tokens == expected
+    assert blocks_from(end.kv, Source.COMPUTED) == 7
+
+
+async def test_cancelling_while_blocks_are_on_their_way_frees_everything(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    await computed_by_one(node, prompt)
+    async with an_engine(settings(node.address)) as one:
+        starts = [work(prompt, ANSWER) for _ in range(5)]
+        one.submit(*starts)
+        await asyncio.sleep(0)
+        for start in starts:
+            one.engine.cancel(start.request_id)
+        for start in starts:
+            await one.end_of(start)
+        await one.idle()
+        _, end = await one.do(work(prompt, ANSWER))
+        assert blocks_from(end.kv, Source.STORE) == 6
+
+
+async def test_blocks_that_nobody_fetches_are_freed_when_their_lease_ends():
+    told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
+    async with an_engine(told) as prefill:
+        _, end = await prefill.do(work(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        assert end.handoff is not None
+        assert prefill.engine.load().kv_blocks_used == 6
+
+        await prefill.idle()
+
+        assert prefill.engine.lender.expired == 1
+
+
+async def test_a_request_that_waits_for_lent_blocks_starts_when_their_lease_ends():
+    told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
+    told = msgspec.structs.replace(told, simulated=msgspec.structs.replace(told.simulated, kv_blocks=8))
+    async with an_engine(told) as prefill:
+        await prefill.do(work(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+
+        tokens, _ = await prefill.do(work(fresh_prompt(PROMPT_TOKENS), 3))
+
+    assert len(tokens) == 3
+
+
+async def test_engines_of_other_weights_never_share_a_block(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    await computed_by_one(node, prompt)
+
+    async with an_engine(settings(node.address, seed=1)) as other:
+        _, end = await other.do(work(prompt, ANSWER))
+        assert other.engine.facts.fingerprint != await fingerprint(settings())
+
+    assert blocks_from(end.kv, Source.COMPUTED) == 7
+
+
+async def fingerprint(told: WorkerSettings) -> str:
+    async with open_engine(msgspec.structs.replace(told, kv_paths=())) as engine:
+        return engine.facts.fingerprint

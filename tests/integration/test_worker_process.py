@@ -1,0 +1,376 @@
+"""A worker as it runs: a process of its own, over gRPC, with a registry."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.grpc_options import SERVER_OPTIONS
+from fleet.adapters.grpc_registry import GrpcRegistry, GrpcRegistryClient
+from fleet.adapters.grpc_worker import serve_worker
+from fleet.clock import MILLISECOND
+from fleet.control.messages import MemberJoined, MemberLeft
+from fleet.control.server import RegistryServer
+from fleet.control.settings import ControlSettings
+from fleet.errors import Reason
+from fleet.ids import Incarnation, ModelName, WorkerId
+from fleet.requests import Finish, Source
+from fleet.roles import KvPath, Phase, Role
+from fleet.v1 import control_pb2_grpc
+from fleet.v1 import worker_pb2 as pb
+from fleet.v1 import worker_pb2_grpc as pb_grpc
+from fleet.wire.work import encode_router_message
+from fleet.work import Cancel, Description, Draining, Load, Rejected, Step
+from tests.builders import token_bytes
+from tests.engine_driving import blocks_from, fresh_prompt, greedy, work
+from tests.kv_builders import a_short_folder
+from tests.worker_processes import a_call, a_stream, a_worker_process, raw
+from workers.engines.simulated import open_engine
+from workers.ports import RegistryUnreachable
+from workers.server import WorkerServer
+from workers.settings import SimulatedSettings, WorkerSettings
+
+pytestmark = pytest.mark.integration
+
+
+def settings(worker_id: str = "w1", *, speedup: float = 20, kv_blocks: int = 1024, **fields) -> WorkerSettings:
+    return WorkerSettings(
+        **{
+            "worker_id": WorkerId(worker_id),
+            "engine": "simulated",
+            "model": ModelName("tiny"),
+            "kv_paths": (KvPath.DIRECT,),
+            "load_interval_ms": 20,
+            "heartbeat_ms": 100,
+            "simulated": SimulatedSettings(speedup=speedup, kv_blocks=kv_blocks),
+            **fields,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder():
+    with a_short_folder() as folder:
+        yield folder
+
+
+class Registry:
+    """A registry that can go away and come back at the same address."""
+
+    def __init__(self) -> None:
+        self.server = RegistryServer(ControlSettings(lease_ms=600, tick_ms=20), SystemClock())
+        self.port = 0
+        self._grpc = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def open(self) -> None:
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        control_pb2_grpc.add_RegistryServicer_to_server(GrpcRegistry(self.server), self._grpc)
+        self.port = self._grpc.add_insecure_port(self.address)
+        await self._grpc.start()
+
+    async def close(self) -> None:
+        if self._grpc is not None:
+            await self._grpc.stop(grace=0)
+            self._grpc = None  # its destructor needs a running loop
+
+
+@asynccontextmanager
+async def a_registry():
+    registry = Registry()
+    async with AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        await registry.open()
+        expiring = tasks.create_task(registry.server.run())
+        try:
+            yield registry
+        finally:
+            expiring.cancel()
+            await registry.close()
+
+
+async def next_change(changes):
+    async with asyncio.timeout(20):
+        return await anext(changes)
+
+
+async def test_a_request_streams_and_the_worker_describes_itself(folder):
+    async with a_worker_process(folder, settings()) as worker:
+        async with a_stream(worker.address) as stream:
+            description = await stream.next(Description)
+            assert (description.worker_id, description.role, description.engine) == ("w1", Role.BOTH, "simulated 1")
+
+            tokens, end = await stream.do(work(fresh_prompt(500), 20))
+
+            assert len(tokens) == 20
+            assert end.finish is Finish.LENGTH
+            assert end.kv.prompt_blocks == 16
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            described = await pb_grpc.WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=5)
+            assert described.incarnation == description.incarnation
+
+
+async def test_blocks_move_between_processes(folder):
+    roles = {role: settings(role.value, role=role) for role in (Role.PREFILL, Role.DECODE)}
+    async with (
+        a_worker_process(folder, roles[Role.PREFILL]) as prefill,
+        a_worker_process(folder, roles[Role.DECODE]) as decode,
+        a_stream(prefill.address) as to_prefill,
+        a_stream(decode.address) as to_decode,
+    ):
+        prompt = fresh_prompt(300)
+        first, prefilled = await to_prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        after = work(prompt + token_bytes(first), 9, phase=Phase.DECODE, handoff=prefilled.handoff)
+        rest, end = await to_decode.do(after)
+
+        assert prefilled.handoff.prefill_worker == "prefill"
+        assert blocks_from(end.kv, Source.DIRECT) == 9
+        assert end.kv.origins[0].origin == "prefill"
+        aggregated, _ = await to_decode.do(work(prompt, 10, salt=b"x" * 32))  # not from its own cache
+        assert first + rest == aggregated
+
+
+async def test_cancelling_stops_the_engine_and_frees_its_blocks(folder):
+    async with a_worker_process(folder, settings(speedup=1)) as worker, a_stream(worker.address) as stream:
+        start = work(fresh_prompt(100), 3000)
+        await stream.say(start)
+        await stream.next(Step)
+
+        await stream.say(Cancel(request_id=start.request_id))
+
+        _, end = await stream.end_of(start.request_id)
+        assert end.finish is Finish.CANCELLED
+        await stream.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+
+
+async def test_a_router_that_disappears_frees_what_it_had(folder):
+    async with (
+        a_worker_process(folder, settings(speedup=1)) as worker,
+        a_stream(worker.address, "watching") as watching,
+    ):
+        async with a_stream(worker.address, "disappearing") as stream:
+            for _ in range(20):
+                await stream.say(work(fresh_prompt(100), 3000))
+            await stream.next(Step)
+            await watching.until(lambda message: message if isinstance(message, Load) and message.running else None)
+
+        await watching.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+
+
+async def test_a_malformed_start_is_refused_and_the_stream_goes_on(folder):
+    async with a_worker_process(folder, settings()) as worker, a_stream(worker.address) as stream:
+        await stream.call.write(raw(start=pb.Start(request_id="bad", phase=7)))
+        rejected = await stream.next(Rejected)
+        assert (rejected.request_id, rejected.reason, rejected.field) == ("bad", Reason.INVALID_ARGUMENT, "start.phase")
+
+        await stream.call.write(raw())  # of a newer router
+        _, end = await stream.do(work(fresh_prompt(10), 3))
+        assert end.finish is Finish.LENGTH
+
+
+@pytest.mark.parametrize(
+    "first", [raw(cancel=pb.Cancel(request_id="r")), raw(hello=pb.Hello()), encode_router_message(work(b"1234"))]
+)
+async def test_a_stream_that_does_not_begin_with_hello_is_refused(folder, first):
+    async with a_worker_process(folder, settings()) as worker, a_call(worker.address) as call:
+        await call.write(first)
+
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "hello" in refused.value.details()
+
+
+async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(folder):
+    told = settings(speedup=1000, stream_buffer=32, max_running=64, kv_blocks=8192)
+    async with a_worker_process(folder, told) as worker, a_stream(worker.address, "sleeps") as sleeps:
+        for _ in range(64):
+            await sleeps.say(work(fresh_prompt(10), 4000))
+        async with a_stream(worker.address, "reads") as reads:
+            await reads.until(lambda message: message if isinstance(message, Load) and message.running else None)
+            await reads.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+            _, end = await reads.do(work(fresh_prompt(10), 3))
+            assert end.finish is Finish.LENGTH
+
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await sleeps.end_of("never")
+        assert cut.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_being_cut_ends_a_write_that_waits_for_the_router(caplog):
+    caplog.set_level("INFO", "workers.server")
+    told = settings(speedup=5, stream_buffer=64, max_running=64, kv_blocks=8192)
+    async with open_engine(told) as engine:
+        server = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
+        async with asyncio.TaskGroup() as tasks, serve_worker(server, "127.0.0.1:0") as address:
+            running = tasks.create_task(server.run())
+            async with a_stream(address, "sleeps") as sleeps:
+                for _ in range(64):  # large steps, so that flow control stops the writer before the queue is full
+                    await sleeps.say(work(fresh_prompt(10), sampling=greedy(4000, logprobs=20)))
+                async with asyncio.timeout(20):
+                    while "router gone" not in caplog.messages:
+                        await asyncio.sleep(0.02)
+            running.cancel()
+
+
+async def test_health_follows_the_workers_life_and_the_services_are_listed(folder):
+    async with (
+        a_worker_process(folder, settings(speedup=1)) as worker,
+        a_stream(worker.address) as stream,
+        grpc.aio.insecure_channel(worker.address) as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def status(service: str = "fleet.v1.Worker"):
+            return (await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
+
+        assert await status() == await status("") == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await status("fleet.v1.Nothing")
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+        listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        services = {one.name async for answer in listing for one in answer.list_services_response.service}
+        assert {"fleet.v1.Worker", "grpc.health.v1.Health"} <= services
+
+        await stream.say(work(fresh_prompt(10), 400))
+        await stream.next(Step)
+        worker.terminate()
+        await stream.next(Draining)
+        assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_sigterm_finishes_what_runs_then_deregisters_and_exits_with_0(folder):
+    async with a_registry() as registry:
+        told = settings(registry=registry.address, speedup=1)
+        changes = registry.server.membership()
+        async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+            joined = await next_change(changes)
+            assert (joined.worker_id, joined.address) == ("w1", worker.address)
+            running = work(fresh_prompt(10), 400)
+            await stream.say(running)
+            await stream.next(Step)
+
+            worker.terminate()
+            await stream.next(Draining)
+            _, refused = await stream.do(work(fresh_prompt(10)))
+            assert refused.reason is Reason.DRAINING
+            assert registry.server._machine.members, "still a member while it has work"
+            tokens, end = await stream.end_of(running.request_id)
+
+            assert end.finish is Finish.LENGTH
+            assert len(tokens) == 400
+            assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
+            assert await worker.ended() == 0
+
+
+async def test_a_drain_by_rpc_answers_when_done_and_says_what_did_not_finish(folder):
+    async with (
+        a_worker_process(folder, settings(speedup=1)) as worker,
+        a_stream(worker.address) as stream,
+        grpc.aio.insecure_channel(worker.address) as channel,
+    ):
+        start = work(fresh_prompt(10), 3000)
+        await stream.say(start)
+        await stream.next(Step)
+
+        answer = await pb_grpc.WorkerStub(channel).Drain(pb.DrainRequest(deadline_ms=100), timeout=20)
+
+        assert answer.cancelled == 1
+        _, end = await stream.end_of(start.request_id)
+        assert end.reason is Reason.DRAINING
+        async with asyncio.timeout(10):
+            while await stream.call.read() is not grpc.aio.EOF:
+                pass
+        worker.terminate()
+        assert await worker.ended() == 0
+
+
+async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
+    async with a_registry() as registry:
+        changes = registry.server.membership()
+        told = settings(registry=registry.address)
+        async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+            first = await next_change(changes)
+            await stream.say(work(fresh_prompt(10), 3000))
+            await stream.next(Step)
+            worker.kill()
+            with pytest.raises((grpc.aio.AioRpcError, AssertionError)):
+                await stream.end_of("never")
+            assert await worker.ended() == -9
+
+            await worker.start()
+
+            assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
+            second = await next_change(changes)
+            assert isinstance(second, MemberJoined)
+            assert second.incarnation != first.incarnation
+            async with a_stream(worker.address) as again:
+                assert (await again.next(Description)).incarnation == second.incarnation
+                assert (await again.do(work(fresh_prompt(10), 3)))[1].finish is Finish.LENGTH
+
+
+async def test_serving_goes_on_while_the_registry_is_away_and_the_worker_registers_again(folder):
+    async with a_registry() as registry:
+        changes = registry.server.membership()
+        told = settings(registry=registry.address)
+        async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+            await next_change(changes)
+            await registry.close()
+            assert isinstance(await next_change(changes), MemberLeft), "its lease ends"
+            _, end = await stream.do(work(fresh_prompt(10), 3))
+            assert end.finish is Finish.LENGTH
+
+            await registry.open()
+
+            assert isinstance(await next_change(changes), MemberJoined)
+
+
+async def test_an_older_process_of_the_same_name_is_told_so():
+    async with a_registry() as registry, GrpcRegistryClient(registry.address) as client:
+        older, newer = Incarnation("older"), Incarnation("newer")
+        assert await client.register(WorkerId("w"), older, "127.0.0.1:1") == 600 * MILLISECOND
+        await client.register(WorkerId("w"), newer, "127.0.0.1:2")
+
+        with pytest.raises(RegistryUnreachable, match="an id of its own"):
+            await client.register(WorkerId("w"), older, "127.0.0.1:1")
+        with pytest.raises(RegistryUnreachable, match="address: is empty"):
+            await client.register(WorkerId("w"), newer, "")
+        await client.deregister(WorkerId("w"), older)
+        assert registry.server._machine.members[WorkerId("w")].incarnation == newer
+        await client.deregister(WorkerId("w"), newer)
+        assert not registry.server._machine.members
+
+
+async def test_a_slow_observer_of_the_membership_hears_what_is_so_in_the_end():
+    async with a_registry() as registry, GrpcRegistryClient(registry.address) as client:
+        changes = registry.server.membership()
+        await client.register(WorkerId("a"), Incarnation("1"), "x:1")
+        assert await next_change(changes) == MemberJoined(
+            worker_id=WorkerId("a"), incarnation=Incarnation("1"), address="x:1"
+        )
+        for number in range(2, 50):
+            await client.register(WorkerId("a"), Incarnation(str(number)), "x:1")
+
+        assert await next_change(changes) == MemberLeft(worker_id=WorkerId("a"))
+        assert (await next_change(changes)).incarnation == "49"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                pytest.fail(f"nothing else changed: {await anext(changes)}")
+
+
+async def test_an_address_in_use_is_refused_in_one_line(folder):
+    async with a_worker_process(folder, settings()) as worker:
+        with pytest.raises(AssertionError, match="ended before it was ready"):
+            async with a_worker_process(folder, settings("w2", listen=worker.address)):
+                pass

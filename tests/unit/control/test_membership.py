@@ -1,0 +1,132 @@
+"""Who is a member, and for how long."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.clock import MILLISECOND, Nanos
+from fleet.control.machine import REMEMBERED, Membership
+from fleet.control.messages import Deregister, MemberJoined, MemberLeft, Register, Superseded, Ticked
+from fleet.control.settings import ControlSettings
+from fleet.ids import Incarnation, WorkerId
+
+START = Nanos(1_000)
+LEASE = Nanos(3_000 * MILLISECOND)
+WORKER = WorkerId("decode-0")
+
+
+def a_membership() -> Membership:
+    return Membership(ControlSettings(lease_ms=3_000))
+
+
+def a_registration(worker: str = WORKER, incarnation: str = "one", address: str = "127.0.0.1:1") -> Register:
+    return Register(worker_id=WorkerId(worker), incarnation=Incarnation(incarnation), address=address)
+
+
+def joined(event: Register) -> MemberJoined:
+    return MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+
+
+def test_a_registration_is_announced_once_and_renewed_silently():
+    membership = a_membership()
+
+    assert membership.handle(a_registration(), START) == [joined(a_registration())]
+    assert membership.handle(a_registration(), START) == []
+
+
+def test_a_member_that_does_not_renew_leaves_when_its_lease_ends():
+    membership = a_membership()
+    membership.handle(a_registration(), START)
+
+    assert membership.handle(Ticked(), Nanos(START + LEASE - 1)) == []
+    assert membership.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
+    assert membership.members == {}
+
+
+def test_a_renewal_extends_the_lease():
+    membership = a_membership()
+    membership.handle(a_registration(), START)
+    membership.handle(a_registration(), Nanos(START + LEASE - 1))
+
+    assert membership.handle(Ticked(), Nanos(START + LEASE)) == []
+
+
+def test_a_new_incarnation_replaces_the_old_at_once():
+    membership = a_membership()
+    membership.handle(a_registration(), START)
+    restarted = a_registration(incarnation="two", address="127.0.0.1:2")
+
+    assert membership.handle(restarted, START) == [MemberLeft(worker_id=WORKER), joined(restarted)]
+
+
+def test_a_replaced_incarnation_can_neither_return_nor_remove_its_successor():
+    membership = a_membership()
+    membership.handle(a_registration(), START)
+    membership.handle(a_registration(incarnation="two"), START)
+
+    assert membership.handle(a_registration(), START) == [Superseded(worker_id=WORKER, incarnation=Incarnation("one"))]
+    assert membership.handle(Deregister(worker_id=WORKER, incarnation=Incarnation("one")), START) == []
+    assert membership.members[WORKER].incarnation == "two"
+
+
+def test_an_incarnation_that_moved_is_announced_again():
+    membership = a_membership()
+    membership.handle(a_registration(), START)
+    moved = a_registration(address="127.0.0.1:9")
+
+    assert membership.handle(moved, START) == [MemberLeft(worker_id=WORKER), joined(moved)]
+    assert membership.handle(moved, START) == []
+
+
+def test_a_deregistration_is_immediate():
+    membership = a_membership()
+    membership.handle(a_registration(), START)
+
+    assert membership.handle(Deregister(worker_id=WORKER, incarnation=Incarnation("one")), START) == [
+        MemberLeft(worker_id=WORKER)
+    ]
+
+
+workers = st.sampled_from(["a", "b"])
+incarnations = st.sampled_from(["1", "2", "3"])
+steps = st.lists(
+    st.tuples(
+        st.builds(a_registration, workers, incarnations, st.sampled_from(["x", "y"]))
+        | st.builds(Deregister, worker_id=workers.map(WorkerId), incarnation=incarnations.map(Incarnation))
+        | st.just(Ticked()),
+        st.integers(0, 2 * LEASE),
+    ),
+    max_size=30,
+)
+
+
+@given(steps)
+def test_the_announcements_always_add_up_to_the_members(steps):
+    membership = a_membership()
+    announced: dict[WorkerId, MemberJoined] = {}
+    now = START
+    for event, pause in steps:
+        now = Nanos(now + pause)
+        for change in membership.handle(event, now):
+            match change:
+                case MemberJoined():
+                    assert change.worker_id not in announced
+                    announced[change.worker_id] = change
+                case MemberLeft():
+                    del announced[change.worker_id]
+                case Superseded():
+                    assert announced[change.worker_id].incarnation != change.incarnation
+        membership.check()
+        assert membership.members == announced
+
+    membership.handle(Ticked(), Nanos(now + LEASE))
+    assert membership.members == {}
+
+
+def test_many_restarts_are_remembered_within_bounds():
+    membership = a_membership()
+    for number in range(REMEMBERED + 2):
+        membership.handle(a_registration(incarnation=str(number)), START)
+
+    assert membership.handle(a_registration(incarnation="1"), START)[0] == Superseded(
+        worker_id=WORKER, incarnation=Incarnation("1")
+    )

@@ -1,0 +1,458 @@
+"""Rules 1 to 6 of `workers.machine`."""
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.errors import Reason
+from fleet.ids import ModelName, RequestId
+from fleet.requests import Finish, Sampling
+from fleet.roles import KvPath, Phase, Role
+from fleet.work import Draining, Progress, Rejected, Step
+from tests.builders import FINGERPRINT, a_handoff, a_prompt, a_start, some_progress
+from workers.acceptance import TAKES
+from workers.machine import GRACE, NEXT, IllegalTransition, LifeEvent, LifePhase, WorkerMachine, advance
+from workers.messages import (
+    CancelRequested,
+    CancelWork,
+    CutStream,
+    DrainRequested,
+    Gone,
+    Ready,
+    Requested,
+    RouterConnected,
+    RouterGone,
+    Stepped,
+    StreamId,
+    Submit,
+    Tell,
+    Ticked,
+)
+from workers.ports import EngineFacts
+
+START = Nanos(5 * SECOND)
+STREAM = StreamId(0)
+FACTS = EngineFacts(
+    name="fake 1",
+    model=ModelName("tiny"),
+    block_tokens=32,
+    max_model_len=256,
+    kv_blocks=64,
+    max_running=2,
+    fingerprint=FINGERPRINT,
+    kv_paths=(KvPath.STORE,),
+)
+
+
+def a_machine(role: Role = Role.BOTH, capacity: int = 4) -> WorkerMachine:
+    machine = WorkerMachine(role=role, facts=FACTS, capacity=capacity)
+    machine.handle(Ready(), START)
+    machine.handle(RouterConnected(stream=STREAM, router_id="router"), START)
+    return machine
+
+
+def asked(start, stream=STREAM) -> Requested:
+    return Requested(stream=stream, start=start)
+
+
+def rejection(commands) -> Rejected:
+    (command,) = commands
+    assert isinstance(command, Tell)
+    assert isinstance(command.message, Rejected)
+    return command.message
+
+
+# Life.
+
+
+def test_only_the_listed_transitions_exist():
+    for phase in LifePhase:
+        for event in LifeEvent:
+            if (phase, event) in NEXT:
+                assert advance(phase, event) is NEXT[phase, event]
+            else:
+                with pytest.raises(IllegalTransition):
+                    advance(phase, event)
+    assert not [event for (phase, event) in NEXT if phase is LifePhase.GONE]
+
+
+def test_a_worker_that_still_starts_takes_no_work():
+    machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=4)
+    machine.handle(RouterConnected(stream=STREAM, router_id="router"), START)
+
+    assert rejection(machine.handle(asked(a_start()), START)).reason is Reason.NO_WORKER
+
+
+def test_draining_refuses_new_work_and_finishes_what_runs():
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+
+    assert machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START) == [
+        Tell(stream=STREAM, message=Draining())
+    ]
+    assert rejection(machine.handle(asked(a_start(request_id="late")), START)).reason is Reason.DRAINING
+    last = some_progress(7, finish=Finish.LENGTH)
+    assert machine.handle(Stepped(outputs=[last]), START) == [
+        Tell(stream=STREAM, message=Step(progress=(last,))),
+        Gone(cancelled=0),
+    ]
+    assert machine.phase is LifePhase.GONE
+
+
+def test_an_idle_worker_is_gone_as_soon_as_it_drains():
+    machine = a_machine()
+
+    assert Gone(cancelled=0) in machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
+
+
+def test_what_does_not_finish_by_the_drains_deadline_is_given_up_and_counted():
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+    deadline = Nanos(START + SECOND)
+    machine.handle(DrainRequested(deadline=deadline), START)
+
+    cancel, told = machine.handle(Ticked(), deadline)
+
+    assert cancel == CancelWork(request_id=RequestId("r1#1"))
+    assert told.message.reason is Reason.DRAINING
+    assert machine.handle(Stepped(outputs=[some_progress(finish=Finish.CANCELLED)]), deadline) == [Gone(cancelled=1)]
+
+
+def test_a_stuck_engine_delays_the_end_of_a_drain_by_the_grace_only():
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+    deadline = Nanos(START + SECOND)
+    machine.handle(DrainRequested(deadline=deadline), START)
+    machine.handle(Ticked(), deadline)
+
+    assert machine.handle(Ticked(), Nanos(deadline + GRACE - 1)) == []
+    assert machine.handle(Ticked(), Nanos(deadline + GRACE)) == [Gone(cancelled=1)]
+    assert machine.held == 0
+
+
+def test_a_drain_that_is_noticed_late_still_tells_every_end():
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+    machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
+    late = Nanos(START + SECOND + 2 * GRACE)
+
+    assert machine.handle(Stepped(outputs=[some_progress(1)]), late) == [
+        Tell(stream=STREAM, message=Step(progress=(some_progress(1),)))
+    ]
+    machine.check()
+
+    _, told, gone = machine.handle(Ticked(), late)
+    assert told.message.reason is Reason.DRAINING
+    assert gone == Gone(cancelled=1)
+
+
+def test_a_router_that_connects_to_a_draining_worker_is_told_so():
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+    machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
+
+    assert machine.handle(RouterConnected(stream=StreamId(1), router_id="other"), START) == [
+        Tell(stream=StreamId(1), message=Draining())
+    ]
+
+
+# Work.
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("phase", Phase)
+def test_a_worker_takes_the_work_of_its_role_and_says_why_not(role, phase):
+    start = a_start(
+        phase=phase,
+        kv_path=KvPath.STORE if phase is Phase.PREFILL else None,
+        handoff=a_handoff() if phase is Phase.DECODE else None,
+    )
+
+    commands = a_machine(role).handle(asked(start), START)
+
+    if phase in TAKES[role]:
+        assert commands == [Submit(start=start)]
+    else:
+        rejected = rejection(commands)
+        assert (rejected.reason, rejected.field) == (Reason.INVALID_ARGUMENT, "phase")
+        assert f"{role} worker" in rejected.message
+
+
+@pytest.mark.parametrize(
+    ("start", "reason", "field"),
+    [
+        (a_start(tokens=b""), Reason.INVALID_ARGUMENT, "tokens"),
+        (a_start(tokens=b"123"), Reason.INVALID_ARGUMENT, "tokens"),
+        (a_start(salt=b"short"), Reason.INVALID_ARGUMENT, "salt"),
+        (a_start(sampling=Sampling(max_tokens=0)), Reason.INVALID_ARGUMENT, "sampling.max_tokens"),
+        (a_start(tokens=250, sampling=Sampling(max_tokens=7)), Reason.TOO_LARGE, "tokens"),
+        (a_start(phase=Phase.PREFILL, tokens=256, kv_path=KvPath.STORE), Reason.TOO_LARGE, "tokens"),
+        (a_start(phase=Phase.PREFILL), Reason.INVALID_ARGUMENT, "kv_path"),
+        (a_start(phase=Phase.PREFILL, kv_path=KvPath.DIRECT), Reason.KV_MISMATCH, "kv_path"),
+        (a_start(phase=Phase.DECODE), Reason.INVALID_ARGUMENT, "handoff"),
+        (
+            a_start(phase=Phase.DECODE, handoff=a_handoff(fingerprint="0" * 32)),
+            Reason.KV_MISMATCH,
+            "handoff.fingerprint",
+        ),
+        (
+            a_start(phase=Phase.DECODE, handoff=a_handoff(kv_path=KvPath.DIRECT)),
+            Reason.KV_MISMATCH,
+            "handoff.kv_path",
+        ),
+    ],
+)
+def test_work_that_cannot_be_done_is_refused_before_anything_is_started(start, reason, field):
+    machine = a_machine()
+
+    rejected = rejection(machine.handle(asked(start), START))
+
+    assert (rejected.request_id, rejected.reason, rejected.field) == (start.request_id, reason, field)
+    assert machine.held == 0
+
+
+def test_the_whole_length_of_the_model_can_be_used():
+    whole = a_start(tokens=250, sampling=Sampling(max_tokens=6))
+    prompt_only = a_start(
+        request_id="p", phase=Phase.PREFILL, tokens=255, kv_path=KvPath.STORE, sampling=Sampling(max_tokens=200)
+    )
+
+    machine = a_machine()
+
+    assert machine.handle(asked(whole), START) == [Submit(start=whole)]
+    assert machine.handle(asked(prompt_only), START) == [Submit(start=prompt_only)]
+
+
+def test_a_request_over_capacity_is_refused_and_the_next_after_an_end_is_not():
+    machine = a_machine(capacity=1)
+    machine.handle(asked(a_start()), START)
+
+    assert rejection(machine.handle(asked(a_start(request_id="r2")), START)).reason is Reason.QUEUE_FULL
+
+    machine.handle(Stepped(outputs=[some_progress(1, finish=Finish.STOP)]), START)
+    assert isinstance(machine.handle(asked(a_start(request_id="r2")), START)[0], Submit)
+
+
+def test_a_second_start_of_running_work_is_refused():
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+
+    rejected = rejection(machine.handle(asked(a_start()), START))
+
+    assert (rejected.reason, rejected.field) == (Reason.INVALID_ARGUMENT, "request_id")
+    assert machine.held == 1
+
+
+def test_two_routers_may_choose_the_same_request_id():
+    machine = a_machine()
+    other = StreamId(1)
+    machine.handle(RouterConnected(stream=other, router_id="other"), START)
+    machine.handle(asked(a_start()), START)
+
+    (submit,) = machine.handle(asked(a_start(), stream=other), START)
+
+    assert submit.start.request_id != "r1#1"
+    commands = machine.handle(
+        Stepped(outputs=[some_progress(1), some_progress(2, request_id=submit.start.request_id)]), START
+    )
+    assert commands == [
+        Tell(stream=STREAM, message=Step(progress=(some_progress(1),))),
+        Tell(stream=other, message=Step(progress=(some_progress(2),))),
+    ]
+
+
+def test_one_step_is_one_message_a_router():
+    machine = a_machine()
+    machine.handle(asked(a_start(request_id="a")), START)
+    machine.handle(asked(a_start(request_id="b")), START)
+    step = [some_progress(1, request_id="a"), some_progress(2, request_id="b")]
+
+    assert machine.handle(Stepped(outputs=step), START) == [Tell(stream=STREAM, message=Step(progress=tuple(step)))]
+
+
+def test_cancelling_stops_the_engine_and_the_router_hears_the_end():
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+    cancel = CancelRequested(stream=STREAM, request_id=RequestId("r1#1"))
+
+    assert machine.handle(cancel, START) == [CancelWork(request_id=RequestId("r1#1"))]
+    assert machine.handle(cancel, START) == []
+    end = some_progress(finish=Finish.CANCELLED)
+    assert machine.handle(Stepped(outputs=[end]), START) == [Tell(stream=STREAM, message=Step(progress=(end,)))]
+    assert machine.held == 0
+
+
+def test_a_broken_stream_cancels_its_work_and_only_its():
+    machine = a_machine()
+    machine.handle(RouterConnected(stream=StreamId(1), router_id="other"), START)
+    machine.handle(asked(a_start(request_id="a")), START)
+    machine.handle(asked(a_start(request_id="b"), stream=StreamId(1)), START)
+
+    assert machine.handle(RouterGone(stream=STREAM), START) == [CancelWork(request_id=RequestId("a"))]
+    assert machine.handle(Stepped(outputs=[some_progress(1, request_id="a")]), START) == []
+    assert machine.held == 2
+
+
+def test_a_router_that_connects_again_replaces_its_older_stream():
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+
+    assert machine.handle(RouterConnected(stream=StreamId(1), router_id="router"), START) == [
+        CancelWork(request_id=RequestId("r1#1")),
+        CutStream(stream=STREAM),
+    ]
+    (submit,) = machine.handle(asked(a_start(), stream=StreamId(1)), START)
+    assert submit.start.request_id != "r1#1", "the engine still ends the first one"
+
+
+def test_work_past_its_deadline_is_cancelled_and_refused():
+    machine = a_machine()
+    machine.handle(asked(a_start(timeout_ms=100)), START)
+    late = Nanos(START + 100 * MILLISECOND)
+
+    assert machine.handle(Ticked(), Nanos(late - 1)) == []
+    cancel, told = machine.handle(Ticked(), late)
+
+    assert cancel == CancelWork(request_id=RequestId("r1#1"))
+    assert told.message.reason is Reason.DEADLINE_PASSED
+    assert machine.handle(Stepped(outputs=[some_progress(finish=Finish.CANCELLED)]), late) == []
+
+
+def test_what_the_engine_gives_up_ends_too():
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+    given_up = Rejected(request_id=RequestId("r1#1"), reason=Reason.INTERNAL, message="no")
+
+    assert machine.handle(Stepped(outputs=[given_up]), START) == [Tell(stream=STREAM, message=given_up)]
+    assert machine.held == 0
+
+
+# Any interleaving.
+
+
+class AnyInterleaving(RuleBasedStateMachine):
+    """Routers, an engine and time in any order: books stay right, every router hears exactly one end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=3)
+        self.now = START
+        self.streams: dict[StreamId, str] = {}
+        self.next_stream = 0
+        self.engine: dict[RequestId, bool] = {}  # what it holds: whether it was told to stop
+        self.waiting: dict[tuple[StreamId, RequestId], int] = {}  # ends still owed to routers
+        self.gone = False
+        self.machine.handle(Ready(), START)
+
+    def feed(self, event) -> None:
+        for command in self.machine.handle(event, self.now):
+            match command:
+                case Submit(start=start):
+                    assert not self.gone
+                    assert start.request_id not in self.engine
+                    self.engine[start.request_id] = False
+                case CancelWork(request_id=request_id):
+                    assert self.engine[request_id] is False, "cancelled once, and only while held"
+                    self.engine[request_id] = True
+                case Tell(stream=stream, message=Step(progress=progress)):
+                    assert stream in self.streams
+                    for one in progress:
+                        self.told(stream, one.request_id, ended=one.finish is not None)
+                case Tell(stream=stream, message=Rejected(request_id=request_id)):
+                    assert stream in self.streams
+                    self.told(stream, request_id, ended=True)
+                case Tell(message=Draining()):
+                    pass
+                case CutStream(stream=stream):
+                    self.lose(stream)
+                case Gone():
+                    self.gone = True
+
+    def told(self, stream, request_id, *, ended) -> None:
+        assert self.waiting.get((stream, request_id), 0) >= 1, "nobody waits for this"
+        if ended:
+            self.waiting[stream, request_id] -= 1
+
+    def lose(self, stream) -> None:
+        self.streams.pop(stream)
+        self.waiting = {key: owed for key, owed in self.waiting.items() if key[0] != stream}
+
+    @rule(name=st.sampled_from(["x", "y"]))
+    def connect(self, name):
+        stream = StreamId(self.next_stream)
+        self.next_stream += 1
+        self.streams[stream] = name
+        self.feed(RouterConnected(stream=stream, router_id=name))
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def disconnect(self, data):
+        stream = data.draw(st.sampled_from(sorted(self.streams)))
+        self.lose(stream)
+        self.feed(RouterGone(stream=stream))
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data(), name=st.sampled_from("abc"), timeout_ms=st.sampled_from([0, 5, 50]), bad=st.booleans())
+    def request(self, data, name, timeout_ms, bad):
+        stream = data.draw(st.sampled_from(sorted(self.streams)))
+        key = (stream, RequestId(name))
+        self.waiting[key] = self.waiting.get(key, 0) + 1
+        tokens = b"" if bad else a_prompt(3)
+        self.feed(asked(a_start(request_id=name, timeout_ms=timeout_ms, tokens=tokens), stream=stream))
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data(), name=st.sampled_from("abc"))
+    def cancel(self, data, name):
+        stream = data.draw(st.sampled_from(sorted(self.streams)))
+        self.feed(CancelRequested(stream=stream, request_id=RequestId(name)))
+
+    @precondition(lambda self: self.engine)
+    @rule(data=st.data(), end=st.booleans())
+    def step(self, data, end):
+        chosen = data.draw(st.sets(st.sampled_from(sorted(self.engine)), min_size=1))
+        outputs = []
+        for request_id in sorted(chosen):
+            stopped = self.engine[request_id]
+            finish = Finish.CANCELLED if stopped else Finish.STOP if end else None
+            outputs.append(Progress(request_id=request_id, token_ids=(1,), finish=finish))
+            if finish is not None:
+                del self.engine[request_id]
+        self.feed(Stepped(outputs=outputs))
+
+    @rule(pause_ms=st.sampled_from([1, 10, 3000]))
+    def tick(self, pause_ms):
+        self.now = Nanos(self.now + pause_ms * MILLISECOND)
+        self.feed(Ticked())
+
+    @rule(pause_ms=st.sampled_from([10, 3000]))
+    def stall(self, pause_ms):
+        """Time passes and nobody has noticed yet."""
+        self.now = Nanos(self.now + pause_ms * MILLISECOND)
+
+    @rule(timeout_ms=st.sampled_from([0, 20, 5000]))
+    def drain(self, timeout_ms):
+        self.feed(DrainRequested(deadline=Nanos(self.now + timeout_ms * MILLISECOND)))
+
+    @invariant()
+    def the_books_are_in_order(self):
+        self.machine.check()
+        assert self.gone == (self.machine.phase is LifePhase.GONE)
+        if not self.gone:
+            assert self.machine.held == len(self.engine)
+
+    def teardown(self):
+        """Let the engine end everything and the drain pass: nobody waits, nothing is held."""
+        self.drain(0)
+        self.now = Nanos(self.now + 2 * GRACE)
+        self.feed(Ticked())
+        for request_id in list(self.engine):
+            self.feed(Stepped(outputs=[Progress(request_id=request_id, finish=Finish.CANCELLED)]))
+        assert self.machine.held == 0
+        assert not any(self.waiting.values()), self.waiting
+        assert self.gone
+
+
+TestAnyInterleaving = AnyInterleaving.TestCase
+TestAnyInterleaving.settings = hypothesis_settings(deadline=None, stateful_step_count=40)

@@ -1,0 +1,387 @@
+"""A worker and its routers, in memory: a simulated engine, sessions, real time of milliseconds."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+import pytest
+
+from fleet.adapters.clock import SystemClock
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.errors import Reason
+from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
+from fleet.requests import Finish
+from fleet.roles import KvPath, Phase, Role
+from fleet.work import (
+    Cancel,
+    Description,
+    Draining,
+    KvCleared,
+    KvEvents,
+    KvRemoved,
+    KvStored,
+    Load,
+    Rejected,
+    Step,
+)
+from kvstore.block import chain
+from tests.engine_driving import fresh_prompt, greedy, work
+from workers.cache_view import CHUNK, CacheView
+from workers.engines.simulated import open_engine
+from workers.machine import LifePhase
+from workers.ports import EngineDied
+from workers.server import WorkerServer
+from workers.session import Session, StreamCut
+from workers.settings import SimulatedSettings, WorkerSettings
+
+
+def settings(**fields) -> WorkerSettings:
+    simulated = SimulatedSettings(speedup=fields.pop("speedup", 20), kv_blocks=fields.pop("kv_blocks", 64))
+    return WorkerSettings(
+        **{
+            "worker_id": WorkerId("w1"),
+            "role": Role.BOTH,
+            "engine": "simulated",
+            "model": ModelName("tiny"),
+            "kv_paths": (KvPath.DIRECT,),
+            "load_interval_ms": 10,
+            "heartbeat_ms": 50,
+            "simulated": simulated,
+            **fields,
+        }
+    )
+
+
+class Router:
+    """Someone who reads a session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.heard: list = []
+        self.cached: dict[bytes, None] = {}
+        self.sequence = 0
+        self.error: StreamCut | None = None
+        self.ended = asyncio.Event()
+        self._news = asyncio.Condition()
+
+    async def read(self) -> None:
+        try:
+            async for message in self.session.messages():
+                await self._hear(message)
+        except StreamCut as error:
+            self.error = error
+        self.ended.set()
+
+    async def _hear(self, message) -> None:
+        self.heard.append(message)
+        if isinstance(message, KvEvents):
+            assert message.sequence == self.sequence, "a gap"
+            self.sequence += 1
+            for event in message.events:
+                match event:
+                    case KvStored(hashes=hashes):
+                        self.cached.update(dict.fromkeys(hashes))
+                    case KvRemoved(hashes=hashes):
+                        for name in hashes:
+                            del self.cached[name]
+                    case KvCleared():
+                        self.cached.clear()
+        async with self._news:
+            self._news.notify_all()
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(10), self._news:
+            await self._news.wait_for(condition)
+
+    def all(self, kind) -> list:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def progress(self, request_id: RequestId) -> list:
+        return [one for step in self.all(Step) for one in step.progress if one.request_id == request_id]
+
+    async def end_of(self, request_id: RequestId):
+        """The last progress, or the rejection."""
+
+        def ends() -> list:
+            finished = [one for one in self.progress(request_id) if one.finish is not None]
+            return finished + [one for one in self.all(Rejected) if one.request_id == request_id]
+
+        await self.until(ends)
+        (end,) = ends()
+        return end
+
+
+class Running:
+    """A worker whose `run` is a task."""
+
+    def __init__(self, server: WorkerServer, task: asyncio.Task, tasks: asyncio.TaskGroup) -> None:
+        self.server = server
+        self.task = task
+        self._tasks = tasks
+
+    @asynccontextmanager
+    async def router(self, name: str = "router"):
+        with self.server.session(name) as session:
+            router = Router(session)
+            reading = self._tasks.create_task(router.read())
+            yield router
+            reading.cancel()
+
+
+@asynccontextmanager
+async def a_worker(told: WorkerSettings | None = None):
+    told = told or settings()
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(open_engine(told))
+        server = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+
+        async def run() -> EngineDied | None:
+            try:
+                await server.run()
+            except EngineDied as died:
+                return died
+            return None
+
+        running = Running(server, tasks.create_task(run()), tasks)
+        await asyncio.sleep(0)
+        yield running
+        running.task.cancel()
+
+
+async def test_a_router_hears_who_the_worker_is_what_it_holds_and_how_busy_it_is():
+    async with a_worker() as worker, worker.router() as router:
+        await router.until(lambda: len(router.heard) >= 3)
+
+        description, cache, load = router.heard[:3]
+
+        assert isinstance(description, Description)
+        assert (description.worker_id, description.incarnation, description.role) == ("w1", "one", Role.BOTH)
+        assert description.engine == "simulated 1"
+        assert cache == KvEvents(sequence=0, events=(KvCleared(),))
+        assert load == Load(running=0, waiting=0, kv_blocks_used=0)
+
+
+async def test_one_decode_step_is_one_message_for_all_requests_of_a_router():
+    async with a_worker() as worker, worker.router() as router:
+        starts = [work(fresh_prompt(40), 20) for _ in range(4)]
+        for start in starts:
+            router.session.receive(start)
+        for start in starts:
+            end = await router.end_of(start.request_id)
+            assert end.finish is Finish.LENGTH
+            assert sum(len(one.token_ids) for one in router.progress(start.request_id)) == 20
+
+        assert len(router.all(Step)) <= 20 + 4
+        assert max(len(step.progress) for step in router.all(Step)) == 4
+
+
+async def test_steps_of_different_routers_do_not_mix():
+    async with a_worker() as worker, worker.router("a") as a, worker.router("b") as b:
+        same = work(fresh_prompt(20), 6)
+        a.session.receive(same)
+        b.session.receive(same)
+
+        ours, theirs = await a.end_of(same.request_id), await b.end_of(same.request_id)
+
+        assert ours.request_id == theirs.request_id == same.request_id
+        tokens = [[token for one in router.progress(same.request_id) for token in one.token_ids] for router in (a, b)]
+        assert tokens[0] == tokens[1]
+        assert len(tokens[0]) == 6
+
+
+async def test_a_router_that_connects_later_hears_the_whole_cache_and_then_every_change():
+    async with a_worker() as worker, worker.router("early") as early:
+        for _ in range(4):
+            start = work(fresh_prompt(500), 2)  # 15 full blocks of 64: some are evicted again
+            early.session.receive(start)
+            await early.end_of(start.request_id)
+
+        async with worker.router("late") as late:
+            await late.until(lambda: late.cached == early.cached)
+            assert len(late.cached) > 45
+            last = work(fresh_prompt(500), 2)
+            early.session.receive(last)
+            names = set(chain(last.tokens, 32))
+            await late.until(lambda: names <= late.cached.keys())
+            await early.until(lambda: early.cached == late.cached)
+            assert len(late.cached) <= 64
+
+
+async def test_hand_offs_name_the_worker_that_holds_the_blocks():
+    async with a_worker() as worker, worker.router() as router:
+        start = work(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
+        router.session.receive(start)
+
+        end = await router.end_of(start.request_id)
+
+        assert end.handoff.prefill_worker == "w1"
+        assert end.handoff.num_tokens == 96
+
+
+async def test_cancelling_ends_the_work():
+    async with a_worker() as worker, worker.router() as router:
+        start = work(fresh_prompt(10), 2000)
+        router.session.receive(start)
+        await router.until(lambda: router.progress(start.request_id))
+
+        router.session.receive(Cancel(request_id=start.request_id))
+
+        assert (await router.end_of(start.request_id)).finish is Finish.CANCELLED
+        assert worker.server.held == 0
+
+
+async def freed(worker: Running) -> None:
+    """Long before the work could have ended by itself."""
+    async with asyncio.timeout(2):
+        while worker.server.held or worker.server._engine.load().kv_blocks_used:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_router_that_leaves_takes_its_work_with_it():
+    async with a_worker(settings(speedup=1)) as worker:
+        async with worker.router() as router:
+            for _ in range(20):
+                router.session.receive(work(fresh_prompt(10), 2000))
+            await router.until(lambda: router.all(Step))
+            assert worker.server.held == 20
+
+        await freed(worker)
+
+
+async def test_a_router_that_does_not_read_is_cut_and_others_are_not():
+    told = settings(stream_buffer=16, speedup=1, kv_blocks=256)
+    async with a_worker(told) as worker, worker.router("reads") as reads:
+        with worker.server.session("sleeps") as sleeps:
+            sleeps.receive(work(fresh_prompt(10), 4000))
+            ours = work(fresh_prompt(10), 50)
+            reads.session.receive(ours)
+            async with asyncio.timeout(10):
+                with pytest.raises(StreamCut):
+                    await sleeps.cut_off()
+            assert not sleeps._waiting, "what waited is dropped"
+            with pytest.raises(StreamCut):
+                await anext(sleeps.messages())
+
+            assert (await reads.end_of(ours.request_id)).finish is Finish.LENGTH
+            await freed(worker)
+
+
+async def test_a_router_that_only_listens_and_does_not_is_cut_too():
+    told = settings(stream_buffer=16, load_interval_ms=60_000, heartbeat_ms=60_000)
+    async with a_worker(told) as worker, worker.router("works") as works:
+        with worker.server.session("sleeps") as sleeps:
+            for _ in range(20):
+                start = work(fresh_prompt(40), 1)
+                works.session.receive(start)
+                await works.end_of(start.request_id)  # each changes the cache
+            async with asyncio.timeout(5):
+                with pytest.raises(StreamCut, match="fast enough"):
+                    await sleeps.cut_off()
+
+
+async def test_a_router_that_connects_twice_keeps_the_newer_stream():
+    async with a_worker() as worker, worker.router("same") as older:
+        start = work(fresh_prompt(10), 2000)
+        older.session.receive(start)
+        async with worker.router("same") as newer:
+            await asyncio.wait_for(older.ended.wait(), 5)
+            assert "connected again" in str(older.error)
+            newer.session.receive(start)
+            await newer.until(lambda: newer.progress(start.request_id))
+
+
+async def test_load_is_reported_on_change_and_as_a_heartbeat():
+    async with a_worker() as worker, worker.router() as router:
+        await router.until(lambda: len(router.all(Load)) >= 4)  # nothing happens, and still
+        start = work(fresh_prompt(10), 2000)
+        router.session.receive(start)
+        await router.until(lambda: any(load.running == 1 for load in router.all(Load)))
+        router.session.receive(Cancel(request_id=start.request_id))
+        await router.until(lambda: router.all(Load)[-1] == Load(running=0, waiting=0, kv_blocks_used=0))
+
+
+async def test_a_deadline_that_passes_ends_the_work():
+    async with a_worker(settings(speedup=1)) as worker, worker.router() as router:
+        start = work(fresh_prompt(10), 2000, timeout_ms=50)
+        router.session.receive(start)
+
+        end = await router.end_of(start.request_id)
+
+        assert end.reason is Reason.DEADLINE_PASSED
+        await freed(worker)
+
+
+async def test_draining_finishes_what_runs_refuses_what_comes_and_ends_the_worker():
+    async with a_worker() as worker, worker.router() as router:
+        running = work(fresh_prompt(10), 100)
+        router.session.receive(running)
+        await router.until(lambda: router.progress(running.request_id))
+        async with asyncio.TaskGroup() as tasks:
+            drained = tasks.create_task(worker.server.drain(Nanos(10 * SECOND)))
+            await router.until(lambda: router.all(Draining))
+            late = work(fresh_prompt(10))
+            router.session.receive(late)
+            assert (await router.end_of(late.request_id)).reason is Reason.DRAINING
+
+        assert drained.result() == 0
+        assert (await router.end_of(running.request_id)).finish is Finish.LENGTH
+        assert await worker.task is None
+        assert worker.server.phase is LifePhase.GONE
+        await asyncio.wait_for(router.ended.wait(), 5)
+        assert router.error is None, "a stream ends properly after all was said"
+
+
+async def test_a_drain_gives_up_at_its_deadline():
+    async with a_worker(settings(speedup=1)) as worker, worker.router() as router:
+        start = work(fresh_prompt(10), 2000)
+        router.session.receive(start)
+        await router.until(lambda: router.progress(start.request_id))
+
+        assert await worker.server.drain(Nanos(50 * MILLISECOND)) == 1
+        assert (await router.end_of(start.request_id)).reason is Reason.DRAINING
+
+
+async def test_a_broken_engine_ends_the_worker_with_an_error(monkeypatch):
+    async with a_worker() as worker, worker.router() as router:
+        monkeypatch.setattr(worker.server._engine._batch, "plan", lambda: 1 / 0)
+        router.session.receive(work(fresh_prompt(10)))
+
+        died = await asyncio.wait_for(worker.task, 5)
+
+        assert isinstance(died, EngineDied)
+        assert "simulated 1" in str(died)
+        await asyncio.wait_for(router.ended.wait(), 5)
+        assert router.error is not None, "the router must not take this for a proper end"
+
+
+async def test_more_requests_than_the_worker_holds_are_refused_and_the_rest_is_served():
+    told = msgspec.structs.replace(settings(), max_running=2, max_waiting=3)
+    async with a_worker(told) as worker, worker.router() as router:
+        starts = [work(fresh_prompt(10), sampling=greedy(20)) for _ in range(9)]
+        for start in starts:
+            router.session.receive(start)
+        ends = [await router.end_of(start.request_id) for start in starts]
+
+        refused = [end for end in ends if isinstance(end, Rejected)]
+        assert [end.reason for end in refused] == [Reason.QUEUE_FULL] * 4
+        assert len(ends) - len(refused) == 5
+
+
+def test_a_cleared_cache_is_empty():
+    view = CacheView()
+    view.apply([KvStored((b"a" * 16, b"b" * 16)), KvCleared(), KvStored((b"c" * 16,))])
+
+    assert view.dump() == [(KvCleared(),), (KvStored((b"c" * 16,)),)]
+
+
+def test_a_dump_has_everything_in_order_in_chunks():
+    view = CacheView()
+    names = [number.to_bytes(16, "big") for number in range(2 * CHUNK + 10)]
+    view.apply([KvStored(tuple(names)), KvRemoved((names[5],))])
+
+    first, *chunks = view.dump()
+
+    assert first == (KvCleared(),)
+    assert [len(event.hashes) for (event,) in chunks] == [CHUNK, CHUNK, 9]
+    assert [name for (event,) in chunks for name in event.hashes] == names[:5] + names[6:]

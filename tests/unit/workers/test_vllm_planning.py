@@ -1,0 +1,304 @@
+"""What the engine's scheduler has fetched from and put into the store."""
+
+import pytest
+from msgspec import Struct
+
+from kvstore.block import HashAlgorithm, chain
+from kvstore.messages import LeaseId, Match, Slot
+from tests.builders import token_bytes
+from workers.engines.vllm_planning import HANDOFF, MATCH_FRESH_SECONDS, Counts, StorePlanner
+
+BLOCK = 4
+
+
+class Request(Struct):
+    """The part of vLLM's request that a planner reads."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    cache_salt: str | None = None
+    kv_transfer_params: dict | None = None
+
+
+def a_request(num_tokens: int, request_id: str = "r", first: int = 1, **fields) -> Request:
+    return Request(request_id, list(range(first, first + num_tokens)), num_tokens, **fields)
+
+
+def names(request: Request, salt: bytes = b"") -> list[bytes]:
+    return chain(token_bytes(request.all_token_ids), BLOCK, salt=salt)
+
+
+class World:
+    """A planner, a store that holds what it is told to, and the blocks of an engine: number 100 + index."""
+
+    def __init__(self, remember: int = 1000, *, with_store: bool = True):
+        self.held: set[bytes] = set()
+        self.asked: list[int] = []
+        self.seconds = 0.0
+        self.planner = StorePlanner(
+            block_tokens=BLOCK,
+            algorithm=HashAlgorithm.SHA256_128,
+            match=self.match if with_store else None,
+            remember=remember,
+            now=lambda: self.seconds,
+        )
+
+    def match(self, hashes) -> Match:
+        self.asked.append(len(hashes))
+        prefix = []
+        for name in hashes:
+            if name not in self.held:
+                break
+            prefix.append(name)
+        lease = LeaseId(len(self.asked)) if prefix else LeaseId(0)
+        slots = tuple(Slot(0, 0, 0) for _ in prefix)
+        return Match(incarnation="1", lease_id=lease, names=tuple(prefix), slots=slots)
+
+    def hold(self, request: Request, blocks: int, salt: bytes = b"") -> None:
+        self.held |= set(names(request, salt)[:blocks])
+
+    def admit(self, request: Request, local_blocks: int = 0) -> int:
+        """Look up and allocate; returns the tokens claimed."""
+        claimed = self.planner.look_up(request, local_blocks * BLOCK)
+        self.planner.allocated(request, blocks_of(request), claimed)
+        return claimed
+
+    def step(self, request: Request, tokens: int):
+        work = self.planner.plan({request.request_id: tokens} if tokens else {}, lambda _: blocks_of(request))
+        request.num_computed_tokens += tokens
+        return work
+
+
+def blocks_of(request: Request) -> list[int]:
+    return [100 + index for index in range(len(request.all_token_ids) // BLOCK + 1)]
+
+
+@pytest.mark.parametrize(("tokens", "claimed"), [(8, 4), (9, 8), (11, 8), (12, 8), (4, 0), (3, 0)])
+def test_whole_blocks_are_claimed_and_never_the_last_token(tokens, claimed):
+    world = World()
+    request = a_request(tokens)
+    world.hold(request, 3)
+
+    assert world.planner.look_up(request, 0) == claimed
+
+
+def test_only_what_the_engine_does_not_have_itself_is_claimed():
+    world = World()
+    request = a_request(20)
+    world.hold(request, 4)
+
+    assert world.admit(request, local_blocks=1) == 3 * BLOCK
+
+    (load,) = world.step(request, 0).loads
+    assert (load.first, load.block_ids) == (1, [101, 102, 103])
+
+
+def test_a_look_up_is_salted():
+    world = World()
+    request = a_request(9, cache_salt="ab" * 32)
+    world.hold(request, 2)
+    assert world.planner.look_up(request, 0) == 0
+
+    salted = a_request(9, "other", cache_salt="ab" * 32)
+    world.hold(salted, 2, salt=b"\xab" * 32)
+    assert world.planner.look_up(salted, 0) == 8
+
+
+def test_a_request_that_waits_for_room_asks_once_in_a_while():
+    world = World()
+    request = a_request(9)
+    world.hold(request, 2)
+    world.planner.look_up(request, 0)
+    world.planner.look_up(request, 0)
+    assert len(world.asked) == 1
+
+    world.seconds += MATCH_FRESH_SECONDS
+    world.planner.look_up(request, 0)
+
+    assert len(world.asked) == 2
+    assert world.step(request, 0).releases == [1], "the older lease is given back"
+
+
+def test_a_claim_that_is_not_used_is_given_back():
+    world = World()
+    refused, cancelled = a_request(9, "refused"), a_request(9, "cancelled")
+    world.hold(refused, 2)
+    world.planner.look_up(refused, 0)
+    world.planner.allocated(refused, blocks_of(refused), 0)
+    world.planner.look_up(cancelled, 0)
+    world.planner.finished(cancelled)
+
+    assert world.step(refused, 0).releases == [1, 2]
+
+
+def test_what_became_full_is_offered_once():
+    world = World()
+    request = a_request(10)
+    world.admit(request)
+
+    (save,) = world.step(request, 10).deferred
+    assert (save.names, save.block_ids) == (names(request)[:2], [100, 101])
+    for _ in range(2):  # the answer grows; its first token fills no block
+        request.all_token_ids.append(7)
+        assert world.step(request, 1).deferred == ([] if request.num_computed_tokens < 12 else [save_of(request, 2)])
+
+
+def save_of(request: Request, index: int):
+    from workers.engines.vllm_planning import Save
+
+    return Save([names(request)[index]], [100 + index])
+
+
+def test_chunks_of_a_prompt_are_offered_as_they_become_full():
+    world = World()
+    request = a_request(14)
+    world.admit(request)
+
+    assert [save.block_ids for save in world.step(request, 7).deferred] == [[100]]
+    assert [save.block_ids for save in world.step(request, 7).deferred] == [[101, 102]]
+
+
+def test_tokens_that_are_not_known_yet_fill_no_block():
+    world = World()
+    request = a_request(7)
+    world.admit(request)
+    world.step(request, 7)
+
+    assert world.step(request, 1).deferred == [], "the eighth token was computed, but is not in the list"
+    request.all_token_ids.append(3)
+    assert [save.block_ids for save in world.step(request, 1).deferred] == [[101]]
+
+
+def test_what_the_store_holds_is_not_offered():
+    world = World()
+    request = a_request(14)
+    world.hold(request, 2)
+    assert world.admit(request) == 8
+    request.num_computed_tokens = 8
+    world.planner.loaded({"r": 2})
+
+    assert [save.block_ids for save in world.step(request, 6).deferred] == [[102]]
+
+
+def test_a_second_request_offers_nothing_that_was_offered_lately():
+    world = World()
+    first, second = a_request(10, "first"), a_request(10, "second")
+    world.admit(first)
+    world.step(first, 10)
+    world.admit(second, local_blocks=2)
+    second.num_computed_tokens = 8
+
+    assert world.step(second, 2).deferred == []
+
+
+def test_what_was_offered_is_remembered_within_bounds():
+    world = World(remember=1)
+    first, second = a_request(10, "first"), a_request(10, "second")
+    world.admit(first)
+    world.step(first, 10)
+    world.admit(second)
+
+    assert [save.block_ids for save in world.step(second, 10).deferred] == [[100, 101]]
+
+
+def test_work_that_hands_off_offers_its_whole_chain_at_once_whatever_was_offered_before():
+    world = World()
+    first = a_request(12, "first")
+    world.admit(first)
+    world.step(first, 12)
+    handing = a_request(12, "handing", kv_transfer_params={HANDOFF: True})
+    world.admit(handing, local_blocks=2)
+    handing.num_computed_tokens = 8
+
+    work = world.step(handing, 4)
+
+    assert [save.block_ids for save in work.urgent] == [[100, 101, 102]]
+    assert work.deferred == []
+
+
+def test_work_that_hands_off_offers_nothing_when_the_store_has_it_all():
+    world = World()
+    handing = a_request(12, kv_transfer_params={HANDOFF: True})
+    world.hold(handing, 3)
+    world.admit(handing, local_blocks=2)
+    handing.num_computed_tokens = 8
+
+    assert world.step(handing, 4).urgent == []
+
+
+def test_a_block_that_could_not_be_loaded_is_computed_and_offered_again_and_not_asked_for_twice():
+    world = World()
+    request = a_request(17)
+    world.hold(request, 4)
+    world.admit(request)
+    world.planner.loaded({"r": 1})
+    assert world.planner.look_up(request, 4) == 0
+    request.num_computed_tokens = 4
+
+    work = world.step(request, 13)
+
+    assert [save.block_ids for save in work.deferred] == [[101, 102, 103]]
+    assert len(world.asked) == 1
+    assert world.planner.finished(request) == Counts(engine=1)
+
+
+def test_counts_say_where_the_blocks_came_from():
+    world = World()
+    request = a_request(21)
+    world.hold(request, 4)
+    world.admit(request, local_blocks=1)
+    world.planner.loaded({"r": 3})
+
+    assert world.planner.finished(request) == Counts(engine=1, store=3)
+    assert world.planner.finished(request) is None
+
+
+def test_a_preempted_request_reports_its_first_admission():
+    world = World()
+    request = a_request(9)
+    world.hold(request, 2)
+    world.admit(request)
+    world.planner.loaded({"r": 2})
+    request.num_preemptions = 1
+    world.admit(request, local_blocks=2)
+
+    assert world.planner.finished(request) == Counts(store=2)
+
+
+def test_blocks_pulled_by_another_connector_are_counted_and_not_asked_for():
+    world = World()
+    params = {"do_remote_prefill": True}
+    request = a_request(10, kv_transfer_params=params)
+    world.hold(request, 2)
+    assert world.planner.look_up(request, 4) == 0
+    params["do_remote_prefill"] = False  # vLLM's connector does this when it takes the request
+    world.planner.allocated(request, blocks_of(request), 0)
+    world.planner.allocated(request, blocks_of(request), 0)  # and calls again when they have arrived
+
+    world.planner.pulled({"r"}, set(), set())
+
+    assert world.asked == []
+    assert world.planner.finished(request) == Counts(engine=1, direct=2)
+
+
+@pytest.mark.parametrize(("invalid", "failed", "direct"), [({101}, set(), 1), (set(), {"r"}, 0)])
+def test_blocks_that_could_not_be_pulled_do_not_count(invalid, failed, direct):
+    world = World()
+    request = a_request(10, kv_transfer_params={"do_remote_prefill": True})
+    world.admit(request)
+
+    world.planner.pulled({"r"}, invalid, failed)
+
+    assert world.planner.finished(request) == Counts(direct=direct)
+
+
+def test_without_a_store_nothing_is_offered_and_the_engines_own_blocks_count():
+    world = World(with_store=False)
+    request = a_request(10)
+
+    assert world.admit(request, local_blocks=1) == 0
+    assert world.step(request, 6).deferred == []
+    assert world.planner.finished(request) == Counts(engine=1)

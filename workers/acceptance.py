@@ -1,0 +1,77 @@
+"""What a worker takes and what it refuses, before anything is started."""
+
+from fleet.errors import Reason
+from fleet.requests import TOKEN_BYTES
+from fleet.roles import Phase, Role
+from fleet.work import Rejected, Start
+from kvstore.block import SALT_BYTES
+from workers.ports import EngineFacts
+
+TAKES: dict[Role, frozenset[Phase]] = {
+    Role.PREFILL: frozenset({Phase.PREFILL}),
+    Role.DECODE: frozenset({Phase.DECODE, Phase.AGGREGATED}),
+    Role.BOTH: frozenset(Phase),
+}
+
+
+def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
+    """Why this worker will not do `start`; None when it will."""
+    return _unfit_phase(start, role) or _unfit_prompt(start, facts) or _unfit_kv(start, facts)
+
+
+def _unfit_phase(start: Start, role: Role) -> Rejected | None:
+    if start.phase in TAKES[role]:
+        return None
+    takes = " and ".join(sorted(TAKES[role]))
+    return _invalid(start, "phase", f"this is a {role} worker, it takes {takes} work and not {start.phase}")
+
+
+def _unfit_prompt(start: Start, facts: EngineFacts) -> Rejected | None:
+    if not start.tokens or len(start.tokens) % TOKEN_BYTES:
+        return _invalid(start, "tokens", f"{len(start.tokens)} bytes; at least one id of {TOKEN_BYTES} bytes is needed")
+    if len(start.salt) not in (0, SALT_BYTES):
+        return _invalid(start, "salt", f"has 0 or {SALT_BYTES} bytes, not {len(start.salt)}")
+    if start.sampling.max_tokens < 1:
+        return _invalid(start, "sampling.max_tokens", f"must be at least 1, not {start.sampling.max_tokens}")
+    prompt = len(start.tokens) // TOKEN_BYTES
+    answer = 1 if start.phase is Phase.PREFILL else start.sampling.max_tokens
+    if prompt + answer > facts.max_model_len:
+        return Rejected(
+            request_id=start.request_id,
+            reason=Reason.TOO_LARGE,
+            message=f"{prompt} prompt tokens and {answer} to generate exceed the {facts.max_model_len} of this model",
+            field="tokens",
+        )
+    return None
+
+
+def _unfit_kv(start: Start, facts: EngineFacts) -> Rejected | None:
+    if start.phase is Phase.PREFILL:
+        if start.kv_path is None:
+            return _invalid(start, "kv_path", "prefill work needs to know how its blocks will be fetched")
+        if start.kv_path not in facts.kv_paths:
+            return _mismatch(start, "kv_path", f"this worker cannot hand blocks over by '{start.kv_path}'")
+    if start.phase is Phase.DECODE:
+        handoff = start.handoff
+        if handoff is None:
+            return _invalid(start, "handoff", "decode work needs the hand-off of a prefill worker")
+        if handoff.fingerprint != facts.fingerprint:
+            return _mismatch(
+                start,
+                "handoff.fingerprint",
+                f"the KV layout {handoff.fingerprint} of {handoff.prefill_worker} is not this worker's"
+                f" {facts.fingerprint}: model, weights, dtype, block size and layout must all be equal",
+            )
+        if handoff.kv_path not in facts.kv_paths:
+            return _mismatch(start, "handoff.kv_path", f"this worker cannot fetch blocks by '{handoff.kv_path}'")
+    return None
+
+
+def _invalid(start: Start, field: str, message: str) -> Rejected:
+    return Rejected(
+        request_id=start.request_id, reason=Reason.INVALID_ARGUMENT, message=f"{field}: {message}", field=field
+    )
+
+
+def _mismatch(start: Start, field: str, message: str) -> Rejected:
+    return Rejected(request_id=start.request_id, reason=Reason.KV_MISMATCH, message=f"{field}: {message}", field=field)

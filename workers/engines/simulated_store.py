@@ -1,0 +1,117 @@
+"""The KV store as the simulated engine uses it: a blocking client, behind threads of its own.
+
+Rules:
+
+1. Threads never touch the engine's memory: loads arrive in buffers of their own, writes are given copies. So a store
+   that hangs costs a buffer, never a block that somebody else needs.
+2. Every wait has a deadline. Whatever goes wrong is a block that was not loaded or not kept, and a count.
+3. Background writes queue up to `MAX_WAITING` blocks; more are dropped and counted: a store is only a cache.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from operator import itemgetter
+from typing import Never, Self, TypeVar
+
+from fleet.clock import SECOND, Nanos
+from fleet.ids import StoreId
+from kvstore.block import ChainHash
+from kvstore.client import StoreClient
+from kvstore.layout import Namespace
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 1024  # blocks
+BATCH = 64  # blocks a background write
+LEASE_SECONDS = 10.0  # longer than any deadline of a load
+CONNECT_SECONDS = 5.0  # a node that is started along with the engine is there by then
+THREADS = 4  # loads and writes at a time; each is mostly a wait for the store
+
+T = TypeVar("T")
+
+
+class SimulatedStore:
+    """Loads and publishes blocks; `run` writes what was offered."""
+
+    def __init__(self, client: StoreClient, threads: ThreadPoolExecutor) -> None:
+        self.store_id = StoreId(client.store_id)
+        self.dropped = 0  # blocks that were offered and not kept
+        self._client = client
+        self._block_bytes = client.namespace.block_bytes
+        self._threads = threads
+        self._waiting: dict[ChainHash, bytes] = {}
+        self._wake = asyncio.Event()
+
+    @classmethod
+    async def connect(cls, address: str, namespace: Namespace) -> Self:
+        """Shake hands with a store node.
+
+        Raises:
+            StoreUnreachable: It does not answer.
+            LayoutMismatch: It holds blocks of this model in another layout.
+        """
+        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="simulated-store")
+        try:
+            client = await asyncio.get_running_loop().run_in_executor(
+                threads, lambda: StoreClient.connect(address, namespace, timeout_seconds=CONNECT_SECONDS)
+            )
+        except BaseException:
+            threads.shutdown(wait=False)
+            raise
+        return cls(client, threads)
+
+    async def load(self, names: Sequence[ChainHash], deadline: Nanos) -> list[bytes]:
+        """The longest prefix of `names` that the store has and that arrives, verified, within `deadline` from now."""
+        if not names:
+            return []
+        return await self._in_thread(lambda: self._load(names), deadline, otherwise=[])
+
+    async def publish(self, blocks: Mapping[ChainHash, bytes], deadline: Nanos) -> int:
+        """Write blocks now; returns how many the store did not have before."""
+        if not blocks:
+            return 0
+        return await self._in_thread(
+            lambda: self._client.write(list(blocks), list(blocks.values())), deadline, otherwise=0
+        )
+
+    def offer(self, name: ChainHash, content: bytes) -> None:
+        """Write a block in the background, some time."""
+        if len(self._waiting) >= MAX_WAITING:
+            self.dropped += 1
+            return
+        self._waiting[name] = content
+        self._wake.set()
+
+    async def run(self, deadline: Nanos) -> Never:
+        """Write what is offered, batch by batch, each within `deadline`; until cancelled."""
+        while True:
+            while not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+            batch = {name: self._waiting.pop(name) for name in list(self._waiting)[:BATCH]}
+            await self.publish(batch, deadline)
+
+    def close(self) -> None:
+        """Do not wait for threads that hang: they hold nothing of ours."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _load(self, names: Sequence[ChainHash]) -> list[bytes]:
+        match = self._client.match(names, lease_seconds=LEASE_SECONDS)
+        if not len(match):
+            return []
+        buffers = [bytearray(self._block_bytes) for _ in range(len(match))]
+        whole = self._client.read(match, range(len(match)), buffers)
+        self._threads.submit(self._client.release, match.lease_id)  # nobody needs to wait for that
+        return [bytes(buffer) for buffer, _ in takewhile(itemgetter(1), zip(buffers, whole, strict=True))]
+
+    async def _in_thread(self, call: Callable[[], T], deadline: Nanos, *, otherwise: T) -> T:
+        try:
+            async with asyncio.timeout(deadline / SECOND):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except TimeoutError:
+            log.warning("KV store too slow", extra={"store": self.store_id})
+            return otherwise

@@ -1,0 +1,296 @@
+"""What a worker does about what it hears: the life of the process, and of each piece of work.
+
+Rules:
+
+1. The process goes STARTING -> SERVING -> DRAINING -> GONE and never back (`NEXT`). Only SERVING takes new work;
+   DRAINING finishes what runs until its deadline, gives up the rest, and is GONE when the engine holds nothing more,
+   or `GRACE` after the deadline, whichever comes first.
+2. A router is told exactly one end of each piece of work that it started: a step with a finish, or a rejection. After
+   that it hears nothing more of it, whatever the engine still says. A router whose stream is gone is told nothing.
+3. Routers choose request ids, and two may choose the same; the engine needs them unique. A piece of work is known as
+   (stream, request id) outside and by an engine id inside: the request id itself where that is free, else with a
+   suffix. A second start of what still runs on the same stream is refused.
+4. Work that nobody waits for is cancelled in the engine: its router asked for it, its stream ended, its deadline
+   passed, or the drain's deadline did. It stays on the books until the engine says that it ended, since until then it
+   holds blocks: capacity counts it.
+5. A router has one stream. When it connects again, the older stream is cut: its work is lost to the router anyhow.
+6. At most `capacity` pieces of work are held, running and waiting together; the next is refused with QUEUE_FULL.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import assert_never
+
+import msgspec
+from msgspec import Struct
+
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.errors import Reason
+from fleet.ids import RequestId
+from fleet.roles import Role
+from fleet.work import Draining, Progress, Rejected, Start, Step
+from workers.acceptance import refusal
+from workers.messages import (
+    CancelRequested,
+    CancelWork,
+    CutStream,
+    DrainRequested,
+    Gone,
+    Ready,
+    Requested,
+    RouterConnected,
+    RouterGone,
+    Stepped,
+    StreamId,
+    Submit,
+    Tell,
+    Ticked,
+    WorkerCommand,
+    WorkerEvent,
+)
+from workers.ports import EngineFacts
+
+GRACE = Nanos(2 * SECOND)  # an engine ends cancelled work within a step; one that does not is stuck
+
+
+class LifePhase(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class LifeEvent(StrEnum):
+    ENGINE_READY = "engine_ready"
+    DRAIN_ASKED = "drain_asked"
+    EMPTIED = "emptied"  # or gave up waiting for that
+
+
+NEXT: dict[tuple[LifePhase, LifeEvent], LifePhase] = {
+    (LifePhase.STARTING, LifeEvent.ENGINE_READY): LifePhase.SERVING,
+    (LifePhase.STARTING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
+    (LifePhase.SERVING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
+    (LifePhase.DRAINING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,  # an earlier deadline may replace a later one
+    (LifePhase.DRAINING, LifeEvent.EMPTIED): LifePhase.GONE,
+}
+
+
+class IllegalTransition(Exception):
+    def __init__(self, phase: LifePhase, event: LifeEvent):
+        super().__init__(f"{event} in phase {phase}")
+
+
+def advance(phase: LifePhase, event: LifeEvent) -> LifePhase:
+    if (following := NEXT.get((phase, event))) is None:
+        raise IllegalTransition(phase, event)
+    return following
+
+
+class Hearing(StrEnum):
+    """What is still to be told of a piece of work."""
+
+    ALL = "all"
+    NOTHING = "nothing"  # its router knows the end, or is gone
+
+
+class Work(Struct, kw_only=True):
+    """One piece of work that the engine holds."""
+
+    engine_id: RequestId
+    request_id: RequestId
+    stream: StreamId
+    deadline: Nanos | None
+    hearing: Hearing = Hearing.ALL
+    cancelled: bool = False
+
+
+class WorkerMachine:
+    """Books of one worker process; `check()` says whether they are in order."""
+
+    def __init__(self, *, role: Role, facts: EngineFacts, capacity: int) -> None:
+        assert capacity >= 1, capacity
+        self.phase = LifePhase.STARTING
+        self._role = role
+        self._facts = facts
+        self._capacity = capacity
+        self._streams: dict[StreamId, str] = {}
+        self._work: dict[RequestId, Work] = {}  # by engine id
+        self._heard: dict[tuple[StreamId, RequestId], Work] = {}  # work whose end is still to be told
+        self._drain_deadline: Nanos | None = None
+        self._given_up = 0
+        self._suffix = 0
+
+    def handle(self, event: WorkerEvent, now: Nanos) -> list[WorkerCommand]:
+        match event:
+            case Stepped():
+                return [*self._step(event.outputs), *self._leave_if_empty(now)]
+            case Requested():
+                return self._request(event.stream, event.start, now)
+            case CancelRequested():
+                work = self._heard.get((event.stream, event.request_id))
+                return list(self._cancel(work)) if work is not None else []
+            case Ticked():
+                return [*self._expire(now), *self._leave_if_empty(now)]
+            case RouterConnected():
+                return self._connect(event.stream, event.router_id)
+            case RouterGone():
+                return [*self._disconnect(event.stream), *self._leave_if_empty(now)]
+            case DrainRequested():
+                return [*self._drain(event.deadline), *self._expire(now), *self._leave_if_empty(now)]
+            case Ready():
+                self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
+                return []
+            case _:
+                assert_never(event)
+
+    @property
+    def held(self) -> int:
+        """Pieces of work that the engine has not ended."""
+        return len(self._work)
+
+    def check(self) -> None:
+        """Assert what must hold between any two events."""
+        assert len(self._work) <= self._capacity, len(self._work)
+        assert all(work.engine_id == engine_id for engine_id, work in self._work.items())
+        audible = {id(work) for work in self._work.values() if work.hearing is Hearing.ALL}
+        assert audible == {id(work) for work in self._heard.values()}
+        for (stream, request_id), work in self._heard.items():
+            assert stream in self._streams, work
+            assert (stream, request_id) == (work.stream, work.request_id), work
+        assert all(work.cancelled for work in self._work.values() if work.hearing is Hearing.NOTHING)
+        assert (self._drain_deadline is None) == (self.phase in (LifePhase.STARTING, LifePhase.SERVING))
+        assert self.phase is not LifePhase.GONE or not self._work
+
+    # Routers.
+
+    def _connect(self, stream: StreamId, router_id: str) -> list[WorkerCommand]:
+        assert stream not in self._streams, stream
+        older = [known for known, name in self._streams.items() if name == router_id]
+        commands: list[WorkerCommand] = []
+        for known in older:
+            commands += self._disconnect(known)
+            commands.append(CutStream(stream=known))
+        self._streams[stream] = router_id
+        if self.phase in (LifePhase.DRAINING, LifePhase.GONE):
+            commands.append(Tell(stream=stream, message=Draining()))
+        return commands
+
+    def _disconnect(self, stream: StreamId) -> Iterator[WorkerCommand]:
+        if self._streams.pop(stream, None) is None:
+            return
+        for work in [work for work in self._heard.values() if work.stream == stream]:
+            self._silence(work)
+            yield from self._cancel(work)
+
+    # Work.
+
+    def _request(self, stream: StreamId, start: Start, now: Nanos) -> list[WorkerCommand]:
+        if stream not in self._streams:
+            return []  # it was cut a moment ago
+        if (rejected := self._refusal(stream, start)) is not None:
+            return [Tell(stream=stream, message=rejected)]
+        engine_id = self._engine_id(start.request_id)
+        work = Work(
+            engine_id=engine_id,
+            request_id=start.request_id,
+            stream=stream,
+            deadline=Nanos(now + start.timeout_ms * MILLISECOND) if start.timeout_ms else None,
+        )
+        self._work[engine_id] = work
+        self._heard[stream, start.request_id] = work
+        if engine_id != start.request_id:
+            start = msgspec.structs.replace(start, request_id=engine_id)
+        return [Submit(start=start)]
+
+    def _refusal(self, stream: StreamId, start: Start) -> Rejected | None:
+        def rejected(reason: Reason, message: str, field: str = "") -> Rejected:
+            return Rejected(request_id=start.request_id, reason=reason, message=message, field=field)
+
+        if self.phase is LifePhase.STARTING:
+            return rejected(Reason.NO_WORKER, "this worker is still starting")
+        if self.phase is not LifePhase.SERVING:
+            return rejected(Reason.DRAINING, "this worker is going away; another will take the work")
+        if (stream, start.request_id) in self._heard:
+            return rejected(
+                Reason.INVALID_ARGUMENT, f"request_id: {start.request_id} already runs on this stream", "request_id"
+            )
+        if (unfit := refusal(start, self._role, self._facts)) is not None:
+            return unfit
+        if len(self._work) >= self._capacity:
+            return rejected(Reason.QUEUE_FULL, f"this worker already holds {self._capacity} requests; try another")
+        return None
+
+    def _engine_id(self, request_id: RequestId) -> RequestId:
+        engine_id = request_id
+        while engine_id in self._work:
+            self._suffix += 1
+            engine_id = RequestId(f"{request_id}~{self._suffix}")
+        return engine_id
+
+    def _step(self, outputs: Sequence[Progress | Rejected]) -> list[WorkerCommand]:
+        """Share one step of the engine out: one message a router."""
+        progress: dict[StreamId, list[Progress]] = {}
+        commands: list[WorkerCommand] = []
+        for output in outputs:
+            work = self._work.get(output.request_id)
+            if work is None:
+                continue  # ended before
+            ended = isinstance(output, Rejected) or output.finish is not None
+            if work.hearing is Hearing.ALL:
+                if work.engine_id != work.request_id:
+                    output = msgspec.structs.replace(output, request_id=work.request_id)  # noqa: PLW2901 - renamed
+                if isinstance(output, Rejected):
+                    commands.append(Tell(stream=work.stream, message=output))
+                else:
+                    progress.setdefault(work.stream, []).append(output)
+            if ended:
+                self._silence(work)
+                del self._work[work.engine_id]
+        commands += [Tell(stream=stream, message=Step(progress=tuple(told))) for stream, told in progress.items()]
+        return commands
+
+    def _cancel(self, work: Work) -> Iterator[CancelWork]:
+        if not work.cancelled:
+            work.cancelled = True
+            yield CancelWork(request_id=work.engine_id)
+
+    def _silence(self, work: Work) -> None:
+        work.hearing = Hearing.NOTHING
+        self._heard.pop((work.stream, work.request_id), None)
+
+    def _give_up(self, work: Work, reason: Reason, message: str) -> Iterator[WorkerCommand]:
+        """Tell the router its end now and let the engine follow."""
+        self._silence(work)
+        yield from self._cancel(work)
+        yield Tell(stream=work.stream, message=Rejected(request_id=work.request_id, reason=reason, message=message))
+
+    # Time and the end.
+
+    def _expire(self, now: Nanos) -> Iterator[WorkerCommand]:
+        if self._drain_deadline is not None and now >= self._drain_deadline:
+            for work in list(self._heard.values()):
+                self._given_up += 1
+                yield from self._give_up(work, Reason.DRAINING, "this worker goes away and could not finish in time")
+        for work in [work for work in self._heard.values() if work.deadline is not None and now >= work.deadline]:
+            yield from self._give_up(work, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete")
+
+    def _drain(self, deadline: Nanos) -> Iterator[WorkerCommand]:
+        if self.phase is LifePhase.GONE:
+            return
+        announced = self.phase is LifePhase.DRAINING
+        self.phase = advance(self.phase, LifeEvent.DRAIN_ASKED)
+        self._drain_deadline = deadline if self._drain_deadline is None else min(deadline, self._drain_deadline)
+        if not announced:
+            for stream in self._streams:
+                yield Tell(stream=stream, message=Draining())
+
+    def _leave_if_empty(self, now: Nanos) -> Iterator[WorkerCommand]:
+        if self.phase is not LifePhase.DRAINING:
+            return
+        assert self._drain_deadline is not None
+        stuck = not self._heard and now >= self._drain_deadline + GRACE
+        if self._work and not stuck:
+            return
+        self._work.clear()
+        self.phase = advance(self.phase, LifeEvent.EMPTIED)
+        yield Gone(cancelled=self._given_up)

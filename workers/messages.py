@@ -1,0 +1,87 @@
+"""Events that a worker's machine hears, and commands that it gives."""
+
+from collections.abc import Sequence
+from typing import NewType
+
+from msgspec import Struct
+
+from fleet.clock import Nanos
+from fleet.ids import RequestId
+from fleet.work import Draining, Progress, Rejected, Start, Step
+
+StreamId = NewType("StreamId", int)
+"""One connection of one router; never used twice."""
+
+
+class Ready(Struct, frozen=True):
+    """The engine runs."""
+
+
+class RouterConnected(Struct, frozen=True, kw_only=True):
+    stream: StreamId
+    router_id: str
+
+
+class RouterGone(Struct, frozen=True, kw_only=True):
+    """The stream ended, for whatever reason."""
+
+    stream: StreamId
+
+
+class Requested(Struct, frozen=True, kw_only=True):
+    stream: StreamId
+    start: Start
+
+
+class CancelRequested(Struct, frozen=True, kw_only=True):
+    stream: StreamId
+    request_id: RequestId
+
+
+class Stepped(Struct, frozen=True, kw_only=True):
+    """What the engine brought."""
+
+    outputs: Sequence[Progress | Rejected]
+
+
+class DrainRequested(Struct, frozen=True, kw_only=True):
+    deadline: Nanos
+
+
+class Ticked(Struct, frozen=True):
+    """Time passed: deadlines may have."""
+
+
+WorkerEvent = Ready | RouterConnected | RouterGone | Requested | CancelRequested | Stepped | DrainRequested | Ticked
+
+
+class Submit(Struct, frozen=True, kw_only=True):
+    """Give work to the engine. Its request id is the engine's, see rule 3 of `workers.machine`."""
+
+    start: Start
+
+
+class CancelWork(Struct, frozen=True, kw_only=True):
+    """Stop work in the engine."""
+
+    request_id: RequestId
+
+
+class Tell(Struct, frozen=True, kw_only=True):
+    stream: StreamId
+    message: Step | Rejected | Draining
+
+
+class CutStream(Struct, frozen=True, kw_only=True):
+    """End a stream from this side."""
+
+    stream: StreamId
+
+
+class Gone(Struct, frozen=True, kw_only=True):
+    """Drained: the process may end. Nothing but refusals follows."""
+
+    cancelled: int  # requests that did not finish in time
+
+
+WorkerCommand = Submit | CancelWork | Tell | CutStream | Gone

@@ -1,0 +1,222 @@
+"""The async shell of a worker: joins an engine, the machine and the streams of any number of routers.
+
+Flow: routers -> `Session.receive` -> machine -> engine -> `outputs()` -> machine -> `Session.offer` -> routers. The
+engine's cache changes go to every router; a router that connects first hears all that the cache holds.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Never, assert_never
+
+import msgspec
+
+from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
+from fleet.ids import Incarnation
+from fleet.work import Description, Load, Progress, Rejected
+from workers.cache_view import CacheView
+from workers.machine import GRACE, LifePhase, WorkerMachine
+from workers.messages import (
+    CancelWork,
+    CutStream,
+    DrainRequested,
+    Gone,
+    Ready,
+    RouterConnected,
+    RouterGone,
+    Stepped,
+    StreamId,
+    Submit,
+    Tell,
+    Ticked,
+    WorkerCommand,
+    WorkerEvent,
+)
+from workers.ports import Engine, EngineDied
+from workers.session import Session
+from workers.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+
+class WorkerServer:
+    """One worker. `run` it, and open a `session` for each router."""
+
+    def __init__(self, settings: WorkerSettings, engine: Engine, clock: Clock, incarnation: Incarnation) -> None:
+        facts = engine.facts
+        self.description = Description(
+            worker_id=settings.worker_id,
+            incarnation=incarnation,
+            model=facts.model,
+            role=settings.role,
+            block_tokens=facts.block_tokens,
+            max_model_len=facts.max_model_len,
+            kv_blocks=facts.kv_blocks,
+            max_running=facts.max_running,
+            fingerprint=facts.fingerprint,
+            kv_paths=facts.kv_paths,
+            store_id=facts.store_id,
+            engine=facts.name,
+        )
+        self._settings = settings
+        self._engine = engine
+        self._clock = clock
+        self._machine = WorkerMachine(
+            role=settings.role, facts=facts, capacity=facts.max_running + settings.max_waiting
+        )
+        self._cache = CacheView()
+        self._sessions: dict[StreamId, Session] = {}
+        self._streams = count()
+        self._cancelled_by_drain: int | None = None
+        self._gone = asyncio.Event()
+
+    @property
+    def phase(self) -> LifePhase:
+        return self._machine.phase
+
+    @property
+    def held(self) -> int:
+        """Requests that the engine has not ended."""
+        return self._machine.held
+
+    async def run(self) -> None:
+        """Serve until drained.
+
+        Raises:
+            EngineDied: The process has to end, so that its supervisor starts another.
+        """
+        self._absorb(Ready())
+        log.info("serving", extra={"worker": self.description.worker_id, "engine": self.description.engine})
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                pumps = [
+                    tasks.create_task(self._pump_outputs(), name="outputs"),
+                    tasks.create_task(self._pump_cache(), name="cache"),
+                    tasks.create_task(self._keep_time(), name="time"),
+                ]
+                await self._gone.wait()
+                for pump in pumps:
+                    pump.cancel()
+        except BaseExceptionGroup as group:
+            if (died := group.subgroup(EngineDied)) is None:
+                raise
+            raise EngineDied(f"{self.description.engine}: {died.exceptions[0]}") from group
+        finally:
+            for session in self._sessions.values():
+                if self.phase is LifePhase.GONE:
+                    session.finish()
+                else:
+                    session.cut("the worker ends")
+
+    @contextmanager
+    def session(self, router_id: str) -> Iterator[Session]:
+        """A router's stream; leaving it cancels what the router had running."""
+        stream = StreamId(next(self._streams))
+        session = Session(
+            stream,
+            description=self.description,
+            cache=self._cache.dump(),
+            limit=self._settings.stream_buffer,
+            absorb=self._absorb,
+        )
+        self._sessions[stream] = session
+        session.offer(self._engine.load())
+        log.info("router connected", extra={"router": router_id, "cached_blocks": len(self._cache)})
+        try:
+            self._absorb(RouterConnected(stream=stream, router_id=router_id))
+            yield session
+        finally:
+            self._sessions.pop(stream, None)
+            self._absorb(RouterGone(stream=stream))
+            log.info("router gone", extra={"router": router_id})
+
+    async def drain(self, timeout: Nanos) -> int:  # noqa: ASYNC109 - told to the machine, which gives up by itself
+        """Take no more work and finish what runs within `timeout`; returns how many requests did not."""
+        self._absorb(DrainRequested(deadline=Nanos(self._clock.now() + timeout)))
+        async with asyncio.timeout((timeout + GRACE) / SECOND + 1):
+            await self._gone.wait()
+        assert self._cancelled_by_drain is not None
+        return self._cancelled_by_drain
+
+    async def _pump_outputs(self) -> Never:
+        async for outputs in self._engine.outputs():
+            self._absorb(Stepped(outputs=self._signed(outputs)))
+        raise EngineDied("its outputs ended")
+
+    async def _pump_cache(self) -> Never:
+        async for events in self._engine.kv_events():
+            self._cache.apply(events)
+            changes = tuple(events)
+            for session in list(self._sessions.values()):
+                if not session.offer_changes(changes):
+                    self._cut(session)
+        raise EngineDied("its cache events ended")
+
+    async def _keep_time(self) -> Never:
+        """Deadlines, and load on change, at most every interval and at least every heartbeat."""
+        interval = self._settings.load_interval_ms
+        heartbeat = self._settings.heartbeat_ms * MILLISECOND
+        reported: Load | None = None
+        reported_at = Nanos(0)
+        while True:
+            self._absorb(Ticked())
+            load, now = self._engine.load(), self._clock.now()
+            if load != reported or now - reported_at >= heartbeat:
+                reported, reported_at = load, now
+                for session in list(self._sessions.values()):
+                    if not session.offer(load):
+                        self._cut(session)
+            await asyncio.sleep(interval / 1000)
+
+    def _signed(self, outputs: Sequence[Progress | Rejected]) -> Sequence[Progress | Rejected]:
+        """Hand-offs name the worker that holds the blocks; engines do not know it."""
+        if not any(isinstance(output, Progress) and output.handoff is not None for output in outputs):
+            return outputs
+        return [
+            msgspec.structs.replace(
+                output,
+                handoff=msgspec.structs.replace(output.handoff, prefill_worker=self.description.worker_id),
+            )
+            if isinstance(output, Progress) and output.handoff is not None
+            else output
+            for output in outputs
+        ]
+
+    def _absorb(self, event: WorkerEvent) -> None:
+        """Let the machine decide, and do what it says."""
+        self._perform(self._machine.handle(event, self._clock.now()))
+
+    def _cut(self, session: Session) -> None:
+        self._perform(self._overflowed(session))
+
+    def _perform(self, decided: Sequence[WorkerCommand]) -> None:
+        commands = deque(decided)
+        while commands:
+            match commands.popleft():
+                case Tell(stream=stream, message=message):
+                    session = self._sessions.get(stream)
+                    if session is not None and not session.offer(message):
+                        commands.extend(self._overflowed(session))
+                case Submit(start=start):
+                    self._engine.submit(start)
+                case CancelWork(request_id=request_id):
+                    self._engine.cancel(request_id)
+                case CutStream(stream=stream):
+                    if (cut := self._sessions.pop(stream, None)) is not None:
+                        cut.cut("the router connected again")
+                case Gone(cancelled=cancelled):
+                    log.info("drained", extra={"cancelled": cancelled})
+                    self._cancelled_by_drain = cancelled
+                    self._gone.set()
+                case unknown:
+                    assert_never(unknown)
+
+    def _overflowed(self, session: Session) -> list[WorkerCommand]:
+        """What follows from cutting the stream of a router that does not keep up."""
+        log.warning("router too slow, stream cut", extra={"stream": session.stream})
+        self._sessions.pop(session.stream, None)
+        session.cut("the router does not read fast enough")
+        return self._machine.handle(RouterGone(stream=session.stream), self._clock.now())

@@ -1,0 +1,154 @@
+"""What a worker process is told, field by field; `fleet.config` loads it and nothing else defines it."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from fleet.hardware.latency import EngineLatency
+from fleet.ids import ModelName, WorkerId
+from fleet.roles import KvPath, Role
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the embedded vLLM engine."""
+
+    kv_cache_gib: Annotated[float, Meta(gt=0)] = 1
+    """Host memory for the KV cache of a CPU engine; accelerators take `extra_args.gpu_memory_utilization`."""
+
+    dtype: str = "auto"
+    """As vLLM names it; float32 gives the same tokens whatever the batch."""
+
+    enforce_eager: bool = True
+    """No graph capture and no compilation: starts faster, runs slower where kernels are short."""
+
+    omp_threads: Annotated[int, Meta(ge=1)] = 1
+    """Threads of one CPU engine; 1, so that a prefill and a decode engine can share two cores."""
+
+    extra_args: dict[str, Any] = {}
+    """Anything else that vLLM's `AsyncEngineArgs` takes; it overrides what the fields above set."""
+
+
+class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the engine that computes nothing but keeps honest books."""
+
+    latency: EngineLatency = EngineLatency()
+    """How long prefills, decode steps and transfers take."""
+
+    speedup: Annotated[float, Meta(gt=0)] = 1.0
+    """Divides every latency; large values make tests fast."""
+
+    kv_blocks: Positive = 4096
+    """Blocks of the engine's own cache."""
+
+    bytes_per_token: Annotated[int, Meta(ge=8)] = 64
+    """KV of one token; light by default (the tiny Llama model has 4096). A multiple of 8."""
+
+    seed: Annotated[int, Meta(ge=0)] = 0
+    """Stands for the weights: engines with different seeds compute different KV and different tokens."""
+
+    vocab_size: Annotated[int, Meta(ge=2)] = 4096
+    """Used when `model_dir` has no config.json."""
+
+    eos_token_ids: tuple[int, ...] = (2,)
+    """Used when `model_dir` has no config.json."""
+
+    eos_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.002
+    """Chance of each token to be an end of sequence; 500 tokens is a common length of answers."""
+
+    max_batched_tokens: Positive = 2048
+    """Prompt tokens that one step computes at most; longer prompts take several (chunked prefill)."""
+
+    load_timeout_ms: Positive = 2000
+    """How long admission waits for blocks from elsewhere before it computes them."""
+
+    publish_timeout_ms: Positive = 2000
+    """How long the finish of a prefill waits for its blocks to be in the store."""
+
+    direct_listen: str = "127.0.0.1:0"
+    """Where decode engines fetch blocks: host:port (0: any) or unix:path."""
+
+    direct_lease_ms: Positive = 30_000
+    """How long handed-off blocks wait to be fetched; vLLM's NIXL connector has the same default."""
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_token % 8:
+            raise ValueError(f"bytes_per_token: {self.bytes_per_token} is not a multiple of 8")
+        if any(not 0 <= eos < self.vocab_size for eos in self.eos_token_ids):
+            raise ValueError(f"eos_token_ids: {self.eos_token_ids} are not all within the vocabulary")
+        if len(set(self.eos_token_ids)) >= self.vocab_size:
+            raise ValueError("eos_token_ids: no other token is left in the vocabulary")
+
+
+class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one worker process."""
+
+    worker_id: Annotated[WorkerId, Meta(min_length=1, max_length=128)]
+    """Unique in the cluster; stays the same when the process restarts."""
+
+    role: Role = Role.BOTH
+
+    engine: str = "vllm"
+    """Name of an entry point in the group `workers.engines`."""
+
+    model_dir: str = ""
+    """Local Hugging Face folder. The simulated engine reads only its config.json, and only where there is one."""
+
+    model: Annotated[ModelName, Meta(min_length=1)]
+    """The name under which clients ask for it."""
+
+    listen: str = "127.0.0.1:0"
+    """Of the Worker service: host:port (0: any) or unix:path."""
+
+    advertise: str = ""
+    """Address that routers dial, where it differs from `listen` (0.0.0.0, address translation)."""
+
+    registry: str = ""
+    """gRPC address of the registry; empty: the worker does not register anywhere."""
+
+    store: str = ""
+    """gRPC address of the KV store node, unix:path or host:port; empty: no store."""
+
+    kv_paths: tuple[KvPath, ...] = ()
+    """Ways in which this worker can hand over or fetch blocks, the preferred one first."""
+
+    block_tokens: Positive = 32
+    """Tokens a block; vLLM on CPUs needs a multiple of 32."""
+
+    max_model_len: Positive = 4096
+    """Prompt plus answer, tokens."""
+
+    max_running: Positive = 16
+    """Requests in one batch."""
+
+    max_waiting: Annotated[int, Meta(ge=0)] = 256
+    """Requests that wait for a place in the batch; more are refused with QUEUE_FULL."""
+
+    stream_buffer: Annotated[int, Meta(ge=16)] = 1024
+    """Messages that wait for a slow router; one more and its stream is cut. At 400 steps a second, 2.5 s of them."""
+
+    load_interval_ms: Annotated[int, Meta(ge=10)] = 100
+    """Load is reported on change, at most this often; deadlines are checked as often."""
+
+    heartbeat_ms: Annotated[int, Meta(ge=10)] = 1000
+    """Load is reported at least this often."""
+
+    drain_timeout_ms: Annotated[int, Meta(ge=0)] = 30_000
+    """How long running requests may go on after SIGTERM; Kubernetes kills after 30 s by default."""
+
+    vllm: VllmSettings = field(default_factory=VllmSettings)
+
+    simulated: SimulatedSettings = field(default_factory=SimulatedSettings)
+
+    def __post_init__(self) -> None:
+        if not self.engine:
+            raise ValueError("engine: is empty; name one of the installed engines")
+        if len(set(self.kv_paths)) != len(self.kv_paths):
+            raise ValueError(f"kv_paths: {', '.join(self.kv_paths)} names a path twice")
+        if KvPath.STORE in self.kv_paths and not self.store:
+            raise ValueError("kv_paths: 'store' needs the address of a KV store node in `store`")
+        if self.role is Role.PREFILL and not self.kv_paths:
+            raise ValueError("kv_paths: a prefill worker without a way to hand its blocks over is of no use")
+        if self.heartbeat_ms < self.load_interval_ms:
+            raise ValueError("heartbeat_ms: must not be below load_interval_ms")

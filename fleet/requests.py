@@ -74,6 +74,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     model: ModelName  # empty: the only one served
     prompt: Prompt
     sampling: Sampling = Sampling()
+    fill_context: bool = False  # the answer may take all that the prompt leaves; `sampling.max_tokens` is not looked at
     stop: tuple[str, ...] = ()
     priority: int = 0
     deadline: Nanos | None = None  # instant of the server's clock

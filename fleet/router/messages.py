@@ -1,4 +1,9 @@
-"""Events that the router's machine hears, and commands that it gives."""
+"""Events that the router's machine hears, and commands that it gives.
+
+A request may take several pieces of work: a prefill and a decode, or another attempt after a failure. Each piece has an
+id of its own, made by the machine and used once. `Start`, `Progress`, `Rejected`, `CancelWork` and `Undelivered` carry
+the id of the work; `Arrived`, `Cancelled`, `Emit`, `Complete` and `Refuse` that of the request.
+"""
 
 from msgspec import Struct
 
@@ -59,7 +64,9 @@ class WorkRejected(Struct, frozen=True, kw_only=True):
     rejected: Rejected
 
 
-WorkerEvent = WorkerJoined | WorkerLeft | WorkerDraining | LoadReported | KvChanged | StoreChanged | Stepped | WorkRejected
+WorkerEvent = (
+    WorkerJoined | WorkerLeft | WorkerDraining | LoadReported | KvChanged | StoreChanged | Stepped | WorkRejected
+)
 
 
 class Arrived(Struct, frozen=True, kw_only=True):

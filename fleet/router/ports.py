@@ -64,10 +64,15 @@ class TextCodec(Protocol):
         """Token ids of a conversation, ready for the assistant's turn.
 
         Raises:
-            Refused: The template does not accept these messages (INVALID_ARGUMENT, field ``messages``), or the model has none.
+            Refused: The template does not accept these messages, or the model has none (INVALID_ARGUMENT, field
+                ``chat.messages``).
         """
         ...
 
-    def decoder(self) -> TextDecoder: ...
+    def decoder(self, prompt: TokenBytes = b"") -> TextDecoder:
+        """Of one answer; `prompt` is what comes before it, which decides for some models whether a space is text."""
+        ...
 
-    def token_text(self, token_id: int) -> str: ...
+    def token_text(self, token_id: int) -> str:
+        """One token alone; a part of a character is U+FFFD."""
+        ...

@@ -113,9 +113,13 @@ class GenerateRequest(_message.Message):
     A gRPC deadline on the call counts as well; the earlier one wins.
     """
     session: _builtins.str
-    """Requests of one session prefer the worker that holds the session's blocks. Empty: no session."""
+    """Requests of one session prefer the worker that holds the session's blocks. Empty: no session.
+    At most 256 characters.
+    """
     tenant: _builtins.str
-    """Tenant whose blocks may be shared with this request; blocks of different tenants never mix."""
+    """Tenant whose blocks may be shared with this request; blocks of different tenants never mix.
+    At most 256 characters.
+    """
     placement: Global___Placement.ValueType
     """Overrides the router's choice between one worker and a prefill/decode pair (for tests and benchmarks)."""
     kv_path: Global___KvPath.ValueType
@@ -565,11 +569,14 @@ class KvPhase(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     PROMPT_BLOCKS_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """"aggregated", "prefill" or "decode"."""
     worker_id: _builtins.str
     prompt_blocks: _builtins.int
     """Blocks of the prompt, the last one possibly partly filled."""
+    cached_tokens: _builtins.int
+    """Prompt tokens that this phase did not compute."""
     @_builtins.property
     def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvOrigin]: ...
     def __init__(
@@ -579,10 +586,11 @@ class KvPhase(_message.Message):
         worker_id: _builtins.str = ...,
         prompt_blocks: _builtins.int = ...,
         origins: _abc.Iterable[Global___KvOrigin] | None = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["origins", b"origins", "phase", b"phase", "prompt_blocks", b"prompt_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "origins", b"origins", "phase", b"phase", "prompt_blocks", b"prompt_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,292 @@
+"""From a client's request to its answer as text: what every front shares.
+
+Flow: resolve the model, validate, render and tokenise, salt, submit to the router's server, turn tokens into text, look
+for stop strings, count. Rules:
+
+1. Nothing is submitted before everything that the client wrote has been checked.
+2. A request ends once: by `Finished`, by a `Refused`, or because its consumer closed the iterator. On every way out the
+   router hears at once that nobody waits any more.
+3. Tokens that end generation are the engine's business (`stop_token_ids`), strings that end it are ours: only here is
+   there text.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
+from typing import Protocol, assert_never
+
+from msgspec import structs
+
+from fleet.clock import SECOND, Clock, Nanos
+from fleet.errors import Reason, Refused, invalid
+from fleet.ids import ModelName, RequestId
+from fleet.requests import (
+    TOKEN_BYTES,
+    Admitted,
+    ChatPrompt,
+    Delta,
+    Finish,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    KvPhase,
+    ModelCard,
+    Prompt,
+    Sampling,
+    TextPrompt,
+    TokenBytes,
+    TokenPrompt,
+    Usage,
+)
+from fleet.router.answer import Answer
+from fleet.router.messages import Arrived, Complete
+from fleet.router.ports import TextCodec
+from fleet.telemetry import Metrics
+from fleet.validation import validate, validate_length
+from fleet.work import Progress
+from kvstore.block import salt_for
+
+INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenising; longer prompts go to a thread
+TOKENISING_THREADS = 2
+MAX_TOKENISING = 64  # long prompts waiting for a thread: half a GiB at the largest size that fronts take
+RETRY_AFTER_MS = 1000
+
+
+class Router(Protocol):
+    """What is needed of `fleet.router.server.RouterServer`."""
+
+    def submit(self, arrived: Arrived) -> AbstractAsyncContextManager[AsyncIterator[Progress | Complete]]:
+        """The request's progress up to `Complete`; leaving the context before that cancels it everywhere.
+
+        Raises:
+            Refused: By `submit`, on entering, or while iterating.
+        """
+        ...
+
+    def models(self) -> tuple[ModelCard, ...]: ...
+
+
+class Generation:
+    """Serves requests of all fronts of one router process."""
+
+    def __init__(
+        self,
+        router: Router,
+        codecs: Mapping[ModelName, TextCodec],
+        *,
+        clock: Clock,
+        tenant_secret: bytes,
+        metrics: Metrics,
+    ) -> None:
+        self._router = router
+        self._codecs = codecs
+        self._clock = clock
+        self._tenant_secret = tenant_secret
+        self._metrics = metrics
+        self._running: set[RequestId] = set()
+        self._executor = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
+        self._tokenising = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
+
+    def close(self) -> None:
+        """Give the threads up; requests must have ended."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """Models that at least one live worker serves."""
+        return self._router.models()
+
+    def token_text(self, model: ModelName, token_id: int) -> str:
+        """One token alone, for log probabilities."""
+        return self._codecs[model].token_text(token_id)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:
+        """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
+
+        Raises:
+            Refused: Before `Admitted` if it was not taken; after it if it could not be completed.
+        """
+        measured = _Measured(self._clock, self._metrics)
+        if request.id in self._running:
+            measured.refused(Reason.INVALID_ARGUMENT)
+            raise invalid("request_id", "a running request has the same")
+        self._running.add(request.id)
+        try:
+            async with aclosing(self._generate(request, measured)) as events:
+                async for event in events:
+                    yield event
+        except Refused as refused:
+            measured.refused(refused.reason)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            measured.refused(Reason.CANCELLED)
+            raise
+        except Exception:
+            measured.refused(Reason.INTERNAL)
+            raise
+        finally:
+            self._running.discard(request.id)
+
+    async def _generate(self, request: GenerateRequest, measured: "_Measured") -> AsyncGenerator[GenerateEvent]:
+        self._check_deadline(request.deadline)
+        card, codec = self._resolve(request.model)
+        validate(request, card, None, vocab_size=codec.vocab_size)
+        tokens = await self._tokenise(request.prompt, codec)
+        prompt_tokens = len(tokens) // TOKEN_BYTES
+        validate_length(request, card, prompt_tokens)
+        sampling = _engine_sampling(request, codec, room=card.max_model_len - prompt_tokens)
+        answer = Answer(
+            codec.decoder(tokens),
+            stop=request.stop,
+            end_token_ids=frozenset(sampling.stop_token_ids),
+            min_tokens=sampling.min_tokens,
+        )
+        complete: Complete | None = None
+        last: Delta | None = None
+        async with self._router.submit(self._arrived(request, card.name, tokens, sampling)) as events:
+            yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens)
+            async for event in events:
+                if isinstance(event, Complete):
+                    complete = event
+                    break
+                if event.token_ids:
+                    measured.tokens()
+                    delta = answer.add(event.token_ids, event.logprobs)
+                    if answer.stopped:  # leave first: the engine stops however slowly the client reads
+                        last = delta
+                        break
+                    yield delta
+        if last is not None:
+            yield last
+        text = answer.finish()
+        finished = Finished(
+            finish=Finish.STOP if answer.stopped or complete is None else complete.finish,
+            usage=Usage(
+                prompt_tokens=prompt_tokens,
+                completion_tokens=answer.num_tokens,
+                cached_tokens=0 if complete is None else complete.cached_tokens,
+            ),
+            kv=() if complete is None else complete.kv,
+            text=text,
+        )
+        measured.finished(finished)
+        yield finished
+
+    def _check_deadline(self, deadline: Nanos | None) -> None:
+        if deadline is not None and deadline <= self._clock.now():
+            raise Refused(Reason.DEADLINE_PASSED, "the deadline had passed on arrival", field="timeout_ms")
+
+    def _resolve(self, model: ModelName) -> tuple[ModelCard, TextCodec]:
+        cards = {card.name: card for card in self._router.models()}
+        if not model:
+            if len(cards) > 1:
+                raise invalid("model", f"must be one of {', '.join(sorted(cards))}")
+            if not cards:
+                raise Refused(Reason.NO_WORKER, "no worker serves any model yet", retry_after_ms=RETRY_AFTER_MS)
+            (model,) = cards
+        if (codec := self._codecs.get(model)) is None:
+            served = ", ".join(sorted(cards.keys() & self._codecs.keys())) or "none"
+            raise Refused(
+                Reason.MODEL_NOT_FOUND, f"model: {_quoted(model)} is not served here; served: {served}", field="model"
+            )
+        if (card := cards.get(model)) is None:
+            raise Refused(
+                Reason.NO_WORKER, f"no worker serves {_quoted(model)} now", field="model", retry_after_ms=RETRY_AFTER_MS
+            )
+        return card, codec
+
+    async def _tokenise(self, prompt: Prompt, codec: TextCodec) -> TokenBytes:
+        work: Callable[[], TokenBytes]
+        match prompt:
+            case TokenPrompt(tokens=tokens):
+                return tokens
+            case TextPrompt(text=text):
+                work, characters = partial(codec.encode, text), len(text)
+            case ChatPrompt(messages=messages):
+                work, characters = partial(codec.render, messages), sum(len(message.content) for message in messages)
+            case _:
+                assert_never(prompt)
+        if characters <= INLINE_CHARACTERS:
+            return work()
+        if self._tokenising >= MAX_TOKENISING:
+            raise Refused(
+                Reason.QUEUE_FULL, "too many long prompts wait to be tokenised", retry_after_ms=RETRY_AFTER_MS
+            )
+        self._tokenising += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        finally:
+            self._tokenising -= 1
+
+    def _arrived(self, request: GenerateRequest, model: ModelName, tokens: TokenBytes, sampling: Sampling) -> Arrived:
+        return Arrived(
+            request_id=request.id,
+            model=model,
+            tokens=tokens,
+            salt=salt_for(self._tenant_secret, request.tenant),
+            sampling=sampling,
+            priority=request.priority,
+            deadline=request.deadline,
+            session=request.session,
+            placement=request.placement,
+            kv_path=request.kv_path,
+        )
+
+
+def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -> Sampling:
+    """What engines are told: how many tokens at most, and which ones end the answer."""
+    sampling = request.sampling
+    ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *codec.eos_token_ids)
+    return structs.replace(
+        sampling,
+        max_tokens=room if request.fill_context else sampling.max_tokens,
+        stop_token_ids=tuple(dict.fromkeys(ends)),
+    )
+
+
+def _quoted(name: str) -> str:
+    return repr(name if len(name) <= 100 else f"{name[:100]}…")
+
+
+class _Measured:
+    """Times of one request, told to the metrics once it is over."""
+
+    def __init__(self, clock: Clock, metrics: Metrics) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self._began = clock.now()
+        self._first: Nanos | None = None
+        self._latest = self._began
+        self._longest = 0
+        self._steps = 0
+        self._over = False
+
+    def tokens(self) -> None:
+        now = self._clock.now()
+        if self._first is None:
+            self._first = now
+            self._metrics.first_token((now - self._began) / SECOND)
+        else:
+            self._longest = max(self._longest, now - self._latest)
+        self._latest = now
+        self._steps += 1
+
+    def finished(self, finished: Finished) -> None:
+        self._end(finished.finish, finished.kv, finished.usage)
+        if self._first is not None and self._steps > 1:
+            gaps = finished.usage.completion_tokens - 1
+            self._metrics.gaps((self._latest - self._first) / SECOND / gaps, self._longest / SECOND)
+
+    def refused(self, reason: Reason) -> None:
+        self._end(reason, (), None)
+
+    def _end(self, outcome: Finish | Reason, kv: tuple[KvPhase, ...], usage: Usage | None) -> None:
+        if not self._over:  # closing the iterator after `Finished` is no cancellation
+            self._over = True
+            self._metrics.ended(outcome, kv, usage, (self._clock.now() - self._began) / SECOND)

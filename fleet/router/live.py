@@ -1,0 +1,158 @@
+"""A request from arrival to end: its stages, and what is known of it in each.
+
+        Dispatched            HandedOver            FirstToken
+QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
+   ^                     | |  FirstToken (one worker does it all)      ^
+   |                     | +-------------------------------------------+
+   +---------- Lost -----+------------------ Lost ---------------------+      any stage: ends
+
+A request is in exactly one stage; the table below is the whole truth about what may follow what.
+"""
+
+from enum import Enum, auto
+
+from msgspec import Struct, structs
+
+from fleet.ids import Incarnation, RequestId, WorkerId
+from fleet.requests import TOKEN_BYTES, KvPhase, Sampling, TokenBytes
+from fleet.roles import KvPath, Phase
+from fleet.router.index import keys_of
+from fleet.router.messages import Arrived
+from fleet.router.placement import Asked, Placed
+from kvstore.block import chain
+
+
+class Stage(Enum):
+    QUEUED = auto()  # on no worker
+    PREFILLING = auto()  # the prompt is computed, by a prefill worker or by the one that does it all
+    HANDED_OVER = auto()  # a decode worker has been told to fetch the blocks
+    DECODING = auto()  # tokens come
+
+
+class Turn(Enum):
+    """What moves a request on."""
+
+    DISPATCHED = auto()
+    HANDED_OVER = auto()
+    FIRST_TOKEN = auto()  # from the worker that answers, not from a prefill worker
+    LOST = auto()  # its worker left, rejected it or could not be reached
+
+
+NEXT: dict[tuple[Stage, Turn], Stage] = {
+    (Stage.QUEUED, Turn.DISPATCHED): Stage.PREFILLING,
+    (Stage.PREFILLING, Turn.FIRST_TOKEN): Stage.DECODING,
+    (Stage.PREFILLING, Turn.HANDED_OVER): Stage.HANDED_OVER,
+    (Stage.HANDED_OVER, Turn.FIRST_TOKEN): Stage.DECODING,
+    (Stage.PREFILLING, Turn.LOST): Stage.QUEUED,
+    (Stage.HANDED_OVER, Turn.LOST): Stage.QUEUED,
+    (Stage.DECODING, Turn.LOST): Stage.QUEUED,
+}
+
+
+class IllegalTurn(Exception):
+    """A turn that the table does not have: a bug of the router."""
+
+    def __init__(self, stage: Stage, turn: Turn):
+        super().__init__(f"{turn.name} in {stage.name}")
+
+
+def advance(stage: Stage, turn: Turn) -> Stage:
+    if (following := NEXT.get((stage, turn))) is None:
+        raise IllegalTurn(stage, turn)
+    return following
+
+
+class Work(Struct, frozen=True, kw_only=True):
+    """One piece of work of a request, on one worker. Its id is used once, so that nothing late can be mistaken."""
+
+    id: RequestId
+    request_id: RequestId
+    worker_id: WorkerId
+    phase: Phase
+
+
+class LiveRequest(Struct, kw_only=True):
+    """What the router remembers of a request until it ends."""
+
+    arrived: Arrived
+    seq: int  # order of arrival
+    stage: Stage = Stage.QUEUED
+    failures: int = 0
+    failed_on: dict[tuple[WorkerId, Incarnation], None] = {}
+    placed: Placed | None = None
+    work: Work | None = None
+    booked_on: list[WorkerId] = []
+    sent: list[int] = []  # tokens that the client has
+    phases: list[KvPhase] = []
+    cached_tokens: int | None = None  # of the prompt; None: no worker has told yet
+    chains: dict[int, tuple[int, ...]] = {}  # keys of the prompt's full blocks, by block size
+
+    @property
+    def id(self) -> RequestId:
+        return self.arrived.request_id
+
+    @property
+    def rank(self) -> int:
+        """In the queue: higher priority first."""
+        return -self.arrived.priority
+
+    @property
+    def prompt(self) -> TokenBytes:
+        """What a worker has to go on from: the prompt, and the tokens that the client already has."""
+        if not self.sent:
+            return self.arrived.tokens
+        return self.arrived.tokens + b"".join([token.to_bytes(TOKEN_BYTES, "little") for token in self.sent])
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.arrived.tokens) // TOKEN_BYTES + len(self.sent)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """That the answer may still have."""
+        return self.arrived.sampling.max_tokens - len(self.sent)
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether another worker would go on exactly as the lost one would have, as far as anybody can tell."""
+        return not self.sent or self.arrived.sampling.stateless
+
+    def sampling(self, *, max_tokens: int) -> Sampling:
+        sampling = self.arrived.sampling
+        if max_tokens == sampling.max_tokens:
+            return sampling
+        min_tokens = max(0, min(max_tokens, sampling.min_tokens - len(self.sent)))
+        return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+
+    def keys(self, block_tokens: int) -> tuple[int, ...]:
+        """Of the full blocks of the prompt as it is now (`forget_chains` when tokens were sent since)."""
+        if (keys := self.chains.get(block_tokens)) is None:
+            keys = keys_of(chain(self.prompt, block_tokens, salt=self.arrived.salt))
+            self.chains[block_tokens] = keys
+        return keys
+
+    def forget_chains(self) -> None:
+        self.chains = {}
+
+    def asked(self) -> Asked:
+        return Asked(
+            prompt_tokens=self.prompt_tokens,
+            answer_tokens=self.remaining_tokens,
+            placement=self.arrived.placement,
+            kv_path=self.arrived.kv_path,
+        )
+
+    def emits_prefill_token(self, kv_path: KvPath) -> bool:
+        """Whether the token that a prefill worker sampled goes to the client.
+
+        Then the decode worker gets it as part of its prompt, which takes sampling that does not depend on who sampled
+        the tokens before. With the direct way the engines agree among themselves that decoding starts from the prompt.
+        """
+        return kv_path is KvPath.STORE and self.arrived.sampling.stateless
+
+    def heard(self, phase: KvPhase) -> None:
+        """Note where a phase's blocks came from. A prompt token is cached when no phase has computed it."""
+        self.phases.append(phase)
+        known = phase.report.cached_tokens if self.cached_tokens is None else self.cached_tokens
+        own_tokens = len(self.arrived.tokens) // TOKEN_BYTES
+        self.cached_tokens = min(known, phase.report.cached_tokens, own_tokens)

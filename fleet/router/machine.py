@@ -1,0 +1,503 @@
+"""What a router does with requests: every decision, and no I/O.
+
+Rules:
+
+1. A request that arrives is placed at once, waits (per model, strictly by priority, then arrival; bounded), or is
+   refused. It ends exactly once: `Complete`, `Refuse`, or silently when its client cancelled.
+2. What a placement takes is booked with the `Dispatch`, on both workers of a pair; a prefill worker's share is given
+   back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
+3. After prefill work the request is over if its one token ended it; else the decode worker gets the hand-off. Whether
+   the client gets the prefill worker's token: `LiveRequest.emits_prefill_token`.
+4. Work that fails (worker left, unreachable, rejected for a reason that is not the request's fault) is placed again
+   elsewhere, at most `max_attempts` placements in all. The client sees latency only: tokens it has become part of the
+   prompt. Where another worker could not go on in the same way, the request is refused with WORKER_LOST.
+5. What arrives from work that was given up is ignored: each piece of work has an id of its own.
+6. A deadline ends a request wherever it is; the server sends `Ticked` when `next_deadline()` has come.
+"""
+
+from typing import assert_never
+
+from msgspec import structs
+
+from fleet.clock import MILLISECOND, Nanos
+from fleet.errors import Reason
+from fleet.ids import ModelName, RequestId, WorkerId
+from fleet.requests import Finish, KvPhase, ModelCard
+from fleet.roles import KvPath, Phase, Placement
+from fleet.router.live import LiveRequest, Stage, Turn, Work, advance
+from fleet.router.messages import (
+    Arrived,
+    Cancelled,
+    CancelWork,
+    Command,
+    Complete,
+    Dispatch,
+    Emit,
+    KvChanged,
+    LoadReported,
+    Refuse,
+    RouterEvent,
+    Stepped,
+    StoreChanged,
+    Ticked,
+    Undelivered,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+    WorkRejected,
+)
+from fleet.router.placement import Chance, Impossible, Placed, Wait, Why, decide, decide_decode
+from fleet.router.ranked import Ranked, WaitingRoom
+from fleet.router.roster import KnownWorker, Roster
+from fleet.router.settings import RouterSettings
+from fleet.router.snapshot import Counters, Explanation, RouterSnapshot
+from fleet.work import Handoff, Progress, Rejected, Start
+
+_NOT_THE_REQUESTS_FAULT = frozenset(
+    {
+        Reason.NO_WORKER,
+        Reason.QUEUE_FULL,
+        Reason.DRAINING,
+        Reason.WORKER_LOST,
+        Reason.KV_MISMATCH,
+        Reason.INTERNAL,  # an engine's failure; whether the request caused it, the next attempt shows
+    }
+)
+_WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
+
+
+class RouterMachine:
+    """All requests of one router."""
+
+    def __init__(self, settings: RouterSettings, chance: Chance):
+        self._settings = settings
+        self._chance = chance
+        self._roster = Roster(settings)
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._works: dict[RequestId, Work] = {}
+        self._waiting = WaitingRoom()
+        self._deadlines = Ranked()
+        self._seq = 0
+        self._works_begun = 0
+        self._freed: dict[ModelName, None] = {}  # models whose queue may move since room was made
+        self._counters = Counters()
+        self._explained: dict[RequestId, list[Placed]] = {}
+
+    def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
+        """Take in what happened; returns what to do about it, in order."""
+        out: list[Command] = []
+        match event:
+            case Stepped():
+                self._stepped(event, now, out)
+            case KvChanged():
+                if self._roster.get(event.worker_id) is not None:
+                    self._roster.cache_changed(event.worker_id, event.events)
+            case StoreChanged():
+                self._roster.store_changed(event)
+            case Arrived():
+                self._arrived(event, now, out)
+            case LoadReported():
+                if (worker := self._roster.get(event.worker_id)) is not None:
+                    worker.load = event.load
+            case Cancelled():
+                self._cancelled(event.request_id, out)
+            case Ticked():
+                self._ticked(now, out)
+            case WorkerJoined():
+                self._joined(event, now, out)
+            case WorkerLeft():
+                self._left(event.worker_id, now, out)
+            case WorkerDraining():
+                if (worker := self._roster.get(event.worker_id)) is not None:
+                    worker.draining = True
+                    self._freed[worker.description.model] = None  # who waited for nobody else is refused now
+            case WorkRejected():
+                self._rejected(event, now, out)
+            case Undelivered():
+                self._undelivered(event, now, out)
+            case _:
+                assert_never(event)
+        self._move_queues(now, out)
+        return out
+
+    def next_deadline(self) -> Nanos | None:
+        """When the next `Ticked` is due."""
+        lowest = self._deadlines.lowest
+        return None if lowest is None else Nanos(lowest)
+
+    # Arrival and the queue.
+
+    def _arrived(self, event: Arrived, now: Nanos, out: list[Command]) -> None:
+        assert event.request_id not in self._live, event.request_id
+        self._explained.pop(event.request_id, None)
+        self._seq += 1
+        live = LiveRequest(arrived=event, seq=self._seq)
+        self._live[live.id] = live
+        if event.deadline is not None:
+            self._deadlines.add(event.deadline, live.seq, live.id)
+            if event.deadline <= now:
+                self._refuse(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
+                return
+        if self._waiting.first(event.model) is not None:
+            self._freed[event.model] = None  # a higher priority may go first
+        elif not isinstance(self._place(live, now, out), Wait):
+            return
+        if len(self._waiting) >= self._settings.max_queued:
+            self._refuse(live, Reason.QUEUE_FULL, "all workers are busy and the queue is full; retry later", out)
+            return
+        self._enqueue(live)
+
+    def _enqueue(self, live: LiveRequest) -> None:
+        self._waiting.add(live.arrived.model, live.rank, live.seq, live.id)
+
+    def _move_queues(self, now: Nanos, out: list[Command]) -> None:
+        """Place what can be placed since room was made."""
+        while self._freed:
+            model = next(iter(self._freed))
+            del self._freed[model]
+            while (first := self._waiting.first(model)) is not None and self._roster.worth_trying(model):
+                if isinstance(self._place(self._live[first], now, out), Wait):
+                    break
+
+    # Placement.
+
+    def _place(self, live: LiveRequest, now: Nanos, out: list[Command]) -> Placed | Wait | Impossible:
+        """Place a queued or new request; after anything but `Wait` it is in no queue."""
+        standings = self._roster.standings(live)
+        asked = live.asked()
+        outcome = decide(asked, standings, self._settings, self._chance)
+        if isinstance(outcome, Impossible) and live.failures:
+            # Overrides bind the first placement; after a failure, an answer by another way is better than none.
+            free = structs.replace(asked, placement=Placement.AUTO, kv_path=None)
+            outcome = decide(free, standings, self._settings, self._chance)
+            if isinstance(outcome, Impossible):
+                outcome = Impossible(reason=Reason.WORKER_LOST, message=f"its worker was lost; {outcome.message}")
+        match outcome:
+            case Placed():
+                self._waiting.discard(live.arrived.model, live.rank, live.seq, live.id)
+                self._dispatch(live, outcome, now, out)
+            case Impossible():
+                self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field)
+            case Wait():
+                pass
+            case _:
+                assert_never(outcome)
+        return outcome
+
+    def _dispatch(self, live: LiveRequest, placed: Placed, now: Nanos, out: list[Command]) -> None:
+        self._record(live, placed)
+        live.placed = placed
+        live.stage = advance(live.stage, Turn.DISPATCHED)
+        if placed.prefill is None:
+            self._book(live, placed.decode, placed.prefill_tokens)
+            self._start(live, placed.decode, Phase.AGGREGATED, now, out)
+        else:
+            self._book(live, placed.decode, 0)
+            self._book(live, placed.prefill, placed.prefill_tokens)
+            self._start(live, placed.prefill, Phase.PREFILL, now, out, kv_path=placed.kv_path)
+
+    def _record(self, live: LiveRequest, placed: Placed) -> None:
+        counters = self._counters
+        counters.placements[placed.why] = counters.placements.get(placed.why, 0) + 1
+        if placed.prefill is None:
+            counters.aggregated += 1
+        else:
+            counters.disaggregated += 1
+        if placed.why is Why.PREFILL_LOST:
+            counters.fallbacks += 1
+        if live.sent:
+            counters.continued += 1
+        self._explained.setdefault(live.id, []).append(placed)
+        if len(self._explained) > self._settings.explained_requests:
+            del self._explained[next(iter(self._explained))]
+
+    def _book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int) -> None:
+        worker = self._roster[worker_id]
+        keys = live.keys(worker.description.block_tokens)
+        worker.bookings.book(live.id, keys, live.prompt_tokens, prefill_tokens)
+        live.booked_on.append(worker_id)
+
+    def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
+        self._roster[worker_id].bookings.release(live.id)
+        live.booked_on.remove(worker_id)
+        self._freed[live.arrived.model] = None
+
+    def _start(
+        self,
+        live: LiveRequest,
+        worker_id: WorkerId,
+        phase: Phase,
+        now: Nanos,
+        out: list[Command],
+        *,
+        kv_path: KvPath | None = None,
+        handoff: Handoff | None = None,
+    ) -> None:
+        self._works_begun += 1  # never starts again: a client may use the id of a request that has ended
+        work = Work(
+            id=RequestId(f"{live.id}#{self._works_begun}"), request_id=live.id, worker_id=worker_id, phase=phase
+        )
+        live.work = work
+        self._works[work.id] = work
+        arrived = live.arrived
+        start = Start(
+            request_id=work.id,
+            phase=phase,
+            tokens=live.prompt,
+            sampling=live.sampling(max_tokens=1 if phase is Phase.PREFILL else live.remaining_tokens),
+            salt=arrived.salt,
+            handoff=handoff,
+            kv_path=kv_path,
+            priority=arrived.priority,
+            timeout_ms=0 if arrived.deadline is None else max(1, (arrived.deadline - now) // MILLISECOND),
+        )
+        out.append(Dispatch(worker_id=worker_id, start=start))
+
+    # Progress.
+
+    def _stepped(self, event: Stepped, now: Nanos, out: list[Command]) -> None:
+        for progress in event.progress:
+            work = self._works.get(progress.request_id)
+            if work is None or work.worker_id != event.worker_id:
+                self._counters.late_messages += 1
+                continue
+            live = self._live[work.request_id]
+            if progress.kv is not None:
+                live.heard(KvPhase(phase=work.phase, worker_id=work.worker_id, report=progress.kv))
+            if progress.finish is Finish.CANCELLED:  # not by us: work that we cancel is forgotten at once
+                self._failed(live, Reason.WORKER_LOST, "the worker gave the request up", now, out)
+            elif work.phase is Phase.PREFILL:
+                self._prefilled(live, work, progress, now, out)
+            else:
+                self._answered(live, work, progress, out)
+
+    def _answered(self, live: LiveRequest, work: Work, progress: Progress, out: list[Command]) -> None:
+        if progress.token_ids:
+            if live.stage is not Stage.DECODING:
+                live.stage = advance(live.stage, Turn.FIRST_TOKEN)
+                self._roster[work.worker_id].bookings.computed(live.id)
+            self._emit(live, work.worker_id, progress, out)
+        if progress.finish is not None:
+            self._complete(live, progress.finish, out)
+
+    def _prefilled(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
+        if progress.finish is None:
+            return  # the token comes again with the finish
+        if progress.finish is Finish.STOP or live.remaining_tokens == 1:
+            self._emit(live, work.worker_id, progress, out)
+            self._complete(live, progress.finish, out)
+            return
+        if progress.handoff is None or not progress.token_ids:
+            self._failed(live, Reason.INTERNAL, "the prefill worker handed nothing over", now, out)
+            return
+        decode_id = self._decode_worker(live, self._roster[work.worker_id], progress.handoff)
+        if decode_id is None:
+            self._failed(live, Reason.KV_MISMATCH, "no decode worker is left that can read the hand-off", now, out)
+            return
+        self._release(live, work.worker_id)
+        del self._works[work.id]
+        if live.emits_prefill_token(progress.handoff.kv_path):
+            self._emit(live, decode_id, progress, out)
+        live.stage = advance(live.stage, Turn.HANDED_OVER)
+        self._start(live, decode_id, Phase.DECODE, now, out, handoff=progress.handoff)
+
+    def _decode_worker(self, live: LiveRequest, prefill: KnownWorker, handoff: Handoff) -> WorkerId | None:
+        """The decode worker chosen with the prefill worker; another one when that is going or gone."""
+        for worker_id in live.booked_on:
+            worker = self._roster[worker_id]
+            if worker is not prefill and not worker.draining:
+                return worker_id
+        standings = [s for s in self._roster.standings(live) if s.worker_id != prefill.description.worker_id]
+        chosen = decide_decode(
+            prefill.description, handoff.kv_path, live.asked(), standings, self._settings, self._chance
+        )
+        if chosen is not None:
+            for worker_id in [other for other in live.booked_on if self._roster[other] is not prefill]:
+                self._release(live, worker_id)
+            self._book(live, chosen, 0)
+        return chosen
+
+    def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, out: list[Command]) -> None:
+        """Pass tokens on to the client, and charge their growth to the worker that holds them."""
+        if not progress.token_ids:
+            return
+        live.sent.extend(progress.token_ids)
+        self._roster[worker_id].bookings.grown(live.id, len(progress.token_ids))
+        told = Progress(request_id=live.id, token_ids=progress.token_ids, logprobs=progress.logprobs)
+        out.append(Emit(request_id=live.id, progress=told))
+
+    # Failures.
+
+    def _joined(self, event: WorkerJoined, now: Nanos, out: list[Command]) -> None:
+        if self._roster.get(event.description.worker_id) is not None:  # a new incarnation voids the old one
+            self._left(event.description.worker_id, now, out)
+        self._roster.join(event.description, event.address)
+        self._freed[event.description.model] = None
+
+    def _left(self, worker_id: WorkerId, now: Nanos, out: list[Command]) -> None:
+        worker = self._roster.get(worker_id)
+        if worker is None:
+            return
+        self._counters.workers_lost += 1
+        booked = [self._live[request_id] for request_id in worker.bookings]
+        self._roster.leave(worker_id)
+        for live in booked:
+            live.booked_on.remove(worker_id)
+        for live in booked:
+            if live.work is not None and live.work.worker_id == worker_id:
+                self._failed(live, Reason.WORKER_LOST, f"worker {worker_id} was lost", now, out)
+        self._freed[worker.description.model] = None  # with nobody left, those who wait are refused
+
+    def _rejected(self, event: WorkRejected, now: Nanos, out: list[Command]) -> None:
+        rejected = event.rejected
+        work = self._works.get(rejected.request_id)
+        if work is None or work.worker_id != event.worker_id:
+            self._counters.late_messages += 1
+            return
+        live = self._live[work.request_id]
+        if rejected.reason in _NOT_THE_REQUESTS_FAULT:
+            self._failed(live, rejected.reason, rejected.message, now, out, blamed=self._to_blame(live, work, rejected))
+        else:
+            self._refuse(live, rejected.reason, rejected.message, out, field=rejected.field)
+
+    def _to_blame(self, live: LiveRequest, work: Work, rejected: Rejected) -> WorkerId:
+        """A decode worker that cannot read a hand-off can still do the whole request by itself."""
+        if rejected.reason is Reason.KV_MISMATCH and work.phase is Phase.DECODE:
+            assert live.placed is not None
+            return live.placed.prefill or work.worker_id
+        return work.worker_id
+
+    def _undelivered(self, event: Undelivered, now: Nanos, out: list[Command]) -> None:
+        work = self._works.get(event.request_id)
+        if work is None or work.worker_id != event.worker_id:
+            return  # the worker left in between
+        self._failed(
+            self._live[work.request_id], Reason.WORKER_LOST, f"worker {work.worker_id} cannot be reached", now, out
+        )
+
+    def _failed(
+        self,
+        live: LiveRequest,
+        reason: Reason,
+        message: str,
+        now: Nanos,
+        out: list[Command],
+        *,
+        blamed: WorkerId | None = None,
+    ) -> None:
+        """The work of a request ended without result: place the request again, or give it up."""
+        assert live.work is not None
+        worker = self._roster.get(blamed or live.work.worker_id)
+        if worker is not None:  # who left needs no mark; a new incarnation may try
+            live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
+        live.failures += 1
+        if not live.may_continue:
+            message = f"{message}; another worker cannot go on with this sampling, send the request again"
+            self._refuse(live, Reason.WORKER_LOST, message, out)
+        elif live.failures >= self._settings.max_attempts:
+            self._refuse(live, reason, message, out)
+        else:
+            self._counters.retried += 1
+            self._withdraw(live)
+            live.stage = advance(live.stage, Turn.LOST)
+            live.placed = None
+            live.forget_chains()
+            if isinstance(self._place(live, now, out), Wait):
+                self._enqueue(live)  # by its arrival, so before all newer ones; it was admitted, so whatever the bound
+
+    # Ends.
+
+    def _cancelled(self, request_id: RequestId, out: list[Command]) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            return  # it ended just before
+        self._stop_work(live, out)
+        self._end(live)
+        self._counters.cancelled += 1
+
+    def _ticked(self, now: Nanos, out: list[Command]) -> None:
+        while (due := self._deadlines.lowest) is not None and due <= now:
+            first = self._deadlines.first
+            assert first is not None
+            live = self._live[first]
+            self._stop_work(live, out)
+            self._refuse(live, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete", out)
+
+    def _complete(self, live: LiveRequest, finish: Finish, out: list[Command]) -> None:
+        self._end(live)
+        self._counters.completed += 1
+        out.append(
+            Complete(request_id=live.id, finish=finish, kv=tuple(live.phases), cached_tokens=live.cached_tokens or 0)
+        )
+
+    def _refuse(self, live: LiveRequest, reason: Reason, message: str, out: list[Command], *, field: str = "") -> None:
+        self._end(live)
+        self._counters.refused[reason] = self._counters.refused.get(reason, 0) + 1
+        retry_after_ms = self._settings.retry_after_ms if reason in _WORTH_A_RETRY else 0
+        out.append(
+            Refuse(request_id=live.id, reason=reason, message=message, field=field, retry_after_ms=retry_after_ms)
+        )
+
+    def _stop_work(self, live: LiveRequest, out: list[Command]) -> None:
+        if live.work is not None:
+            out.append(CancelWork(worker_id=live.work.worker_id, request_id=live.work.id))
+
+    def _end(self, live: LiveRequest) -> None:
+        self._waiting.discard(live.arrived.model, live.rank, live.seq, live.id)
+        self._withdraw(live)
+        if live.arrived.deadline is not None:
+            self._deadlines.discard(live.arrived.deadline, live.seq, live.id)
+        del self._live[live.id]
+
+    def _withdraw(self, live: LiveRequest) -> None:
+        """Take a request off all workers."""
+        for worker_id in list(live.booked_on):
+            self._release(live, worker_id)
+        if live.work is not None:
+            del self._works[live.work.id]
+            live.work = None
+
+    # Views.
+
+    def models(self) -> tuple[ModelCard, ...]:
+        return self._roster.cards()
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        """Why a request went where it went; None for one too long ago, or never placed."""
+        placements = self._explained.get(request_id)
+        return None if placements is None else Explanation(placements=tuple(placements))
+
+    def snapshot(self) -> RouterSnapshot:
+        counters = self._counters
+        return RouterSnapshot(
+            pools=self._roster.pools(),
+            stores=self._roster.stores(),
+            active=len(self._live),
+            queued=len(self._waiting),
+            index_blocks=len(self._roster.index),
+            index_overflowed=self._roster.index.overflowed,
+            counters=structs.replace(counters, refused=dict(counters.refused), placements=dict(counters.placements)),
+        )
+
+    def check(self) -> None:
+        """Assert that requests, work, bookings, queue and deadlines agree. For tests and the simulator."""
+        self._roster.index.check()
+        self._waiting.check()
+        queued = self._waiting.ids()
+        booked: dict[RequestId, list[WorkerId]] = {}
+        for worker in self._roster:
+            worker.bookings.check()
+            for request_id in worker.bookings:
+                booked.setdefault(request_id, []).append(worker.description.worker_id)
+        works = {}
+        for live in self._live.values():
+            assert (live.stage is Stage.QUEUED) == (live.id in queued) == (live.work is None), live
+            assert sorted(live.booked_on) == sorted(booked.pop(live.id, [])), live
+            if live.work is not None:
+                works[live.work.id] = live.work
+                assert live.work.worker_id in live.booked_on, live
+        assert not booked, booked
+        assert works == self._works
+        due = sorted(live.id for live in self._live.values() if live.arrived.deadline is not None)
+        assert due == sorted(self._deadlines.ids())
+        assert not self._freed

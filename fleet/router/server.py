@@ -1,0 +1,227 @@
+"""The async shell of a router: hears workers and clients, lets the machine decide, does what it says.
+
+Flow: front -> `submit` -> machine -> `Workers.start`; `Workers.events()` -> machine -> `RequestStream` -> front. Between
+hearing an event and having performed its commands there is no `await`: nothing can come in between.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from types import TracebackType
+from typing import Never, Self, assert_never
+
+from fleet.clock import SECOND, Clock, Nanos
+from fleet.errors import Reason, Refused
+from fleet.ids import RequestId
+from fleet.requests import ModelCard
+from fleet.router.machine import RouterMachine
+from fleet.router.messages import (
+    Arrived,
+    Cancelled,
+    CancelWork,
+    Command,
+    Complete,
+    Dispatch,
+    Emit,
+    Refuse,
+    RouterEvent,
+    Ticked,
+    Undelivered,
+)
+from fleet.router.ports import Workers, WorkerUnreachable
+from fleet.router.snapshot import Explanation, RouterSnapshot
+from fleet.work import Progress
+
+log = logging.getLogger(__name__)
+
+
+class RequestStream:
+    """One request: entering submits it, iterating yields its tokens and at last `Complete`, leaving early cancels it.
+
+    Nothing is started before the context is entered, and nothing runs on after it is left. What waits here unread is
+    bounded by the request's `max_tokens`.
+    """
+
+    def __init__(self, arrived: Arrived, server: "RouterServer"):
+        self._arrived = arrived
+        self._server = server
+        self._waiting: deque[Progress | Complete | Refused] = deque()
+        self._wake: asyncio.Future[None] | None = None
+        self._over = False
+
+    async def __aenter__(self) -> Self:
+        """Submit the request.
+
+        Raises:
+            Refused: It was not taken; leaving is not needed.
+        """
+        self._server.open(self._arrived, self)
+        if self._waiting and isinstance(refused := self._waiting[0], Refused):
+            raise refused
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close(self._arrived.request_id, self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Progress | Complete:
+        """The next tokens, or `Complete`, after which the iteration ends.
+
+        Raises:
+            Refused: The rest will not come.
+        """
+        while not self._waiting:
+            if self._over:
+                raise StopAsyncIteration
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        item = self._waiting.popleft()
+        if isinstance(item, Refused):
+            raise item
+        return item
+
+    def put(self, item: Progress | Complete | Refused) -> None:
+        """For the server: what the machine has for this client."""
+        self._over = not isinstance(item, Progress)
+        self._waiting.append(item)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class RouterServer:
+    """One router. `run` it; `submit` requests from any number of fronts in the same event loop."""
+
+    def __init__(self, machine: RouterMachine, workers: Workers, clock: Clock):
+        self._machine = machine
+        self._workers = workers
+        self._clock = clock
+        self._streams: dict[RequestId, RequestStream] = {}
+        self._closed: Reason | None = None  # why nothing is taken any more
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._armed: Nanos | None = None  # the instant that `_keep_time` waits for
+        self._sooner = asyncio.Event()
+
+    def submit(self, arrived: Arrived) -> RequestStream:
+        """A request to be entered: ``async with server.submit(arrived) as progress: async for ...``."""
+        return RequestStream(arrived, self)
+
+    def models(self) -> tuple[ModelCard, ...]:
+        return self._machine.models()
+
+    def status(self) -> RouterSnapshot:
+        return self._machine.snapshot()
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        return self._machine.explain(request_id)
+
+    async def run(self) -> Never:
+        """Serve until cancelled; then every open stream is refused."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._hear(), name="worker events")
+                tasks.create_task(self._keep_time(), name="deadlines")
+        finally:
+            self._closed = Reason.DRAINING
+            for request_id, stream in list(self._streams.items()):
+                stream.put(Refused(Reason.DRAINING, "this router is going away; another will serve the request"))
+                self.close(request_id, stream)
+        raise AssertionError("worker events ended")
+
+    async def drain(self, within: Nanos) -> int:
+        """Take no new requests and wait for the running ones; returns how many were not over in time."""
+        self._closed = Reason.DRAINING
+        try:
+            async with asyncio.timeout(within / SECOND):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("requests were not over in time", extra={"requests": len(self._streams)})
+        return len(self._streams)
+
+    def open(self, arrived: Arrived, stream: RequestStream) -> None:
+        """For `RequestStream`: it was entered.
+
+        Raises:
+            Refused: This router takes no requests, or already has one of this name.
+        """
+        if self._closed is not None:
+            raise Refused(self._closed, "this router is going away; another will serve the request", retry_after_ms=1)
+        if arrived.request_id in self._streams:
+            raise Refused(Reason.INVALID_ARGUMENT, "request_id: a running request has the same", field="request_id")
+        self._streams[arrived.request_id] = stream
+        self._idle.clear()
+        self._absorb(arrived)
+
+    def close(self, request_id: RequestId, stream: RequestStream) -> None:
+        """For `RequestStream`: it was left; a request that is not over is cancelled everywhere."""
+        if self._streams.get(request_id) is stream:
+            self._forget(request_id)
+            self._absorb(Cancelled(request_id=request_id))
+
+    async def _hear(self) -> None:
+        async for event in self._workers.events():
+            self._absorb(event)
+
+    async def _keep_time(self) -> Never:
+        """Tell the machine when a deadline has come."""
+        while True:
+            self._sooner.clear()
+            self._armed = due = self._machine.next_deadline()
+            try:
+                async with asyncio.timeout(None if due is None else max(0, due - self._clock.now()) / SECOND):
+                    await self._sooner.wait()
+            except TimeoutError:
+                self._absorb(Ticked())
+
+    def _absorb(self, event: RouterEvent) -> None:
+        """Let the machine decide and do what it says; what cannot be delivered is another event."""
+        events = deque([event])
+        while events:
+            for command in self._machine.handle(events.popleft(), self._clock.now()):
+                if (failure := self._perform(command)) is not None:
+                    events.append(failure)
+        due = self._machine.next_deadline()
+        if due is not None and (self._armed is None or due < self._armed):
+            self._sooner.set()
+
+    def _perform(self, command: Command) -> Undelivered | None:
+        match command:
+            case Emit():
+                if (stream := self._streams.get(command.request_id)) is not None:
+                    stream.put(command.progress)
+            case Dispatch():
+                return self._dispatch(command)
+            case CancelWork():
+                self._workers.cancel(command.worker_id, command.request_id)
+            case Complete():
+                if (stream := self._streams.get(command.request_id)) is not None:
+                    self._forget(command.request_id)
+                    stream.put(command)
+            case Refuse():
+                if (stream := self._streams.get(command.request_id)) is not None:
+                    self._forget(command.request_id)
+                    stream.put(_refused(command))
+            case _:
+                assert_never(command)
+        return None
+
+    def _dispatch(self, command: Dispatch) -> Undelivered | None:
+        try:
+            self._workers.start(command.worker_id, command.start)
+        except WorkerUnreachable as error:
+            log.warning("worker unreachable", extra={"worker": error.worker_id, "request": command.start.request_id})
+            return Undelivered(request_id=command.start.request_id, worker_id=command.worker_id)
+        return None
+
+    def _forget(self, request_id: RequestId) -> None:
+        del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()
+
+
+def _refused(command: Refuse) -> Refused:
+    return Refused(command.reason, command.message, field=command.field, retry_after_ms=command.retry_after_ms)

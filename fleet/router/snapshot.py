@@ -1,0 +1,71 @@
+"""What a router can say of itself at an instant: for `fleet status`, metrics and tests."""
+
+from msgspec import Struct
+
+from fleet.errors import Reason
+from fleet.ids import ModelName, StoreId, WorkerId
+from fleet.roles import Role
+from fleet.router.placement import Placed, Why
+
+
+class Counters(Struct, kw_only=True):
+    """Since start. Every request that ended is in exactly one of completed, cancelled and refused."""
+
+    completed: int = 0
+    cancelled: int = 0
+    refused: dict[Reason, int] = {}
+    aggregated: int = 0  # placements on one worker
+    disaggregated: int = 0  # placements on a pair
+    placements: dict[Why, int] = {}
+    retried: int = 0  # attempts that failed and were followed by another
+    fallbacks: int = 0  # prompts computed by the decode worker because a prefill worker had failed
+    continued: int = 0  # streams that went on, on another worker, after tokens had been sent
+    workers_lost: int = 0
+    late_messages: int = 0  # of work that was given up before
+
+    @property
+    def ended(self) -> int:
+        return self.completed + self.cancelled + sum(self.refused.values())
+
+
+class WorkerSnapshot(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    state: str  # "serving" or "draining"
+    engine: str
+    address: str
+    running: int  # requests, as the worker reports
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks: int
+    cached_blocks: int  # of the engine's prefix cache, that the index knows
+    booked_requests: int
+    booked_blocks: int
+    booked_prefill_tokens: int
+
+
+class PoolSnapshot(Struct, frozen=True, kw_only=True):
+    model: ModelName
+    role: Role
+    workers: tuple[WorkerSnapshot, ...]
+
+
+class StoreSnapshot(Struct, frozen=True, kw_only=True):
+    store_id: StoreId
+    fingerprint: str
+    blocks: int  # that the index knows
+
+
+class RouterSnapshot(Struct, frozen=True, kw_only=True):
+    pools: tuple[PoolSnapshot, ...]
+    stores: tuple[StoreSnapshot, ...]
+    active: int  # requests, waiting ones included
+    queued: int
+    index_blocks: int  # distinct
+    index_overflowed: int  # blocks that were not noted because their holder was full
+    counters: Counters
+
+
+class Explanation(Struct, frozen=True, kw_only=True):
+    """All placements of one request, first to last."""
+
+    placements: tuple[Placed, ...]

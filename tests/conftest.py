@@ -1,0 +1,24 @@
+"""Fixtures of more than one package's tests."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from tests.text_model import write_model
+
+ON_BOTH_LOOPS = {"test_http_connections.py", "test_openai_client.py", "test_grpc_frontend.py"}
+"""Tests of what talks to transports directly: routers run on uvloop, whose transports differ in small things."""
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    plain = {"asyncio": asyncio.new_event_loop}
+    return {**plain, "uvloop": uvloop.new_event_loop} if item.path.name in ON_BOTH_LOOPS else plain
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights: a byte-level tokenizer of a few hundred tokens, and a chat template."""
+    return write_model(tmp_path_factory.mktemp("model"))

@@ -1,0 +1,53 @@
+"""Fronts of a router whose answers the test writes, each on a port of its own."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from msgspec import Struct
+from prometheus_client import CollectorRegistry
+
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.grpc_frontend import GrpcFrontend, open_grpc_frontend
+from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
+from fleet.adapters.http_messages import HttpSettings
+from fleet.adapters.text_codec import load_codec
+from fleet.router.generation import Generation
+from fleet.router.ports import TextCodec
+from fleet.telemetry import Metrics
+from tests.builders import MODEL, token_ids
+from tests.fake_router import FakeRouter
+
+
+class Fronts(Struct):
+    router: FakeRouter
+    codec: TextCodec
+    generation: Generation
+    http: HttpFrontend
+    grpc: GrpcFrontend
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.http.address}"
+
+    def will_answer(self, text: str, *, step: int = 1, then: Sequence[int] = ()) -> list[int]:
+        """Make the router give this text, and then these tokens; returns the ids."""
+        self.router.answer = [*token_ids(self.codec.encode(text))[1:], *then]
+        self.router.step = step
+        return self.router.answer
+
+
+@asynccontextmanager
+async def open_fronts(model_dir: Path, **settings: float) -> AsyncIterator[Fronts]:
+    router = FakeRouter()
+    codec = load_codec(model_dir)
+    registry = CollectorRegistry()
+    clock = SystemClock()
+    generation = Generation(router, {MODEL: codec}, clock=clock, tenant_secret=b"secret", metrics=Metrics(registry))
+    limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
+    async with (
+        open_http_frontend("127.0.0.1:0", limits, generation, registry, clock) as http,
+        open_grpc_frontend("127.0.0.1:0", generation, router, clock) as grpc,
+    ):
+        yield Fronts(router, codec, generation, http, grpc)
+    generation.close()

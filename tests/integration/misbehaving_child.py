@@ -1,0 +1,42 @@
+"""A child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE``."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import shared_memory
+from pathlib import Path
+
+from fleet.adapters.process_group import die_with_parent
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def main() -> None:
+    how, *rest = sys.argv[1:-4]
+    _, ready_fd, _, parent = sys.argv[-4:]
+    die_with_parent(int(parent))
+    os.set_inheritable(int(ready_fd), False)
+    kept = None
+    match how:
+        case "exit":
+            print(rest[1], file=sys.stderr)
+            sys.exit(int(rest[0]))
+        case "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case "family" | "loading":
+            relatives = [subprocess.Popen([sys.executable, "-c", STUBBORN]) for _ in range(2)]
+            Path(rest[0]).write_text("\n".join(str(each.pid) for each in relatives))
+        case "shared":
+            kept = shared_memory.SharedMemory(create=True, size=4096)
+            Path(rest[0]).write_text(kept.name)
+    if how != "loading":
+        os.write(int(ready_fd), json.dumps({"grpc": f"pid-{os.getpid()}"}).encode() + b"\n")
+        os.close(int(ready_fd))
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,464 @@
+"""The HTTP front as clients see it that do not behave: raw sockets."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from fleet.adapters.http_frontend import open_http_frontend
+from fleet.adapters.http_messages import HttpSettings
+from fleet.errors import ConfigurationRefused
+from fleet.requests import Logprobs
+from tests.fronts import Fronts, open_fronts
+from tests.text_model import EOS
+
+pytestmark = pytest.mark.integration
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+async def fronts(model_dir):
+    async with asyncio.timeout(60), open_fronts(model_dir) as fronts:
+        yield fronts
+
+
+class Peer:
+    """One connection, byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+
+    async def send(self, content: bytes) -> None:
+        self.writer.write(content)
+        await self.writer.drain()
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        async with asyncio.timeout(10):
+            lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        status = int(lines[0].split()[1])
+        return status, dict(line.split(": ", 1) for line in lines[1:] if line)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        status, headers = await self.head()
+        async with asyncio.timeout(10):
+            if headers.get("transfer-encoding") == "chunked":
+                body = b"".join([chunk async for chunk in self.chunks()])
+            elif "content-length" in headers:
+                body = await self._reader.readexactly(int(headers["content-length"]))
+            else:
+                body = await self._reader.read()
+        return status, headers, body
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while size := int(await self._reader.readuntil(b"\r\n"), 16):
+            yield await self._reader.readexactly(size)
+            assert await self._reader.readexactly(2) == b"\r\n"
+        assert await self._reader.readexactly(2) == b"\r\n"
+
+    async def rest(self) -> bytes:
+        """All that still comes until the server closes."""
+        async with asyncio.timeout(10):
+            return await self._reader.read()
+
+
+@asynccontextmanager
+async def connected(fronts: Fronts, **options: int) -> AsyncIterator[Peer]:
+    host, _, port = fronts.http.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), **options)
+    try:
+        yield Peer(reader, writer)
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+def post(path: str, body: bytes | dict, *headers: str, version: str = "1.1") -> bytes:
+    body = json.dumps(body).encode() if isinstance(body, dict) else body
+    lines = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *headers]
+    if not any(header.startswith("content-type") for header in headers):
+        lines.append("content-type: application/json")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def get(path: str, method: str = "GET") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+
+
+def error_of(body: bytes) -> dict:
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [
+        (get("/nowhere"), 404, "nothing at /nowhere"),
+        (get("/health", "DELETE"), 405, "takes GET"),
+        (get(CHAT), 405, "takes POST"),
+        (post("/v1/models", b"{}"), 405, "takes GET"),
+        (post(CHAT, b"{}", "content-type: text/plain"), 415, "application/json"),
+        (post(CHAT, b"{}", "content-encoding: gzip"), 415, "compressed"),
+        (post(CHAT, b'{"messages": '), 400, "not valid JSON"),
+        (post(COMPLETIONS, b'{"prompt": "\xff\xfe"}'), 400, "not valid UTF-8"),
+        (post(CHAT, b'{"messages": []}'), 400, "messages: must not be empty"),
+        (post(CHAT, b""), 400, "not valid JSON"),
+        (post(COMPLETIONS, {"prompt": "x", "model": "other"}), 404, "'other' is not served"),
+        (post(COMPLETIONS, {"prompt": "x", "fleet": {"placement": "here"}}), 400, "fleet.placement"),
+    ],
+)
+async def test_what_is_wrong_is_answered_and_the_connection_lives_on(fronts, sent, status, said):
+    async with connected(fronts) as peer:
+        for _ in range(2):
+            await peer.send(sent)
+            answered, headers, body = await peer.answer()
+
+            assert (answered, headers["content-type"]) == (status, "application/json")
+            assert said in error_of(body)["message"]
+            assert (status == 405) == ("allow" in headers)
+    assert fronts.router.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # TLS
+        (b"GET / HTTP/9.9\r\n\r\n", 400),
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nx: " + b"y" * 40_000, 431),
+        (b"GET /" + b"y" * 40_000, 431),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 8388609\r\n\r\n", 413),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    ],
+)
+async def test_what_is_no_http_is_answered_once_and_the_connection_closes(fronts, sent, status):
+    async with connected(fronts) as peer:
+        await peer.send(sent)
+
+        answered, headers, body = await peer.answer()
+
+        assert (answered, headers["connection"]) == (status, "close")
+        assert error_of(body)["type"] == "invalid_request_error"
+        assert await peer.rest() == b""
+
+
+async def test_a_body_that_grows_too_large_in_chunks_is_refused(model_dir):
+    async with open_fronts(model_dir, max_body_bytes=1000) as fronts, connected(fronts) as peer:
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            await peer.send(b"%x\r\n" % 400 + b"x" * 400 + b"\r\n")
+
+        status, _, body = await peer.answer()
+
+        assert status == 413
+        assert "1000 bytes" in error_of(body)["message"]
+
+
+async def test_a_client_that_goes_on_sending_too_much_still_reads_the_answer(fronts):
+    async with connected(fronts) as peer:
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9000000\r\n\r\n")
+        for _ in range(90):
+            await peer.send(b"x" * 100_000)
+
+        assert (await peer.answer())[0] == 413
+
+
+async def test_a_chunked_body_is_put_together(fronts):
+    fronts.will_answer("the fox")
+    body = json.dumps({"prompt": "once"}).encode()
+    async with connected(fronts) as peer:
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        for byte in body:
+            await peer.send(b"1\r\n%c\r\n" % byte)
+        await peer.send(b"0\r\n\r\n")
+
+        status, _, answer = await peer.answer()
+
+    assert (status, json.loads(answer)["choices"][0]["text"]) == (200, "the fox")
+
+
+async def test_a_request_byte_by_byte_is_understood(fronts):
+    fronts.will_answer("the fox")
+    async with connected(fronts) as peer:
+        for byte in post(COMPLETIONS, {"prompt": "once"}):
+            await peer.send(bytes([byte]))
+            await asyncio.sleep(0)
+
+        assert (await peer.answer())[0] == 200
+
+
+async def test_a_client_may_ask_before_it_sends_the_body(fronts):
+    fronts.will_answer("the fox")
+    head, _, body = post(COMPLETIONS, {"prompt": "once"}, "expect: 100-continue").partition(b"\r\n\r\n")
+    async with connected(fronts) as peer:
+        await peer.send(head + b"\r\n\r\n")
+        assert (await peer.head())[0] == 100
+        await peer.send(body)
+
+        assert (await peer.answer())[0] == 200
+
+
+async def test_requests_in_one_packet_are_answered_in_order_one_at_a_time(fronts):
+    fronts.will_answer("the fox")
+    fronts.router.hold_after = 1
+    async with connected(fronts) as peer:
+        await peer.send(
+            post(COMPLETIONS, {"prompt": "once"})
+            + get("/nowhere")
+            + post(COMPLETIONS, {"prompt": "x"})
+            + b"BAD\r\n\r\n"
+        )
+        await fronts.router.until(fronts.router.submitted)
+        await asyncio.sleep(0.05)
+        assert len(fronts.router.submitted) == 1
+        fronts.router.release.set()
+
+        statuses = [(await peer.answer())[0] for _ in range(4)]
+
+        assert statuses == [200, 404, 200, 400]
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_older_clients_and_those_that_say_so_get_their_connection_closed(fronts, version, stream):
+    fronts.will_answer("the fox")
+    async with connected(fronts) as peer:
+        await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": stream}, "connection: close", version=version))
+
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"]) == (200, "close")
+        assert body.endswith(b"data: [DONE]\n\n") == stream
+        assert ("transfer-encoding" in headers) == (stream and version == "1.1")
+        assert await peer.rest() == b""
+
+
+async def test_head_and_first_event_arrive_together(fronts):
+    fronts.will_answer("the fox")
+    fronts.router.hold_after = 2  # tokens are single steps, so that something was sent before
+    async with connected(fronts) as peer:
+        await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": True}))
+        async with asyncio.timeout(10):
+            first = await peer._reader.read(65536)
+
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"data: {" in first
+
+
+async def test_a_client_that_disconnects_cancels_its_request(fronts):
+    fronts.will_answer("the quick brown fox")
+    for stream, tokens_before in ((True, 1), (True, 0), (False, 0)):
+        fronts.router.hold_after = tokens_before
+        count = len(fronts.router.submitted) + 1
+        async with connected(fronts) as peer:
+            await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": stream}))
+            await fronts.router.until(fronts.router.submitted, count)
+            if tokens_before:
+                await peer.head()
+
+        await fronts.router.until(fronts.router.cancelled, count)
+    assert fronts.generation.running == 0
+
+
+async def test_a_client_that_closes_its_side_is_taken_to_be_gone(fronts):
+    fronts.will_answer("the fox")
+    fronts.router.hold_after = 0
+    async with connected(fronts) as peer:
+        await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+        await fronts.router.until(fronts.router.submitted)
+        peer.writer.write_eof()
+
+        await fronts.router.until(fronts.router.cancelled)
+        assert await peer.rest() == b""
+
+
+async def test_a_simple_question_from_a_half_closed_connection_is_answered(fronts):
+    async with connected(fronts) as peer:
+        peer.writer.write(get("/health"))
+        peer.writer.write_eof()
+
+        assert (await peer.answer())[0] == 200
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize("sent", [b"POST /v1/completions HT", post(COMPLETIONS, b"x" * 100)[:-50]])
+async def test_half_a_request_is_told_so(fronts, sent):
+    async with connected(fronts) as peer:
+        await peer.send(sent)
+        peer.writer.write_eof()
+
+        status, _, body = await peer.answer()
+
+        assert (status, error_of(body)["message"]) == (400, "the request is incomplete")
+        assert await peer.rest() == b""
+
+
+async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
+    limits = {"head_timeout_seconds": 0.2, "body_timeout_seconds": 0.2, "idle_timeout_seconds": 0.2}
+    async with open_fronts(model_dir, **limits) as fronts:
+        for sent in (b"POST /v1/completions HTTP/1.1\r\nhost", post(COMPLETIONS, b"x" * 100)[:-50]):
+            async with connected(fronts) as peer:
+                await peer.send(sent)
+                status, _, body = await peer.answer()
+                assert (status, error_of(body)["code"]) == (408, "request_timeout")
+        async with connected(fronts) as peer:
+            assert await peer.rest() == b""  # idle: nothing to tell
+        async with connected(fronts) as peer:
+            await peer.send(get("/health"))
+            await peer.answer()
+            assert await peer.rest() == b""
+
+
+MUCH = {
+    "messages": [{"role": "user", "content": "x"}],
+    "stream": True,
+    "max_tokens": 4000,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+
+
+def will_answer_much(fronts: Fronts) -> int:
+    """More than the sockets' buffers hold: 10 MB; returns its steps."""
+    answer = fronts.will_answer("the quick brown fox " * 990)
+    fronts.router.logprobs = [Logprobs(-1.0, tuple(range(300, 320)), (-1.234567890123456,) * 20) for _ in answer]
+    return len(answer)
+
+
+async def test_a_slow_client_holds_its_own_request_up_and_memory_stays_flat(fronts):
+    steps = will_answer_much(fronts)
+    async with connected(fronts, limit=16 << 10) as peer:
+        await peer.send(post(CHAT, MUCH))
+        await peer.head()
+        taken = -1
+        while taken != fronts.router.steps_taken:  # until nothing moves any more
+            taken = fronts.router.steps_taken
+            await asyncio.sleep(0.2)
+        (connection,) = fronts.http._connections
+
+        assert taken < steps
+        assert connection._transport.get_write_buffer_size() < 256 << 10
+        body = b"".join([chunk async for chunk in peer.chunks()])
+        assert body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_never_reads_is_cut_off(model_dir):
+    async with open_fronts(model_dir, write_timeout_seconds=0.3) as fronts:
+        will_answer_much(fronts)
+        async with connected(fronts, limit=16 << 10) as peer:
+            await peer.send(post(CHAT, MUCH))
+
+            await fronts.router.until(fronts.router.cancelled)
+
+        assert fronts.generation.running == 0
+
+
+async def test_more_connections_than_allowed_are_turned_away(model_dir):
+    async with open_fronts(model_dir, max_connections=2) as fronts:
+        async with connected(fronts) as one, connected(fronts) as two, connected(fronts) as three:
+            for peer in (one, two):
+                await peer.send(get("/health"))
+                assert (await peer.answer())[0] == 200
+            status, headers, body = await three.answer()
+            assert (status, headers["connection"]) == (503, "close")
+            assert error_of(body)["type"] == "server_error"
+        async with asyncio.timeout(10):
+            while fronts.http._connections:
+                await asyncio.sleep(0.01)
+        async with connected(fronts) as peer:
+            await peer.send(get("/health"))
+            assert (await peer.answer())[0] == 200
+
+
+async def test_health_follows_the_workers(fronts):
+    async with connected(fronts) as peer:
+        await peer.send(get("/health"))
+        assert (await peer.answer())[::2] == (200, b'{"status":"ok","models":["tiny"]}')
+        fronts.router.cards = ()
+
+        await peer.send(get("/health", "HEAD") + get("/health"))
+
+        assert (await peer.head())[0] == 503
+        assert (await peer.answer())[0] == 503
+
+
+async def test_metrics_tell_what_was_served(fronts):
+    fronts.will_answer("the fox", then=[EOS])
+    async with connected(fronts) as peer:
+        await peer.send(
+            post(COMPLETIONS, {"prompt": "once", "max_tokens": 100})
+            + post(COMPLETIONS, {"prompt": ""})
+            + get("/metrics")
+        )
+        await peer.answer()
+        await peer.answer()
+        _, headers, body = await peer.answer()
+
+    lines = body.decode().splitlines()
+    assert headers["content-type"].startswith("text/plain")
+    assert 'fleet_requests_total{outcome="stop",placement="aggregated"} 1.0' in lines
+    assert 'fleet_requests_total{outcome="invalid_argument",placement="unknown"} 1.0' in lines
+    assert f"fleet_completion_tokens_total {len(fronts.router.answer):.1f}" in lines
+    assert 'fleet_kv_blocks_total{phase="aggregated",source="computed"} 1.0' in lines
+    assert "fleet_ttft_seconds_count 1.0" in lines
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new(fronts):
+    fronts.will_answer("the fox")
+    fronts.router.hold_after = 1
+    async with connected(fronts) as busy, connected(fronts) as idle, asyncio.TaskGroup() as tasks:
+        await busy.send(post(COMPLETIONS, {"prompt": "once", "stream": True}))
+        await fronts.router.until(fronts.router.submitted)
+
+        draining = tasks.create_task(fronts.http.drain(10))
+
+        assert await idle.rest() == b""
+        with pytest.raises(ConnectionRefusedError):
+            async with connected(fronts):
+                pass
+        assert not draining.done()
+        fronts.router.release.set()
+        _, _, body = await busy.answer()
+        assert body.endswith(b"[DONE]\n\n")
+        await draining
+        assert await busy.rest() == b""
+
+
+async def test_a_bug_is_an_internal_error_and_the_next_request_is_served(fronts, caplog):
+    fronts.will_answer("the fox")
+    fronts.router.bug = ZeroDivisionError("bug")
+    async with connected(fronts) as peer:
+        await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+        status, _, body = await peer.answer()
+        assert (status, error_of(body)["code"]) == (500, "internal")
+        assert "bug" not in error_of(body)["message"]
+        assert "ZeroDivisionError" in caplog.text
+        fronts.router.bug = None
+
+        await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+
+        assert (await peer.answer())[0] == 200
+
+
+async def test_a_port_in_use_is_refused_with_its_address(fronts):
+    with pytest.raises(ConfigurationRefused, match=fronts.http.address):
+        async with open_http_frontend(fronts.http.address, HttpSettings(), None, None, None):
+            pass
+
+
+@pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:http", "127.0.0.1:65536", "host.invalid:0", ":1"])
+async def test_what_is_no_address_is_refused(listen):
+    with pytest.raises(ConfigurationRefused, match=listen):
+        async with open_http_frontend(listen, HttpSettings(), None, None, None):
+            pass

@@ -1,0 +1,246 @@
+"""Promises of the supervisor, with children that misbehave on request."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.local_processes import ClusterFailed, LocalProcess, LocalProcesses, runtime_folder
+from fleet.clock import SECOND, Nanos
+from fleet.config import child_environment
+from fleet.control.supervision import Child
+from fleet.errors import ConfigurationRefused
+from tests.shared_memory import abandoned_segments
+
+pytestmark = pytest.mark.integration
+
+CHILD = Path(__file__).with_name("misbehaving_child.py")
+DEADLINE = 20  # seconds; what is waited for takes less than one
+
+
+def a_process(name: str, *how: str) -> LocalProcess:
+    child = Child(
+        name=name, start_stage=0, stop_stage=0, ready_within=Nanos(10 * SECOND), stop_within=Nanos(5 * SECOND)
+    )
+    return LocalProcess(child=child, command=(sys.executable, str(CHILD), *how))
+
+
+def supervise(folder: Path, said: list[str], *processes: LocalProcess) -> LocalProcesses:
+    return LocalProcesses(
+        processes, folder=folder, logs=folder, environment=child_environment(), clock=SystemClock(), say=said.append
+    )
+
+
+@pytest.fixture
+def folder():
+    with runtime_folder() as folder:
+        yield folder
+    assert not folder.exists()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    before = abandoned_segments()
+    yield
+    wait_until(lambda: abandoned_segments() <= before)
+    assert [process for process in psutil.Process().children() if str(CHILD) in " ".join(process.cmdline())] == []
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+async def until(condition):
+    async with asyncio.timeout(DEADLINE):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def family_of(folder: Path) -> list[int]:
+    return [int(line) for path in folder.glob("*.family") for line in path.read_text().split()]
+
+
+def alive(pids) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_the_body_runs_when_all_are_ready_and_their_endpoints_are_known(folder):
+    processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"))
+    seen = {}
+
+    async def body():
+        seen.update(processes.endpoints)
+        assert alive(processes.pids.values()) == list(processes.pids.values())
+        seen["pids"] = processes.pids
+
+    await processes.hold(body)
+
+    assert seen["a"]["grpc"] == f"pid-{seen['pids']['a']}"
+    assert seen["b"]["grpc"] == f"pid-{seen['pids']['b']}"
+    assert alive(seen["pids"].values()) == []
+
+
+async def test_a_killed_child_comes_back_and_its_whole_family_goes(folder):
+    processes = supervise(folder, [], a_process("a", "family", str(folder / "a.family")))
+
+    async def body():
+        first = processes.pids["a"]
+        family = family_of(folder)
+        assert len(alive(family)) == 2
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: processes.pids.get("a", first) != first)
+        assert alive(family) == []
+        await until(lambda: len(alive(family_of(folder))) == 2)
+
+    await processes.hold(body)
+
+    assert alive(family_of(folder)) == []
+
+
+async def test_a_resource_tracker_may_finish_removing_shared_memory(folder):
+    processes = supervise(folder, [], a_process("a", "shared", str(folder / "segment")))
+    segments = []
+
+    async def body():
+        segment = Path("/dev/shm") / (folder / "segment").read_text()
+        segments.append(segment)
+        assert segment.exists()
+        first = processes.pids["a"]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: processes.pids.get("a", first) != first)
+        assert not segment.exists()
+
+    await processes.hold(body)
+
+    assert not segments[0].exists()
+
+
+async def test_refused_settings_end_the_attempt_with_the_childs_own_words(folder):
+    processes = supervise(folder, [], a_process("good", "serve"), a_process("bad", "exit", "3", "fleet: x: is wrong"))
+
+    with pytest.raises(ConfigurationRefused, match=r"^x: is wrong$"):
+        await processes.hold(never)
+
+
+async def test_a_child_that_fails_at_the_start_shows_the_tail_of_its_log(folder):
+    said = []
+    processes = supervise(folder, said, a_process("good", "serve"), a_process("bad", "exit", "1", "Traceback: boom"))
+
+    with pytest.raises(ClusterFailed, match="bad ended before the cluster was ready: it ended with status 1"):
+        await processes.hold(never)
+
+    assert any("Traceback: boom" in line for line in said)
+
+
+async def test_a_command_that_does_not_exist_ends_the_attempt(folder):
+    missing = LocalProcess(child=a_process("a").child, command=("/nowhere/python",))
+
+    with pytest.raises(ClusterFailed, match="a ended before the cluster was ready: it ended with status 127"):
+        await supervise(folder, [], missing).hold(never)
+
+
+async def test_a_child_that_ignores_being_asked_is_killed_by_a_second_request(folder):
+    processes = supervise(folder, [], a_process("a", "stubborn"))
+
+    async def body():
+        pids.update(processes.pids)
+        asyncio.get_running_loop().call_later(0.2, processes.request_stop)
+        asyncio.get_running_loop().call_later(0.4, processes.request_stop)
+        await asyncio.Event().wait()
+
+    pids = {}
+    started = time.monotonic()
+    await processes.hold(body)
+
+    assert time.monotonic() - started < 4  # and not the five seconds of grace
+    assert alive(pids.values()) == []
+
+
+async def test_stopping_while_children_load_leaves_nothing(folder):
+    processes = supervise(folder, [], a_process("a", "loading", str(folder / "a.family")))
+    asyncio.get_running_loop().call_later(0.5, processes.request_stop)
+
+    await processes.hold(never)
+
+    assert processes.pids == {}
+    assert alive(family_of(folder)) == []
+
+
+async def test_what_the_body_raises_comes_out_after_the_children_have_ended(folder):
+    processes = supervise(folder, [], a_process("a", "serve"))
+    pids = {}
+
+    async def body():
+        pids.update(processes.pids)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await processes.hold(body)
+
+    assert alive(pids.values()) == []
+
+
+async def test_cancelling_kills_everything_at_once(folder):
+    processes = supervise(folder, [], a_process("a", "stubborn"))
+    pids = {}
+
+    async def body():
+        pids.update(processes.pids)
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2):
+            await processes.hold(body)
+
+    assert pids
+    assert alive(pids.values()) == []
+
+
+def test_nothing_survives_the_death_of_the_supervisor(tmp_path):
+    supervisor = tmp_path / "supervisor.py"
+    supervisor.write_text(
+        textwrap.dedent(
+            f"""
+            import asyncio, json, sys
+            sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
+            import test_local_processes as t
+
+            async def main():
+                with t.runtime_folder() as folder:
+                    processes = t.supervise(folder, [], t.a_process("a", "family", str(folder / "a.family")))
+                    async def body():
+                        print(json.dumps([str(folder), processes.pids["a"], *t.family_of(folder)]), flush=True)
+                        await asyncio.Event().wait()
+                    await processes.hold(body)
+
+            asyncio.run(main())
+            """
+        )
+    )
+    process = subprocess.Popen([sys.executable, str(supervisor)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    runtime, *pids = json.loads(process.stdout.readline())
+    assert len(alive(pids)) == 3
+
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+    wait_until(lambda: not alive(pids))
+    wait_until(lambda: not Path(runtime).exists())
+
+
+async def never():
+    raise AssertionError("the cluster was never ready")

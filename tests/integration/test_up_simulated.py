@@ -1,0 +1,329 @@
+"""`fleet up` as its users see it, with the engine that needs nothing installed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+
+from fleet.adapters.tiny_model import CONFIG
+from fleet.client import Client, Placement, Source
+from tests.shared_memory import abandoned_segments
+
+pytestmark = pytest.mark.integration
+
+FLEET = [sys.executable, "-m", "fleet.cli.main"]
+READY_SECONDS = 20  # five on an idle machine, which is asserted nowhere: test machines are busy
+PROMPT = list(range(100, 300))  # six full blocks and a bit
+
+
+class Up:
+    """A running `fleet up`."""
+
+    def __init__(self, process, endpoints):
+        self.process = process
+        self.endpoints = endpoints
+
+    @property
+    def grpc(self):
+        return self.endpoints["grpc"]
+
+    def pids(self):
+        return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)]
+
+    def pid_of(self, name):
+        """Of the child that runs now; 0 while none does."""
+        for process in psutil.Process(self.process.pid).children():
+            if any(part.endswith(f"/{name}.json") for part in cmdline(process)):
+                return process.pid
+        return 0
+
+    def runtime_folder(self):
+        settings = next(
+            part for part in cmdline(psutil.Process(self.endpoints["pids"]["router"])) if "/router.json" in part
+        )
+        return Path(settings).parent
+
+    def end(self, number=signal.SIGINT):
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+def cmdline(process):
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+@contextmanager
+def fleet_up(tmp_path, *options, ports=("--http-port", "0", "--grpc-port", "0")):
+    ready = tmp_path / "ready.json"
+    command = [*FLEET, "up", "--engine", "simulated", *ports, "--ready-file", str(ready), *options]
+    with (tmp_path / "up.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: ready.exists() or process.poll() is not None, READY_SECONDS)
+        assert ready.exists(), (tmp_path / "up.log").read_text()
+        yield Up(process, json.loads(ready.read_text()))
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def alive(pids):
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def listens(port):
+    with closing(socket.socket()) as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def run_fleet(*arguments, timeout=90):
+    return subprocess.run([*FLEET, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with fleet_up(tmp_path_factory.mktemp("up"), "--kv-paths", "store,direct", "--demo", "Hello") as up:
+        yield up
+
+
+def test_the_ready_file_says_how_the_cluster_is_reached_and_who_it_is(cluster):
+    assert cluster.endpoints["model"] == "tiny"
+    assert cluster.endpoints["pids"].keys() == {"supervisor", "kvstore", "router", "prefill-0", "decode-0"}
+    assert cluster.endpoints["pids"]["supervisor"] == cluster.process.pid
+    assert alive(cluster.endpoints["pids"].values()) == list(cluster.endpoints["pids"].values())
+
+
+def test_a_prompt_goes_in_over_grpc_and_its_blocks_go_from_prefill_to_decode(cluster):
+    with Client(cluster.grpc) as client:
+        result = client.complete(PROMPT, max_tokens=8, ignore_eos=True, placement=Placement.DISAGGREGATED)
+
+    assert len(result.token_ids) == 8
+    prefill, decode = result.kv
+    assert (prefill.worker_id, decode.worker_id) == ("prefill-0", "decode-0")
+    moved = sum(origin.blocks for origin in decode.report.origins if origin.source is Source.STORE)
+    assert moved == len(PROMPT) // 32
+
+
+def test_a_prompt_goes_in_over_http(cluster):
+    body = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": 5}).encode()
+    request = Request(f"{cluster.endpoints['http']}/v1/completions", body, {"content-type": "application/json"})
+
+    with urlopen(request, timeout=20) as response:
+        answer = json.load(response)
+
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+def test_generate_streams_text_to_stdout_and_the_rest_to_stderr(cluster):
+    done = run_fleet("generate", "Hello", "--address", cluster.grpc, "--max-tokens", "5")
+
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    assert "5 tokens" in done.stderr
+
+
+def test_generate_as_json_is_one_object(cluster):
+    done = run_fleet("generate", "Hello", "--address", cluster.grpc, "--max-tokens", "5", "--json", "--chat")
+
+    answer = json.loads(done.stdout)
+    assert len(answer["token_ids"]) == 5
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+def test_generate_says_in_one_line_what_was_refused(cluster):
+    done = run_fleet("generate", "Hello", "--address", cluster.grpc, "--temperature", "-1")
+
+    assert done.returncode == 1
+    assert done.stdout.strip() == ""
+    assert done.stderr.startswith("fleet: sampling.temperature: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_status_shows_pools_workers_and_store(cluster):
+    status = json.loads(run_fleet("status", "--address", cluster.grpc, "--json").stdout)
+
+    assert {
+        (pool["role"], worker["worker_id"], worker["state"]) for pool in status["pools"] for worker in pool["workers"]
+    } == {
+        ("prefill", "prefill-0", "serving"),
+        ("decode", "decode-0", "serving"),
+    }
+    assert status["store"]["capacity_bytes"] == 512 << 20
+    table = run_fleet("status", "--address", cluster.grpc).stdout
+    assert "decode-0" in table
+    assert "router" in table
+
+
+def test_status_of_nobody_fails_with_one_line():
+    done = run_fleet("status", "--address", "127.0.0.1:1")
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("fleet: 127.0.0.1:1: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_sockets_lie_in_one_private_folder_with_a_short_path(cluster):
+    folder = cluster.runtime_folder()
+
+    assert folder.stat().st_mode & 0o077 == 0
+    sockets = [path for path in folder.iterdir() if path.is_socket()]
+    assert {path.name for path in sockets} >= {"kvstore.sock", "prefill-0.sock", "decode-0.sock"}
+    assert max(len(str(path)) for path in sockets) < 100
+
+
+def test_the_next_request_works_after_the_decode_worker_was_killed(tmp_path):
+    with fleet_up(tmp_path) as up, Client(up.grpc) as client:
+        before = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
+        killed = up.pid_of("decode-0")
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: up.pid_of("decode-0") not in (0, killed))
+        wait_until(lambda: len(client.status().pools) == 2)
+
+        after = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True, placement=Placement.DISAGGREGATED)
+
+        assert after.token_ids == before.token_ids
+        assert "starting it again" in (tmp_path / "up.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_leaves_no_process_no_port_no_folder_and_no_shared_memory(tmp_path, number):
+    before = abandoned_segments()
+    with fleet_up(tmp_path) as up:
+        pids, folder = up.pids(), up.runtime_folder()
+        ports = [int(up.endpoints[name].rpartition(":")[2]) for name in ("http", "grpc")]
+        assert len(pids) >= 5
+        assert all(listens(port) for port in ports)
+
+        assert up.end(number) == 0
+
+    assert alive(pids) == []
+    assert not any(listens(port) for port in ports)
+    assert not folder.exists()
+    wait_until(lambda: abandoned_segments() <= before)
+
+
+def test_killed_it_leaves_nothing_either(tmp_path):
+    with fleet_up(tmp_path) as up:
+        pids, folder = up.pids(), up.runtime_folder()
+
+        up.end(signal.SIGKILL)
+
+        wait_until(lambda: alive(pids) == [])
+        wait_until(lambda: not folder.exists())
+
+
+def test_a_running_answer_is_finished_before_a_stop(tmp_path):
+    with fleet_up(tmp_path) as up, Client(up.grpc) as client:
+        with client.generate(PROMPT, max_tokens=200, ignore_eos=True) as stream:
+            first = next(stream)
+            up.process.send_signal(signal.SIGINT)
+            rest = [token for delta in stream for token in delta.token_ids]
+        assert len(first.token_ids) + len(rest) == 200
+        assert up.process.wait(30) == 0
+
+
+def test_a_port_in_use_is_refused_with_one_line(tmp_path):
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        done = run_fleet("up", "--engine", "simulated", "--http-port", str(port), "--grpc-port", "0")
+
+    assert done.returncode == 3
+    assert (
+        done.stderr
+        == f"fleet: router.http_listen: 127.0.0.1:{port} is in use; name another port, or 0 for any free one\n"
+    )
+    assert done.stdout == ""
+
+
+def test_a_model_folder_that_is_none_is_refused_with_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    done = run_fleet("up", "--engine", "simulated", "--model", str(tmp_path), "--http-port", "0", "--grpc-port", "0")
+
+    assert done.returncode == 3
+    assert done.stderr.startswith(f"fleet: cluster.model: {tmp_path}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_only_a_child_finds_wrong_is_refused_with_one_line_too(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    done = run_fleet("up", "--engine", "simulated", "--model", str(tmp_path), "--http-port", "0", "--grpc-port", "0")
+
+    assert done.returncode == 3, done.stderr
+    assert str(tmp_path / "tokenizer.json") in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_unknown_key_is_refused_with_its_path(tmp_path):
+    path = tmp_path / "topology.toml"
+    path.write_text("[cluster]\nengine = 'simulated'\n[[pools]]\nrole = 'both'\nreplica = 2\n")
+
+    done = run_fleet("up", "--config", str(path))
+
+    assert done.returncode == 3
+    assert done.stderr == f"fleet: {path}: pools[0].replica: is not a known key\n"
+
+
+def test_the_check_passes_for_both_ways():
+    done = run_fleet("up", "--engine", "simulated", "--check")
+
+    assert done.returncode == 0, done.stderr
+    verdicts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [verdict["path"] for verdict in verdicts] == ["store", "direct"]
+    for verdict in verdicts:
+        assert verdict["ok"] is True
+        assert verdict["prompts"] >= 20
+        assert verdict["identical"] == verdict["prompts"]
+        assert verdict["blocks_moved"] > 0
+        assert verdict["bytes_moved"] > 0
+        assert verdict["ttft_ms"] > 0
+        assert verdict["tpot_ms"] > 0
+
+
+def test_the_check_fails_when_tokens_differ(tmp_path):
+    path = tmp_path / "topology.toml"
+    path.write_text(
+        """
+        [cluster]
+        engine = "simulated"
+        [[pools]]
+        role = "prefill"
+        simulated = {seed = 1}
+        [[pools]]
+        role = "decode"
+        simulated = {seed = 2}
+        """
+    )
+
+    done = run_fleet("up", "--config", str(path), "--check", "--kv-paths", "store")
+
+    assert done.returncode == 1
+    (verdict,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert verdict["ok"] is False

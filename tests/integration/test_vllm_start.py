@@ -1,0 +1,143 @@
+"""How a vLLM engine starts, is refused, and leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from fleet.adapters.tiny_model import build_tiny_model
+from fleet.errors import ConfigurationRefused
+from fleet.roles import KvPath, Role
+from tests.kv_builders import a_short_folder
+from tests.vllm_hosting import vllm_worker
+from workers.engines.vllm import available, open_engine
+from workers.engines.vllm_namespace import weights_revision
+from workers.ports import EngineDied
+from workers.settings import VllmSettings, WorkerSettings
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's
+]
+
+END_SECONDS = 15  # the guard asks after none and kills after 5
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("models"))
+
+
+def a_model_folder(folder: Path, **config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+async def refusal_of(settings: WorkerSettings) -> str:
+    with pytest.raises(ConfigurationRefused) as refused:
+        async with open_engine(settings):
+            pass
+    return str(refused.value)
+
+
+def test_vllm_is_available_where_these_tests_run():
+    assert available() is None
+
+
+async def test_what_is_not_a_model_folder_is_refused_by_name(tmp_path):
+    assert (await refusal_of(vllm_worker(tmp_path / "nowhere"))).endswith("is not a folder")
+    assert "has no config.json" in await refusal_of(vllm_worker(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert "is not JSON" in await refusal_of(vllm_worker(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert "names no architecture" in await refusal_of(vllm_worker(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert "no *.safetensors weights" in await refusal_of(vllm_worker(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_model_len": 9000}, "max_model_len: 9000 exceeds the model's 4096"),
+        ({"block_tokens": 48}, "block_tokens: vLLM on CPUs needs a multiple of 32, not 48"),
+        ({"vllm": VllmSettings(kv_cache_gib=100_000)}, "vllm.kv_cache_gib: a cache of 100000 GiB"),
+        (
+            {"store": "unix:/s", "vllm": VllmSettings(kv_cache_gib=0.1, extra_args={"tensor_parallel_size": 2})},
+            "store: an engine that is split over several devices",
+        ),
+        ({"vllm": VllmSettings(kv_cache_gib=0.1, extra_args={"no_such": 1})}, "vllm.extra_args: "),
+    ],
+)
+async def test_settings_that_vllm_cannot_obey_are_refused_by_name(tmp_path, fields, said):
+    settings = msgspec.structs.replace(vllm_worker(a_model_folder(tmp_path, max_position_embeddings=4096)), **fields)
+
+    assert (await refusal_of(settings)).startswith(said)
+
+
+async def test_a_prefill_worker_does_not_start_without_any_way_to_hand_over(model_dir, monkeypatch):
+    monkeypatch.setattr("workers.engines.vllm.STORE_SECONDS", 0.2)
+    settings = vllm_worker(model_dir, role=Role.PREFILL, store="unix:/nowhere", kv_paths=(KvPath.STORE,))
+
+    with pytest.raises(EngineDied, match="store does not answer"):
+        async with open_engine(settings):
+            pass
+
+
+def test_the_revision_is_that_of_the_weights_and_not_of_the_folder(model_dir, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in model_dir.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert weights_revision(copy) == weights_revision(model_dir)
+
+    with (copy / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        weights.write(b"\x55")
+
+    assert weights_revision(copy) != weights_revision(model_dir)
+
+
+def test_a_large_model_is_told_by_its_headers(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.engines.vllm_namespace.WHOLE_CONTENT_BYTES", 1000)
+    before = weights_revision(model_dir)
+    assert before == weights_revision(model_dir)
+
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in model_dir.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes().replace(b"layers.0", b"layers.9"))
+
+    assert weights_revision(copy) != before
+
+
+def test_when_its_process_is_killed_nothing_of_vllm_is_left(model_dir):
+    settings = msgspec.json.encode(vllm_worker(model_dir)).decode()
+    with a_short_folder() as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm_process", settings],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+        assert process.stdout is not None
+        assert "ready\n" in iter(process.stdout.readline, ""), "it ended before it was ready"
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert {"VLLM::EngineCore", "VLLM::Worker"} <= {child.cmdline()[0] for child in children}
+        shared = {Path(part.path) for child in children for part in child.memory_maps() if "/dev/shm/" in part.path}
+        assert shared
+        assert list(folder.glob("fleet-vllm-*"))
+
+        process.kill()
+        process.wait()
+
+        assert psutil.wait_procs(children, timeout=END_SECONDS)[1] == []
+        assert [file for file in shared if file.exists()] == []
+        assert list(folder.glob("fleet-vllm-*")) == []

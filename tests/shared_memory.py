@@ -1,0 +1,24 @@
+"""What is left in /dev/shm, whoever else uses it meanwhile."""
+
+from pathlib import Path
+
+import psutil
+
+FOLDER = Path("/dev/shm")
+
+
+def abandoned_segments() -> set[str]:
+    """Names in /dev/shm that no living process has mapped, so that nobody is going to remove them."""
+    names = {path.name for path in FOLDER.iterdir()}
+    return names - _mapped()
+
+
+def _mapped() -> set[str]:
+    found = set()
+    for pid in psutil.pids():
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        found |= {line.rpartition("/dev/shm/")[2] for line in maps.splitlines() if "/dev/shm/" in line}
+    return found

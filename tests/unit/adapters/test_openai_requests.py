@@ -1,0 +1,239 @@
+import json
+
+import pytest
+
+from fleet.adapters.openai_requests import NAMES, read_chat, read_completion
+from fleet.adapters.status import APPEARANCES, renamed
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.errors import Reason, Refused, invalid
+from fleet.ids import RequestId
+from fleet.requests import ChatMessage, ChatPrompt, Sampling, TextPrompt, TokenPrompt
+from fleet.roles import KvPath, Placement
+from tests.builders import token_bytes
+
+ID = RequestId("r1")
+NOW = Nanos(5 * SECOND)
+
+
+def completion(**fields: object):
+    return read_completion(json.dumps({"prompt": "x", **fields}).encode(), ID, NOW)
+
+
+def chat(**fields: object):
+    return read_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode(), ID, NOW)
+
+
+def test_what_is_absent_or_null_takes_openais_defaults():
+    nothing = dict.fromkeys(
+        ("temperature", "max_tokens", "stop", "seed", "stream", "n", "tools", "logprobs", "fleet", "model")
+    )
+
+    for asked in (completion(), completion(**nothing)):
+        assert asked.request.sampling == Sampling(max_tokens=16, temperature=1.0)
+        assert (asked.request.fill_context, asked.stream, asked.request.deadline) == (False, False, None)
+    for asked in (chat(), chat(**nothing)):
+        assert asked.request.fill_context
+
+
+def test_sampling_is_read():
+    sent = {
+        "max_tokens": 7,
+        "temperature": 0,
+        "top_p": 0.5,
+        "seed": 3,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "top_k": 4,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [1, 2],
+        "logprobs": 5,
+    }
+
+    asked = completion(**sent)
+
+    assert asked.request.sampling == Sampling(**{**sent, "stop_token_ids": (1, 2)})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ("text", TextPrompt("text")),
+        (["text"], TextPrompt("text")),
+        ([1, 2], TokenPrompt(token_bytes([1, 2]))),
+        ([[1, 2]], TokenPrompt(token_bytes([1, 2]))),
+        ([], TokenPrompt(b"")),
+    ],
+)
+def test_a_prompt_may_be_text_or_tokens(prompt, read):
+    assert completion(prompt=prompt).request.prompt == read
+
+
+def test_a_conversation_may_come_in_parts():
+    messages = [
+        {"role": "system", "content": "be brief", "name": "ignored"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+
+    prompt = chat(messages=messages).request.prompt
+
+    assert prompt == ChatPrompt(
+        (ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="ab"))
+    )
+
+
+def test_the_newer_name_of_max_tokens_wins_and_is_the_one_in_errors():
+    asked = chat(max_tokens=5, max_completion_tokens=6)
+
+    assert asked.request.sampling.max_tokens == 6
+    assert asked.names["sampling.max_tokens"] == "max_completion_tokens"
+    assert chat(max_tokens=5).names["sampling.max_tokens"] == "max_tokens"
+
+
+def test_chat_log_probabilities_need_their_switch():
+    assert chat(logprobs=True).request.sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).request.sampling.logprobs == 3
+    assert chat(logprobs=False).request.sampling.logprobs is None
+    with pytest.raises(Refused) as refused:
+        chat(top_logprobs=3)
+    assert refused.value.field == "top_logprobs"
+
+
+def test_stop_may_be_one_string_or_several():
+    assert completion(stop="a").request.stop == ("a",)
+    assert completion(stop=["a", "b"]).request.stop == ("a", "b")
+
+
+def test_fleets_own_options_are_read():
+    options = {
+        "placement": "disaggregated",
+        "kv_path": "store",
+        "session": "s",
+        "tenant": "t",
+        "priority": 3,
+        "timeout_ms": 250,
+        "return_token_ids": True,
+    }
+
+    asked = completion(fleet=options)
+
+    request = asked.request
+    assert (request.placement, request.kv_path) == (Placement.DISAGGREGATED, KvPath.STORE)
+    assert (request.session, request.tenant, request.priority) == ("s", "t", 3)
+    assert request.deadline == NOW + 250 * MILLISECOND
+    assert asked.return_token_ids
+
+
+def test_unknown_fields_and_those_that_ask_for_what_happens_anyway_are_taken():
+    completion(user="u", metadata={"a": 1}, n=1, best_of=1, echo=False, suffix="", logit_bias={}, something_new=[1])
+    chat(tools=[], response_format={"type": "text"}, parallel_tool_calls=True, store=False, modalities=["text"])
+
+
+REFUSED = [
+    ({"n": 2}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{}]}, "tools"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stop_token_ids": [1, "x"]}, "stop_token_ids[1]"),
+    ({"fleet": {"placement": "somewhere"}}, "fleet.placement"),
+    ({"fleet": {"timeout_ms": -1}}, "fleet.timeout_ms"),
+    ({"fleet": {"colour": "red"}}, "fleet.colour"),
+]
+
+
+@pytest.mark.parametrize("read", [completion, chat])
+@pytest.mark.parametrize(("fields", "field"), REFUSED)
+def test_what_is_wrong_is_refused_under_the_name_the_client_wrote(read, fields, field):
+    with pytest.raises(Refused) as refused:
+        read(**fields)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+    assert refused.value.message.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("read", "fields", "field"),
+    [
+        (completion, {"prompt": None}, "prompt"),
+        (completion, {"prompt": 5}, "prompt"),
+        (completion, {"prompt": ["a", "b"]}, "prompt"),
+        (completion, {"prompt": [[1], [2]]}, "prompt"),
+        (completion, {"prompt": [1, -2]}, "prompt[1]"),
+        (completion, {"prompt": [1, 2**32]}, "prompt[1]"),
+        (completion, {"prompt": [1, "a"]}, "prompt[1]"),
+        (completion, {"prompt": [1, True]}, "prompt[1]"),
+        (completion, {"logprobs": True}, "logprobs"),
+        (chat, {"messages": "hi"}, "messages"),
+        (chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (chat, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (chat, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (chat, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+    ],
+)
+def test_wrong_prompts_are_refused_by_their_path(read, fields, field):
+    with pytest.raises(Refused) as refused:
+        read(**fields)
+
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"prompt": ', "not valid JSON"),
+        (b'{"prompt": "x"} trailing', "not valid JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', "not valid JSON"),
+        (b'{"prompt": "\xff\xfe"}', "not valid UTF-8"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b"[]", "expected `object`"),
+        (b"[" * 100_000, "expected `object`"),
+        (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
+        (b"null", "expected `object`"),
+        (b"{}", "prompt: object missing required field"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature: number out of range"),
+    ],
+)
+def test_what_is_no_request_is_refused_in_words(body, said):
+    with pytest.raises(Refused, match=said) as refused:
+        read_completion(body, ID, NOW)
+
+    assert refused.value.reason is Reason.INVALID_ARGUMENT
+
+
+def test_a_later_refusal_is_told_under_the_clients_names():
+    for path, name in (
+        ("text", "prompt"),
+        ("token_ids[3]", "prompt[3]"),
+        ("chat.messages[1].role", "messages[1].role"),
+        ("sampling.temperature", "temperature"),
+        ("sampling.stop_token_ids[2]", "stop_token_ids[2]"),
+        ("priority", "fleet.priority"),
+        ("stop[0]", "stop[0]"),
+        ("model", "model"),
+    ):
+        refused = renamed(invalid(path, "is wrong"), NAMES)
+        assert (refused.field, refused.message) == (name, f"{name}: is wrong")
+
+
+def test_every_reason_has_an_appearance_and_errors_of_clients_are_told_from_ours():
+    assert set(APPEARANCES) == set(Reason)
+    for reason, appearance in APPEARANCES.items():
+        assert 400 <= appearance.http < 600
+        assert (appearance.openai == "invalid_request_error") == (appearance.http in (400, 404, 413)), reason

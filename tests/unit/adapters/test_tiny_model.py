@@ -1,0 +1,75 @@
+"""Promises of the model that is made on the spot."""
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from fleet.adapters.text_codec import load_codec
+from fleet.adapters.tiny_model import SPECIAL_TOKENS, VOCABULARY, build_tiny_model
+from fleet.requests import ChatMessage
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_tiny_model(tmp_path_factory.mktemp("cache"))
+
+
+def test_the_same_model_comes_out_each_time(model, tmp_path):
+    again = build_tiny_model(tmp_path)
+
+    assert again.name == model.name
+    for file in model.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_the_tokenizer_has_exactly_the_vocabulary_of_the_model(model):
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    assert tokenizer.get_vocab_size(with_added_tokens=True) == VOCABULARY
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
+    text = "Größe → def f(x): return x**2  # ok\n"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_the_weights_have_the_shapes_that_the_configuration_says(model):
+    config = json.loads((model / "config.json").read_text())
+    weights = load_file(model / "model.safetensors")
+
+    assert weights["model.embed_tokens.weight"].shape == (config["vocab_size"], config["hidden_size"])
+    kv_width = config["num_key_value_heads"] * config["head_dim"]
+    assert weights["model.layers.3.self_attn.k_proj.weight"].shape == (kv_width, config["hidden_size"])
+    assert len(weights) == 9 * config["num_hidden_layers"] + 3
+    assert {array.dtype for array in weights.values()} == {np.dtype("float32")}
+    assert abs(float(weights["lm_head.weight"].std()) - config["initializer_range"]) < 1e-3
+
+
+def test_a_conversation_renders_with_the_tokens_of_the_template(model):
+    codec = load_codec(model)
+
+    ids = np.frombuffer(codec.render([ChatMessage(role="user", content="Hello")]), dtype="<u4").tolist()
+
+    assert ids[:2] == [SPECIAL_TOKENS.index("<s>"), SPECIAL_TOKENS.index("<|user|>")]
+    assert ids[-2:] == [SPECIAL_TOKENS.index("<|end|>"), SPECIAL_TOKENS.index("<|assistant|>")]
+    assert set(codec.eos_token_ids) == {SPECIAL_TOKENS.index("</s>"), SPECIAL_TOKENS.index("<|end|>")}
+
+
+def test_the_tokenizer_alone_is_enough_until_the_model_is_there(tmp_path):
+    alone = build_tiny_model(tmp_path, tokenizer_only=True)
+    assert not (alone / "model.safetensors").exists()
+
+    whole = build_tiny_model(tmp_path)
+    assert (whole / "model.safetensors").exists()
+    assert build_tiny_model(tmp_path, tokenizer_only=True) == whole
+
+
+def test_two_processes_may_build_at_once(tmp_path):
+    with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as processes:
+        folders = list(processes.map(build_tiny_model, [tmp_path] * 3))
+
+    assert len(set(folders)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [folders[0].name]  # nothing half-built is left

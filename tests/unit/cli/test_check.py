@@ -1,0 +1,87 @@
+"""What `fleet up --check` calls good."""
+
+import pytest
+
+from fleet.cli.check import Answer, blocks_came, judge
+from fleet.clock import MILLISECOND, Nanos
+from fleet.requests import TOKEN_BYTES, KvOrigin, KvPhase, KvReport, Source
+from fleet.roles import KvPath, Phase
+
+BLOCK = 32
+
+
+def an_answer(tokens=(1, 2, 3), *, moved=2, source=Source.STORE, held=0, computed=1, **fields):
+    origins = (
+        KvOrigin(source=source, origin="elsewhere", blocks=moved, bytes=moved * 4096),
+        KvOrigin(source=Source.ENGINE, blocks=held),
+        KvOrigin(source=Source.COMPUTED, blocks=computed),
+    )
+    report = KvReport(prompt_blocks=moved + held + computed, origins=origins, cached_tokens=0)
+    return Answer(
+        tokens=tuple(tokens),
+        kv=(KvPhase(phase=Phase.DECODE, worker_id="decode-0", report=report),),
+        **{"ttft": Nanos(10 * MILLISECOND), "rest": Nanos(6 * MILLISECOND)} | fields,
+    )
+
+
+def a_prompt(tokens=80):
+    return bytes(tokens * TOKEN_BYTES)
+
+
+def test_the_same_tokens_and_moved_blocks_are_good():
+    verdict = judge(KvPath.STORE, [a_prompt()] * 2, BLOCK, [an_answer()] * 2, [an_answer()] * 2)
+
+    assert verdict.ok
+    assert (verdict.prompts, verdict.identical) == (2, 2)
+    assert (verdict.blocks_moved, verdict.bytes_moved) == (4, 4 * 4096)
+    assert (verdict.ttft_ms, verdict.tpot_ms) == (10, 3)
+
+
+def test_one_other_token_is_bad():
+    verdict = judge(KvPath.STORE, [a_prompt()], BLOCK, [an_answer((1, 2, 3))], [an_answer((1, 2, 4))])
+
+    assert not verdict.ok
+    assert verdict.identical == 0
+
+
+def test_equal_tokens_that_the_decode_worker_computed_itself_are_bad():
+    verdict = judge(KvPath.STORE, [a_prompt()], BLOCK, [an_answer()], [an_answer(moved=0, computed=3)])
+
+    assert verdict.identical == 1
+    assert not verdict.ok
+
+
+def test_blocks_that_came_another_way_do_not_count():
+    verdict = judge(KvPath.DIRECT, [a_prompt()], BLOCK, [an_answer()], [an_answer(source=Source.STORE)])
+
+    assert not verdict.ok
+    assert verdict.blocks_moved == 0
+
+
+def test_a_request_that_failed_is_bad():
+    verdict = judge(KvPath.STORE, [a_prompt()] * 2, BLOCK, [an_answer()] * 2, [an_answer(), None])
+
+    assert not verdict.ok
+    assert verdict.identical == 1
+
+
+def test_a_cluster_that_did_not_start_is_bad_and_counts_nothing():
+    verdict = judge(KvPath.DIRECT, [a_prompt()], BLOCK, [an_answer()], [None])
+
+    assert not verdict.ok
+    assert (verdict.identical, verdict.blocks_moved, verdict.ttft_ms, verdict.tpot_ms) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "moved", "held", "good"),
+    [
+        (32, 0, 0, True),  # its only full block ends with the token that is always computed
+        (33, 0, 0, False),
+        (33, 1, 0, True),
+        (33, 0, 1, True),  # the decode engine had it
+        (97, 0, 2, False),  # it had two of three, so the third had to come
+        (97, 1, 2, True),
+    ],
+)
+def test_blocks_must_move_unless_the_engine_has_them(tokens, moved, held, good):
+    assert blocks_came(an_answer(moved=moved, held=held), KvPath.STORE, tokens, BLOCK) is good

@@ -1,0 +1,111 @@
+"""What `fleet` does with its command line before anything runs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fleet.cli import up
+from fleet.cli.main import run
+from fleet.errors import ConfigurationRefused
+from fleet.roles import KvPath, Role
+
+
+def options(*argv):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    up.configure(parser)
+    return up._topology(parser.parse_args(argv))
+
+
+def test_help_loads_no_part_of_the_system():
+    script = "import sys; from fleet.cli.main import run\ntry: run(['--help'])\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+    assert "usage: fleet" in out
+    for heavy in ("'grpc'", "'numpy'", "'msgspec'", "'asyncio'", "'torch'"):
+        assert heavy not in out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["up", "--prefill", "-1"],
+        ["up", "--decode", "many"],
+        ["up", "--http-port", "65536"],
+        ["up", "--kv-paths", "store,pigeon"],
+        ["serve", "router"],
+        ["serve", "planner", "--config", "x"],
+        ["generate"],
+        ["generate", "text", "--max-tokens", "x"],
+    ],
+)
+def test_a_misused_command_line_exits_2(argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        run(argv)
+
+    assert exit_.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_refused_configuration_exits_3_with_one_line(tmp_path, capsys):
+    path = tmp_path / "topology.toml"
+    path.write_text("[cluster]\nengin = 'vllm'\n")
+
+    assert run(["up", "--config", str(path)]) == 3
+
+    captured = capsys.readouterr()
+    assert captured.err == f"fleet: {path}: cluster.engin: is not a known key\n"
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--engine", "steam"], "fleet: cluster.engine: 'steam' is not one of simulated, vllm"),
+        (["--engine", "simulated", "--model", "/nowhere"], "fleet: cluster.model: /nowhere is not a folder"),
+        (
+            ["--engine", "simulated", "--prefill", "0", "--decode", "0"],
+            "fleet: pools: no worker is left to start",
+        ),
+        (
+            ["--engine", "simulated", "--decode", "0"],
+            "fleet: pools: prefill workers need workers of role decode or both to hand over to",
+        ),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_before_anything_starts(argv, line, capsys):
+    assert run(["up", "--http-port", "0", "--grpc-port", "0", *argv]) == 3
+
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_options_override_the_file(tmp_path):
+    path = tmp_path / "topology.toml"
+    path.write_text("[cluster]\nengine = 'vllm'\n[[pools]]\nrole = 'decode'\nreplicas = 5\nmax_running = 3\n")
+
+    topology = options(
+        "--config", str(path), "--engine", "simulated", "--prefill", "2", "--decode", "1", "--http-port", "0"
+    )
+
+    assert topology.cluster.engine == "simulated"
+    assert topology.replicas(Role.PREFILL) == 2
+    assert topology.replicas(Role.DECODE) == 1
+    assert next(pool for pool in topology.pools if pool.role is Role.DECODE).max_running == 3
+    assert topology.router.http_listen == "127.0.0.1:0"
+    assert topology.router.grpc_listen == "127.0.0.1:50051"
+
+
+def test_both_ways_can_be_opened():
+    assert options("--kv-paths", "store,direct").cluster.kv_paths == (KvPath.STORE, KvPath.DIRECT)
+
+
+def test_a_role_with_several_pools_cannot_be_counted_by_an_option(tmp_path):
+    path = tmp_path / "topology.toml"
+    path.write_text("[[pools]]\nrole = 'decode'\n[[pools]]\nrole = 'decode'\nmax_running = 3\n")
+
+    with pytest.raises(ConfigurationRefused, match="--decode: the topology has 2 pools of that role"):
+        options("--config", str(path), "--decode", "1")

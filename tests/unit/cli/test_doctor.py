@@ -1,0 +1,95 @@
+"""Promises of `fleet doctor`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fleet.cli import doctor
+from fleet.cli.doctor import PROBES, Verdict, examine
+from fleet.cli.main import run
+
+NEEDS_AN_ENGINE_PROCESS = {"engine vllm", "nixl"}  # seconds each; the integration tests have them
+
+
+def test_every_part_that_is_optional_has_a_line():
+    names = {name for name, _ in PROBES}
+
+    wanted = [
+        "python",
+        "memory",
+        "ports",
+        "hugepages",
+        "nixl",
+        "cuda",
+        "rocm",
+        "rdma",
+        "gds",
+        "etcd",
+        "redis",
+        "ray",
+        "kubernetes",
+    ]
+    assert names >= {*wanted, "shared memory"}
+    assert names >= {f"engine {engine}" for engine in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "simulated")}
+
+
+def test_what_is_not_usable_comes_with_something_to_do():
+    findings = examine([probe for probe in PROBES if probe[0] not in NEEDS_AN_ENGINE_PROCESS])
+
+    assert [finding.name for finding in findings if not finding.usable and not finding.fix] == []
+    assert [finding.name for finding in findings if not finding.detail] == []
+    assert [finding.name for finding in findings if "cannot be examined" in finding.detail] == []
+
+
+def test_a_probe_that_falls_over_is_a_finding_and_the_others_go_on():
+    def fall():
+        raise ZeroDivisionError("nothing to divide by")
+
+    fallen, fine = examine([("broken", fall), ("fine", lambda: Verdict(True, "yes"))])
+
+    assert not fallen.usable
+    assert "ZeroDivisionError: nothing to divide by" in fallen.detail
+    assert fine.usable
+
+
+def test_looking_loads_no_heavy_module():
+    script = (
+        "import sys; from fleet.cli.doctor import PROBES, examine\n"
+        f"examine([probe for probe in PROBES if probe[0] not in {NEEDS_AN_ENGINE_PROCESS}])\n"
+        "print(*{'torch', 'vllm', 'ray', 'nixl'}.intersection(sys.modules))"
+    )
+
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+    assert out == "\n"
+
+
+def test_an_answer_that_does_not_come_is_a_finding(monkeypatch):
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.2)
+
+    verdict = doctor._output(sys.executable, "-c", "import time; time.sleep(60)")
+
+    assert not verdict.usable
+    assert "no answer within" in verdict.detail
+
+
+def test_the_list_is_json_with_four_fields_each(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "PROBES", [("a", lambda: Verdict(False, "is not here", "get it"))])
+
+    assert run(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {"name": "a", "usable": False, "detail": "is not here", "fix": "get it"}
+    ]
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_the_table_names_each_part_and_what_to_do(monkeypatch, capsys, usable):
+    monkeypatch.setattr(doctor, "PROBES", [("part", lambda: Verdict(usable, "detail", "" if usable else "get it"))])
+
+    run(["doctor"])
+
+    out = capsys.readouterr().out
+    assert out.startswith("yes" if usable else "no")
+    assert ("-> get it" in out) is not usable

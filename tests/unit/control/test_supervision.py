@@ -1,0 +1,262 @@
+"""Promises of the machine that starts and stops a local cluster."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.clock import SECOND, Nanos
+from fleet.control.supervision import (
+    CONFIGURATION_REFUSED,
+    FIRST_PAUSE,
+    HEALTHY_AFTER,
+    MAX_DEATHS,
+    AnnounceReady,
+    AskToStop,
+    BecameReady,
+    Child,
+    Command,
+    Condition,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    ReportFailure,
+    ReportRestart,
+    Spawn,
+    StopRequested,
+    Supervision,
+    Ticked,
+)
+
+START = Nanos(1_000)
+
+
+def a_child(name: str, start_stage: int = 0, stop_stage: int = 0) -> Child:
+    return Child(
+        name=name,
+        start_stage=start_stage,
+        stop_stage=stop_stage,
+        ready_within=Nanos(10 * SECOND),
+        stop_within=Nanos(5 * SECOND),
+    )
+
+
+STORE = a_child("store", start_stage=0, stop_stage=2)
+ROUTER = a_child("router", start_stage=1, stop_stage=0)
+WORKER = a_child("worker", start_stage=1, stop_stage=1)
+
+
+def a_running_cluster() -> Supervision:
+    machine = Supervision([STORE, ROUTER, WORKER])
+    machine.begin(START)
+    for child in (STORE, ROUTER, WORKER):
+        machine.handle(BecameReady(child.name), START)
+    return machine
+
+
+def test_a_later_stage_starts_when_the_earlier_one_is_ready():
+    machine = Supervision([STORE, ROUTER, WORKER])
+
+    assert machine.begin(START) == [Spawn("store")]
+    assert machine.handle(BecameReady("store"), START) == [Spawn("router"), Spawn("worker")]
+
+
+def test_readiness_is_announced_once_when_every_child_has_been_ready():
+    machine = Supervision([STORE, ROUTER])
+    machine.begin(START)
+    machine.handle(BecameReady("store"), START)
+
+    assert machine.handle(BecameReady("router"), START) == [AnnounceReady()]
+
+    machine.handle(Exited("router", 1), START)
+    machine.handle(Ticked(), Nanos(START + FIRST_PAUSE))
+    assert machine.handle(BecameReady("router"), START) == []
+
+
+def test_a_death_before_the_cluster_was_ready_ends_the_attempt():
+    machine = Supervision([STORE, ROUTER, WORKER])
+    machine.begin(START)
+    machine.handle(BecameReady("store"), START)
+
+    commands = machine.handle(Exited("worker", 1), START)
+
+    assert commands == [ReportFailure("worker", "ended before the cluster was ready", 1), AskToStop("router")]
+
+
+def test_a_child_that_is_not_ready_in_time_is_killed_and_ends_the_attempt():
+    machine = Supervision([STORE])
+    machine.begin(START)
+
+    assert machine.handle(Ticked(), Nanos(START + 10 * SECOND - 1)) == []
+    commands = machine.handle(Ticked(), Nanos(START + 10 * SECOND))
+
+    assert commands == [ReportFailure("store", "was not ready within 10 s", None), Kill("store")]
+    assert machine.handle(Exited("store", -9), START) == [Finish()]
+
+
+def test_a_child_that_dies_is_started_again_alone_after_a_pause():
+    machine = a_running_cluster()
+
+    assert machine.handle(Exited("worker", -9), START) == [ReportRestart("worker", -9, FIRST_PAUSE)]
+    assert machine.handle(Ticked(), Nanos(START + FIRST_PAUSE - 1)) == []
+    assert machine.handle(Ticked(), Nanos(START + FIRST_PAUSE)) == [Spawn("worker")]
+
+
+def test_the_pause_doubles_and_a_crash_loop_ends_the_cluster():
+    machine = a_running_cluster()
+    now = START
+    pauses = []
+    commands = machine.handle(Exited("worker", 1), now)
+    while isinstance(commands[0], ReportRestart):
+        pauses.append(commands[0].pause)
+        now = Nanos(now + commands[0].pause)
+        assert machine.handle(Ticked(), now) == [Spawn("worker")]
+        commands = machine.handle(Exited("worker", 1), now)
+
+    assert pauses == [FIRST_PAUSE * 2**n for n in range(MAX_DEATHS - 1)]
+    assert commands == [ReportFailure("worker", f"died {MAX_DEATHS} times in a row", 1), AskToStop("router")]
+
+
+def test_deaths_are_forgotten_after_a_healthy_while():
+    machine = a_running_cluster()
+    now = START
+    for _ in range(2 * MAX_DEATHS):
+        assert machine.handle(Exited("worker", 1), now) == [ReportRestart("worker", 1, FIRST_PAUSE)]
+        now = Nanos(now + FIRST_PAUSE)
+        machine.handle(Ticked(), now)
+        machine.handle(BecameReady("worker"), now)
+        now = Nanos(now + HEALTHY_AFTER)
+        machine.handle(Ticked(), now)
+
+
+def test_a_restarted_child_that_is_not_ready_in_time_counts_as_a_death():
+    machine = a_running_cluster()
+    machine.handle(Exited("worker", 1), START)
+    machine.handle(Ticked(), Nanos(START + FIRST_PAUSE))
+    late = Nanos(START + FIRST_PAUSE + 10 * SECOND)
+
+    assert machine.handle(Ticked(), late) == [Kill("worker")]
+    assert machine.handle(Exited("worker", -9), late) == [ReportRestart("worker", -9, Nanos(2 * FIRST_PAUSE))]
+
+
+def test_refused_settings_are_never_tried_again():
+    machine = a_running_cluster()
+
+    commands = machine.handle(Exited("worker", CONFIGURATION_REFUSED), START)
+
+    assert isinstance(commands[0], ReportFailure)
+    assert not any(isinstance(command, ReportRestart) for command in commands)
+
+
+def test_stopping_asks_the_router_first_then_the_workers_then_the_store():
+    machine = a_running_cluster()
+
+    assert machine.handle(StopRequested(), START) == [AskToStop("router")]
+    assert machine.handle(Exited("router", 0), START) == [AskToStop("worker")]
+    assert machine.handle(Exited("worker", 0), START) == [AskToStop("store")]
+    assert machine.handle(Exited("store", 0), START) == [Finish()]
+
+
+def test_a_child_that_does_not_stop_in_time_is_killed():
+    machine = a_running_cluster()
+    machine.handle(StopRequested(), START)
+
+    assert machine.handle(Ticked(), Nanos(START + 5 * SECOND)) == [Kill("router")]
+
+
+def test_a_second_request_to_stop_kills_everything_at_once():
+    machine = a_running_cluster()
+    machine.handle(StopRequested(), START)
+
+    assert machine.handle(StopRequested(), START) == [Kill("store"), Kill("router"), Kill("worker")]
+
+
+def test_stopping_forgets_a_pending_restart():
+    machine = a_running_cluster()
+    machine.handle(Exited("worker", 1), START)
+    machine.handle(StopRequested(), START)
+
+    assert machine.handle(Ticked(), Nanos(START + FIRST_PAUSE)) == []
+
+
+def test_names_must_differ():
+    with pytest.raises(AssertionError):
+        Supervision([STORE, STORE])
+
+
+class World:
+    """Children that do whatever is possible for them, as the commands allow."""
+
+    def __init__(self) -> None:
+        self.machine = Supervision([STORE, ROUTER, WORKER])
+        self.now = START
+        self.alive: set[str] = set()
+        self.finished = False
+        self.obey(self.machine.begin(self.now))
+
+    def obey(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Spawn(name):
+                    assert name not in self.alive, "started twice"
+                    self.alive.add(name)
+                case AskToStop(name) | Kill(name):
+                    assert name in self.alive, "signalled a dead process"
+                case Finish():
+                    assert not self.alive, "finished with children left"
+                    self.finished = True
+        self.machine.check()
+
+    def tell(self, event: Event) -> None:
+        if not self.finished:
+            self.obey(self.machine.handle(event, self.now))
+
+    def step(self, choice: tuple[str, str, int]) -> None:
+        kind, name, number = choice
+        self.now = Nanos(self.now + number * SECOND // 4)
+        match kind:
+            case "ready" if name in self.alive:
+                if self.machine.conditions()[name] is Condition.STARTING:
+                    self.tell(BecameReady(name))
+            case "exit" if name in self.alive:
+                self.alive.discard(name)
+                self.tell(Exited(name, number % 4))
+            case "tick":
+                self.tell(Ticked())
+            case "stop":
+                self.tell(StopRequested())
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["ready", "ready", "ready", "exit", "tick", "stop"]),
+        st.sampled_from([child.name for child in (STORE, ROUTER, WORKER)]),
+        st.integers(0, 60),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+@settings(max_examples=300, deadline=None)
+def test_whatever_happens_no_child_is_started_twice_and_stopping_ends_with_none_left(steps):
+    world = World()
+    for step in steps:
+        world.step(step)
+    world.step(("stop", "", 0))
+    for _ in range(20):  # nobody listens to being asked; everybody dies of being killed
+        instant = world.machine.next_instant()
+        if world.finished or instant is None:
+            break
+        world.now = max(world.now, instant)
+        world.tell(Ticked())
+        for name, condition in world.machine.conditions().items():
+            if condition is Condition.KILLED and name in world.alive:
+                world.alive.discard(name)
+                world.tell(Exited(name, -9))
+    for name, condition in world.machine.conditions().items():  # killed by a second request to stop
+        if condition is Condition.KILLED and name in world.alive:
+            world.alive.discard(name)
+            world.tell(Exited(name, -9))
+
+    assert world.finished

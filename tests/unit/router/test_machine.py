@@ -1,0 +1,798 @@
+"""What the router decides, event by event. Every event is followed by the machine's own check of its invariants."""
+
+import pytest
+
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.errors import Reason
+from fleet.ids import ModelName, RequestId, WorkerId
+from fleet.requests import Finish, Sampling, Source
+from fleet.roles import KvPath, Phase, Placement, Role
+from fleet.router.live import IllegalTurn, Stage, Turn, advance
+from fleet.router.messages import KvChanged, LoadReported, StoreChanged, Ticked, WorkerDraining
+from fleet.router.placement import Why
+from fleet.work import KvCleared, KvRemoved, KvStored
+from kvstore.block import chain
+from tests.builders import (
+    BLOCK_TOKENS,
+    FINGERPRINT,
+    STORE,
+    a_handoff,
+    a_load,
+    a_prompt,
+    a_report,
+    an_arrival,
+    token_ids,
+)
+from tests.unit.router.driver import (
+    START,
+    CancelWork,
+    Complete,
+    Dispatch,
+    Driver,
+    Emit,
+    Refuse,
+    dispatched,
+    the,
+)
+
+GREEDY = Sampling(temperature=0.0, max_tokens=8)
+SEEDED = Sampling(temperature=1.0, seed=7, max_tokens=8)
+ONE = (("d1", Role.DECODE),)
+TWO = (("d1", Role.DECODE), ("d2", Role.DECODE))
+PAIR = (("p1", Role.PREFILL), ("d1", Role.DECODE))
+LONG = 1000  # tokens; above remote_prefill_min_tokens
+
+LENGTH = Finish.LENGTH
+
+
+def a_long_arrival(**fields):
+    return an_arrival(tokens=LONG, **{"sampling": GREEDY, **fields})
+
+
+# One worker does it all.
+
+
+def test_a_request_goes_to_a_worker_and_its_tokens_to_the_client():
+    router = Driver(*ONE)
+
+    work = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
+    first = router.step(work, 11)
+    last = router.step(work, 12, finish=Finish.STOP, kv=a_report(10))
+
+    assert (work.worker_id, work.start.phase) == ("d1", Phase.AGGREGATED)
+    assert work.start.tokens == a_prompt(10)
+    assert work.start.sampling == GREEDY
+    emitted = the(Emit, first)
+    assert (emitted.request_id, emitted.progress.request_id) == ("r1", "r1")
+    assert emitted.progress.token_ids == (11,)
+    assert the(Emit, last).progress.token_ids == (12,)
+    complete = the(Complete, last)
+    assert (complete.finish, complete.cached_tokens) == (Finish.STOP, 0)
+    assert [(phase.phase, phase.worker_id) for phase in complete.kv] == [(Phase.AGGREGATED, "d1")]
+
+
+def test_a_request_without_any_worker_is_refused_with_a_hint():
+    refusal = the(Refuse, Driver().send(an_arrival()))
+
+    assert refusal.reason is Reason.NO_WORKER
+    assert refusal.retry_after_ms == 1000
+
+
+def test_models_are_kept_apart():
+    router = Driver(*ONE)
+
+    assert the(Refuse, router.send(an_arrival(model=ModelName("other")))).reason is Reason.NO_WORKER
+
+
+def test_models_are_those_that_someone_answers_for():
+    router = Driver(*PAIR, ("d2", Role.DECODE))
+    router.join("px", Role.PREFILL, model=ModelName("half"))
+
+    (card,) = router.machine.models()
+
+    assert (card.name, card.workers, card.block_tokens, card.max_model_len) == ("tiny", 3, BLOCK_TOKENS, 4096)
+
+
+def test_a_prompt_goes_where_its_blocks_are():
+    router = Driver(*TWO)
+    hashes = chain(a_prompt(320), BLOCK_TOKENS)
+    router.send(KvChanged(worker_id=WorkerId("d2"), events=(KvStored(tuple(hashes)),)))
+
+    assert the(Dispatch, router.send(an_arrival(tokens=320))).worker_id == "d2"
+    router.cancel()
+    router.send(KvChanged(worker_id=WorkerId("d2"), events=(KvRemoved((hashes[0],)),)))
+    router.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(tuple(hashes[:1])),)))
+    assert the(Dispatch, router.send(an_arrival(tokens=320))).worker_id == "d1"
+    router.cancel()
+    router.send(KvChanged(worker_id=WorkerId("d1"), events=(KvCleared(),)))
+    assert router.machine.snapshot().index_blocks == 9
+
+
+def test_a_salt_makes_other_blocks():
+    router = Driver(*TWO)
+    hashes = chain(a_prompt(320), BLOCK_TOKENS, salt=b"s" * 32)
+    router.send(KvChanged(worker_id=WorkerId("d2"), events=(KvStored(tuple(hashes)),)))
+
+    for seed_like in range(3):
+        request_id = f"salted-{seed_like}"
+        work = the(Dispatch, router.send(an_arrival(request_id=request_id, tokens=320, salt=b"s" * 32)))
+        assert work.worker_id == "d2"
+        assert work.start.salt == b"s" * 32
+        router.cancel(request_id)
+
+
+def test_what_the_store_holds_counts_as_cached():
+    router = Driver(*PAIR)
+    hashes = chain(a_prompt(LONG), BLOCK_TOKENS)
+    router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, stored=tuple(hashes)))
+
+    assert dispatched(router.send(a_long_arrival())).phase is Phase.AGGREGATED
+    assert router.machine.explain(RequestId("r1")).placements[0].why is Why.SHORT_UNCACHED_PROMPT
+    router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, reset=True))
+    assert router.machine.snapshot().index_blocks == 0
+    assert dispatched(router.send(a_long_arrival(request_id="r2"))).phase is Phase.PREFILL
+
+
+def test_blocks_held_by_engine_and_store_are_counted_once():
+    router = Driver(*PAIR)
+    hashes = chain(a_prompt(LONG), BLOCK_TOKENS)
+    router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, stored=tuple(hashes[:10])))
+    router.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(tuple(hashes[:8])),)))
+
+    router.send(a_long_arrival())
+
+    (placed,) = router.machine.explain(RequestId("r1")).placements
+    assert placed.uncached_tokens == LONG - 10 * BLOCK_TOKENS
+    assert placed.candidates[0].credit == 8 + 0.75 * 2
+
+
+def test_blocks_of_another_layout_in_the_store_do_not_count():
+    router = Driver(*PAIR)
+    hashes = chain(a_prompt(LONG), BLOCK_TOKENS)
+    router.send(StoreChanged(store_id=STORE, fingerprint="another", stored=tuple(hashes)))
+
+    assert dispatched(router.send(a_long_arrival())).phase is Phase.PREFILL
+
+
+# A pair.
+
+
+def test_a_long_prompt_is_computed_by_a_prefill_worker_and_answered_by_a_decode_worker():
+    router = Driver(*PAIR)
+
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+    handoff = a_handoff(num_tokens=LONG)
+    handed = router.step(prefill, 11, finish=LENGTH, kv=a_report(LONG, cached_blocks=3), handoff=handoff)
+    decode = the(Dispatch, handed)
+    last = router.step(decode, 12, 13, finish=LENGTH, kv=a_report(LONG, cached_blocks=31, source=Source.STORE))
+
+    assert (prefill.worker_id, prefill.start.phase, prefill.start.kv_path) == ("p1", Phase.PREFILL, KvPath.STORE)
+    assert prefill.start.sampling.max_tokens == 1
+    assert (decode.worker_id, decode.start.phase, decode.start.handoff) == ("d1", Phase.DECODE, handoff)
+    assert decode.start.request_id != prefill.start.request_id
+    assert the(Emit, last).progress.token_ids == (12, 13)
+    complete = the(Complete, last)
+    assert [phase.phase for phase in complete.kv] == [Phase.PREFILL, Phase.DECODE]
+    assert complete.cached_tokens == 3 * BLOCK_TOKENS  # the prefill worker computed the rest
+
+
+def test_through_the_store_the_client_gets_the_prefill_workers_token_at_once():
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+
+    handed = router.step(prefill, 11, finish=LENGTH, handoff=a_handoff())
+
+    assert the(Emit, handed).progress.token_ids == (11,)
+    start = dispatched(handed)
+    assert token_ids(start.tokens) == [*token_ids(a_prompt(LONG)), 11]
+    assert start.sampling.max_tokens == GREEDY.max_tokens - 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kv_path"), [(SEEDED, KvPath.STORE), (GREEDY, KvPath.DIRECT), (SEEDED, KvPath.DIRECT)]
+)
+def test_otherwise_the_decode_worker_samples_every_token(sampling, kv_path):
+    router = Driver()
+    for worker_id, role in PAIR:
+        router.join(worker_id, role, kv_paths=(KvPath.STORE, KvPath.DIRECT))
+    prefill = the(Dispatch, router.send(a_long_arrival(sampling=sampling, kv_path=kv_path)))
+
+    handed = router.step(prefill, 11, finish=LENGTH, handoff=a_handoff(kv_path=kv_path))
+
+    assert not [command for command in handed if isinstance(command, Emit)]
+    start = dispatched(handed)
+    assert start.tokens == a_prompt(LONG)
+    assert start.sampling == sampling
+
+
+@pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
+def test_a_request_that_its_first_token_ends_needs_no_decode_worker(finish):
+    sampling = Sampling(temperature=1.0, seed=7, max_tokens=8 if finish is Finish.STOP else 1)
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(a_long_arrival(sampling=sampling)))
+
+    ended = router.step(prefill, 11, finish=finish, kv=a_report(LONG), handoff=a_handoff())
+
+    assert the(Emit, ended).progress.token_ids == (11,)
+    assert the(Complete, ended).finish is finish
+    assert not [command for command in ended if isinstance(command, Dispatch)]
+    assert router.booked("d1") == router.booked("p1") == (0, 0, 0)
+
+
+def test_a_request_goes_only_where_its_answer_fits_too():
+    router = Driver()
+    router.join("short", max_model_len=104)
+    router.join("long", max_model_len=108)
+
+    for number in range(4):
+        arrival = an_arrival(request_id=f"r{number}", tokens=100, sampling=GREEDY)
+        assert the(Dispatch, router.send(arrival)).worker_id == "long"
+
+
+def test_a_pair_is_dissolved_and_formed_again_as_prefill_workers_come_and_go():
+    """Row D12."""
+    router = Driver(*PAIR)
+    router.leave("p1")
+
+    assert dispatched(router.send(a_long_arrival(request_id="alone"))).phase is Phase.AGGREGATED
+    assert router.machine.explain(RequestId("alone")).placements[0].why is Why.NO_PREFILL_WORKER
+    router.join("p2", Role.PREFILL)
+    assert dispatched(router.send(a_long_arrival(request_id="pair"))).phase is Phase.PREFILL
+
+
+# Bookings.
+
+
+def test_booking_follows_a_request_through_its_phases():
+    router = Driver(*PAIR)
+    blocks = 32  # of 1000 tokens: 31 full ones and one partly filled
+
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+    assert router.booked("p1") == (1, blocks, LONG)
+    assert router.booked("d1") == (1, blocks, 0)
+
+    decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff()))
+    assert router.booked("p1") == (0, 0, 0)
+    assert router.booked("d1") == (1, blocks, 0)
+
+    router.step(decode, 12, finish=LENGTH)
+    assert router.booked("d1") == (0, 0, 0)
+
+
+def test_the_first_token_takes_the_prompt_off_the_backlog():
+    router = Driver(*ONE)
+    work = the(Dispatch, router.send(an_arrival(tokens=100)))
+    assert router.booked("d1") == (1, 4, 100)
+
+    router.step(work, 11)
+
+    assert router.booked("d1") == (1, 4, 0)
+
+
+def test_only_what_has_to_be_computed_is_backlog():
+    router = Driver(*ONE)
+    hashes = chain(a_prompt(100), BLOCK_TOKENS)
+    router.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(tuple(hashes[:2])),)))
+
+    router.send(an_arrival(tokens=100))
+
+    assert router.booked("d1") == (1, 4, 100 - 2 * BLOCK_TOKENS)
+
+
+def test_two_live_requests_with_a_shared_prefix_are_charged_for_it_once():
+    """Row R3."""
+    router = Driver(*ONE)
+    prefix = a_prompt(320)
+
+    first = the(Dispatch, router.send(an_arrival(request_id="a", tokens=prefix + a_prompt(64, first=5000))))
+    assert router.booked("d1")[1] == 12
+    router.send(an_arrival(request_id="b", tokens=prefix + a_prompt(32, first=9000)))
+    assert router.booked("d1")[1] == 13
+    router.step(first, 1, finish=Finish.STOP)
+    assert router.booked("d1")[1] == 11
+    router.cancel("b")
+    assert router.booked("d1") == (0, 0, 0)
+
+
+def test_the_answer_costs_one_block_per_block_of_tokens():
+    """Row R4."""
+    router = Driver(*ONE)
+    work = the(Dispatch, router.send(an_arrival(tokens=64, sampling=Sampling(max_tokens=200))))
+
+    blocks = []
+    for token in range(100):
+        router.step(work, token)
+        blocks.append(router.booked("d1")[1])
+
+    assert blocks == [2 + -(-generated // BLOCK_TOKENS) for generated in range(1, 101)]
+
+
+# The queue.
+
+
+def busy(*, max_running: int = 1, **settings) -> tuple[Driver, Dispatch]:
+    """A router whose only worker is at its limit."""
+    router = Driver(oversubscribe=1.0, **settings)
+    router.join("d1", max_running=max_running)
+    return router, the(Dispatch, router.send(an_arrival(request_id="running")))
+
+
+def test_a_request_waits_for_a_busy_worker_and_runs_when_it_has_room():
+    router, running = busy()
+
+    assert router.send(an_arrival()) == []
+    assert router.machine.snapshot().queued == 1
+    after = router.step(running, 1, finish=Finish.STOP)
+
+    assert the(Dispatch, after).start.request_id.startswith("r1#")
+    assert router.machine.snapshot().queued == 0
+
+
+def test_a_full_queue_refuses_with_a_hint():
+    router, _ = busy(max_queued=2)
+    router.send(an_arrival(request_id="a"))
+    router.send(an_arrival(request_id="b"))
+
+    refusal = the(Refuse, router.send(an_arrival(request_id="c")))
+
+    assert (refusal.request_id, refusal.reason, refusal.retry_after_ms) == ("c", Reason.QUEUE_FULL, 1000)
+
+
+def test_priority_goes_before_arrival_and_arrival_decides_among_equals():
+    router, running = busy()
+    for request_id, priority in (("low", -1), ("a", 0), ("high", 5), ("b", 0)):
+        router.send(an_arrival(request_id=request_id, priority=priority))
+
+    order = []
+    while True:
+        commands = router.step(running, 1, finish=Finish.STOP)
+        started = [command for command in commands if isinstance(command, Dispatch)]
+        if not started:
+            break
+        (running,) = started
+        order.append(running.start.request_id.split("#")[0])
+
+    assert order == ["high", "a", "b", "low"]
+
+
+def test_a_cancelled_request_leaves_the_queue():
+    router, running = busy()
+    router.send(an_arrival())
+
+    assert router.cancel() == []
+    assert router.machine.snapshot().queued == 0
+    assert not [c for c in router.step(running, 1, finish=Finish.STOP) if isinstance(c, Dispatch)]
+
+
+def test_a_joining_worker_takes_from_the_queue():
+    router, _ = busy()
+    router.send(an_arrival())
+
+    assert the(Dispatch, router.join("d2")).worker_id == "d2"
+
+
+def test_those_who_wait_are_refused_when_the_last_worker_leaves():
+    router, _ = busy()
+    router.send(an_arrival())
+
+    refusals = [command for command in router.leave("d1") if isinstance(command, Refuse)]
+
+    assert {refusal.request_id: refusal.reason for refusal in refusals} == {
+        "r1": Reason.NO_WORKER,
+        "running": Reason.WORKER_LOST,
+    }
+
+
+def test_a_model_whose_workers_are_busy_holds_nobody_else_up():
+    router, _ = busy()
+    router.send(an_arrival())
+    other = ModelName("other")
+    router.join("o1", model=other)
+
+    assert the(Dispatch, router.send(an_arrival(request_id="r2", model=other))).worker_id == "o1"
+
+
+# Deadlines.
+
+
+def test_a_request_nobody_waits_for_is_refused_not_placed():
+    router = Driver(*ONE)
+
+    refusal = the(Refuse, router.send(an_arrival(deadline=START)))
+
+    assert (refusal.reason, refusal.retry_after_ms) == (Reason.DEADLINE_PASSED, 0)
+
+
+def test_a_deadline_ends_a_waiting_request():
+    router, _ = busy()
+    router.send(an_arrival(deadline=Nanos(START + SECOND)))
+    assert router.machine.next_deadline() == START + SECOND
+
+    router.now = Nanos(START + SECOND)
+    commands = router.send(Ticked())
+
+    assert the(Refuse, commands).reason is Reason.DEADLINE_PASSED
+    assert router.machine.next_deadline() is None
+
+
+def test_a_deadline_stops_running_work():
+    router = Driver(*ONE)
+    work = the(Dispatch, router.send(an_arrival(deadline=Nanos(START + SECOND))))
+    assert work.start.timeout_ms == 1000
+
+    router.now = Nanos(START + 2 * SECOND)
+    commands = router.send(Ticked())
+
+    assert the(CancelWork, commands) == CancelWork(worker_id=work.worker_id, request_id=work.start.request_id)
+    assert the(Refuse, commands).reason is Reason.DEADLINE_PASSED
+    assert router.booked("d1") == (0, 0, 0)
+
+
+def test_workers_are_told_the_time_that_is_left():
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(a_long_arrival(deadline=Nanos(START + SECOND))))
+    router.now = Nanos(START + 400 * MILLISECOND)
+
+    assert dispatched(router.step(prefill, 11, finish=LENGTH, handoff=a_handoff())).timeout_ms == 600
+
+
+# Cancelling.
+
+
+def test_cancelling_reaches_the_worker_that_is_working():
+    """Row D8, the router's part."""
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+
+    commands = router.cancel()
+
+    assert commands == [CancelWork(worker_id=WorkerId("p1"), request_id=prefill.start.request_id)]
+    assert router.booked("p1") == router.booked("d1") == (0, 0, 0)
+
+
+def test_cancelling_what_has_ended_does_nothing():
+    router = Driver(*ONE)
+    work = the(Dispatch, router.send(an_arrival()))
+    router.step(work, 1, finish=Finish.STOP)
+
+    assert router.cancel() == []
+
+
+def test_what_arrives_for_cancelled_work_is_ignored():
+    router = Driver(*ONE)
+    work = the(Dispatch, router.send(an_arrival()))
+    router.cancel()
+
+    assert router.step(work, 1) == []
+    assert router.step(work, finish=Finish.CANCELLED) == []
+    assert router.machine.snapshot().counters.late_messages == 2
+
+
+def test_an_id_may_be_used_again_and_late_tokens_of_its_past_stay_out():
+    router = Driver(*ONE)
+    past = the(Dispatch, router.send(an_arrival()))
+    router.cancel()
+    present = the(Dispatch, router.send(an_arrival()))
+
+    assert router.step(past, 99) == []
+    assert the(Emit, router.step(present, 11)).progress.token_ids == (11,)
+
+
+# Failures before the first token.
+
+
+def test_a_request_on_a_lost_worker_is_placed_on_another():
+    router = Driver(*TWO)
+    lost = the(Dispatch, router.send(an_arrival()))
+
+    again = the(Dispatch, router.leave(lost.worker_id))
+
+    assert again.worker_id != lost.worker_id
+    assert again.start.request_id != lost.start.request_id
+    assert again.start.tokens == lost.start.tokens
+
+
+@pytest.mark.parametrize("how", ["reject", "undelivered", "given_up"])
+def test_a_request_that_a_worker_did_not_take_is_placed_on_another(how):
+    router = Driver(*TWO)
+    first = the(Dispatch, router.send(an_arrival()))
+
+    match how:
+        case "reject":
+            commands = router.reject(first, Reason.DRAINING)
+        case "undelivered":
+            commands = router.fail_to_deliver(first)
+        case _:
+            commands = router.step(first, finish=Finish.CANCELLED)
+
+    assert the(Dispatch, commands).worker_id != first.worker_id
+    assert router.booked(first.worker_id) == (0, 0, 0)
+
+
+def test_a_rejection_that_is_the_requests_fault_is_passed_on():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival()))
+
+    refusal = the(Refuse, router.reject(work, Reason.INVALID_ARGUMENT, "sampling.top_k"))
+
+    assert (refusal.reason, refusal.field, refusal.retry_after_ms) == (Reason.INVALID_ARGUMENT, "sampling.top_k", 0)
+
+
+def test_a_request_is_given_up_after_its_last_attempt():
+    router = Driver(*((f"d{number}", Role.DECODE) for number in range(5)), max_attempts=3)
+    commands = router.send(an_arrival())
+
+    for _ in range(2):
+        commands = router.reject(the(Dispatch, commands), Reason.INTERNAL)
+    refusal = the(Refuse, router.reject(the(Dispatch, commands), Reason.INTERNAL))
+
+    assert refusal.reason is Reason.INTERNAL
+
+
+def test_the_only_worker_being_lost_is_a_refusal_worth_a_retry():
+    router = Driver(*ONE)
+    router.send(an_arrival())
+
+    refusal = the(Refuse, router.leave("d1"))
+
+    assert (refusal.reason, refusal.retry_after_ms) == (Reason.WORKER_LOST, 1000)
+
+
+def test_a_restarted_worker_may_try_what_it_failed_before():
+    router = Driver(*TWO)
+    first = the(Dispatch, router.send(an_arrival()))
+    second = the(Dispatch, router.reject(first, Reason.DRAINING))
+    router.join(first.worker_id, incarnation="2")
+
+    assert the(Dispatch, router.leave(second.worker_id)).worker_id == first.worker_id
+
+
+def test_a_new_incarnation_voids_the_work_of_the_old_one():
+    router = Driver(*ONE)
+    first = the(Dispatch, router.send(an_arrival()))
+
+    commands = router.join("d1", incarnation="2")
+
+    assert the(Refuse, commands).reason is Reason.WORKER_LOST
+    assert router.step(first, 1) == []
+
+
+def test_a_draining_worker_gets_no_new_work_and_finishes_its_old():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival()))
+    router.send(WorkerDraining(worker_id=work.worker_id))
+
+    assert all(
+        the(Dispatch, router.send(an_arrival(request_id=f"next-{n}"))).worker_id != work.worker_id for n in range(4)
+    )
+    assert the(Complete, router.step(work, 1, finish=Finish.STOP)).finish is Finish.STOP
+
+
+def test_a_lost_prefill_worker_is_replaced_by_another():
+    """Row D5."""
+    router = Driver(*PAIR, ("p2", Role.PREFILL))
+    lost = the(Dispatch, router.send(a_long_arrival()))
+
+    again = the(Dispatch, router.leave(lost.worker_id))
+
+    assert again.start.phase is Phase.PREFILL
+    assert {lost.worker_id, again.worker_id} == {"p1", "p2"}
+
+
+@pytest.mark.parametrize("placement", [Placement.AUTO, Placement.DISAGGREGATED])
+def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt(placement):
+    """Row D5: the client sees latency only, even where it asked for a pair."""
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(a_long_arrival(placement=placement)))
+
+    commands = router.reject(prefill, Reason.INTERNAL)
+
+    work = the(Dispatch, commands)
+    assert (work.worker_id, work.start.phase) == ("d1", Phase.AGGREGATED)
+    assert router.machine.snapshot().counters.fallbacks == 1
+    assert router.machine.explain(RequestId("r1")).placements[-1].why is Why.PREFILL_LOST
+    assert the(Complete, router.step(work, 1, finish=LENGTH, kv=a_report(LONG))).finish is LENGTH
+
+
+def test_a_prefill_that_hands_nothing_over_is_a_failed_prefill():
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+
+    assert dispatched(router.step(prefill, 11, finish=LENGTH)).phase is Phase.AGGREGATED
+
+
+def test_a_hand_off_that_the_decode_worker_cannot_read_makes_it_compute_the_prompt():
+    """Row D3, the router's part: a refusal of the hand-off, not of the request."""
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+    decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff(fingerprint="other")))
+
+    again = the(Dispatch, router.reject(decode, Reason.KV_MISMATCH, "handoff.fingerprint"))
+
+    assert (again.worker_id, again.start.phase) == ("d1", Phase.AGGREGATED)
+
+
+def test_a_decode_worker_lost_during_prefill_is_replaced_at_the_hand_off():
+    router = Driver(*PAIR, ("d2", Role.DECODE))
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+    chosen = next(worker for worker in ("d1", "d2") if router.booked(worker)[0])
+    assert not [c for c in router.leave(chosen) if isinstance(c, Dispatch | Refuse)]
+
+    decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff()))
+
+    assert {chosen, decode.worker_id} == {"d1", "d2"}
+    assert router.booked(decode.worker_id)[0] == 1
+
+
+def test_a_decode_worker_draining_during_prefill_is_replaced_at_the_hand_off():
+    router = Driver(*PAIR, ("d2", Role.DECODE))
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+    chosen = next(worker for worker in ("d1", "d2") if router.booked(worker)[0])
+    router.send(WorkerDraining(worker_id=WorkerId(chosen)))
+
+    decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff()))
+
+    assert {chosen, decode.worker_id} == {"d1", "d2"}
+    assert router.booked(chosen) == (0, 0, 0)
+
+
+def test_a_hand_off_nobody_is_left_for_ends_in_a_refusal_not_in_a_loop():
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+    router.leave("d1")
+
+    commands = router.step(prefill, 11, finish=LENGTH, handoff=a_handoff())
+
+    assert the(Refuse, commands).reason is Reason.WORKER_LOST
+
+
+# Failures after tokens were sent.
+
+
+def test_a_greedy_stream_goes_on_elsewhere_from_the_tokens_already_sent():
+    router = Driver(*TWO)
+    first = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
+    router.step(first, 11)
+    router.step(first, 12, 13)
+
+    second = the(Dispatch, router.leave(first.worker_id))
+
+    assert second.start.phase is Phase.AGGREGATED
+    assert token_ids(second.start.tokens) == [*range(1, 11), 11, 12, 13]
+    assert second.start.sampling.max_tokens == GREEDY.max_tokens - 3
+    last = router.step(second, 14, finish=LENGTH)
+    assert the(Emit, last).progress.token_ids == (14,)
+    assert router.machine.snapshot().counters.continued == 1
+
+
+def test_a_continued_stream_goes_where_the_tokens_already_sent_are_cached():
+    router = Driver(*ONE)
+    sampling = Sampling(temperature=0.0, max_tokens=200)
+    first = the(Dispatch, router.send(an_arrival(tokens=64, sampling=sampling)))
+    answer = range(65, 65 + 64)
+    router.step(first, *answer)
+    router.join("d2")
+    router.join("d3")
+    hashes = chain(a_prompt(128), BLOCK_TOKENS)
+    router.send(KvChanged(worker_id=WorkerId("d2"), events=(KvStored(tuple(hashes[:2])),)))
+    router.send(KvChanged(worker_id=WorkerId("d3"), events=(KvStored(tuple(hashes[:4])),)))
+
+    again = the(Dispatch, router.leave("d1"))
+
+    assert again.worker_id == "d3"
+    assert router.booked("d3") == (1, 4, 1)
+
+
+def test_a_stream_goes_on_after_the_hand_off_too():
+    router = Driver(*PAIR, ("d2", Role.DECODE))
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+    decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff()))
+    router.step(decode, 12)
+
+    again = the(Dispatch, router.leave(decode.worker_id))
+
+    assert token_ids(again.start.tokens)[-2:] == [11, 12]
+    assert again.start.phase is Phase.PREFILL  # long and uncached, as the rule has it
+    handed = router.step(again, 13, finish=LENGTH, handoff=a_handoff())
+    assert the(Emit, handed).progress.token_ids == (13,)
+    assert dispatched(handed).sampling.max_tokens == GREEDY.max_tokens - 3
+
+
+def test_a_stream_that_another_worker_could_not_continue_is_refused():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival(sampling=SEEDED)))
+    router.step(work, 11)
+
+    refusal = the(Refuse, router.leave(work.worker_id))
+
+    assert refusal.reason is Reason.WORKER_LOST
+
+
+def test_stateful_sampling_is_placed_again_as_long_as_nothing_was_sent():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival(sampling=SEEDED)))
+
+    assert dispatched(router.leave(work.worker_id)).sampling == SEEDED
+
+
+def test_a_continued_stream_waits_first_in_line_when_all_are_busy():
+    router = Driver(oversubscribe=1.0)
+    router.join("d1", max_running=1)
+    first = the(Dispatch, router.send(an_arrival(request_id="stream", sampling=GREEDY)))
+    router.join("d2", max_running=1)
+    other = the(Dispatch, router.send(an_arrival(request_id="other")))
+    router.send(an_arrival(request_id="waiting"))
+    router.step(first, 11)
+
+    router.leave(first.worker_id)
+    commands = router.step(other, 1, finish=Finish.STOP)
+
+    assert the(Dispatch, commands).start.request_id.startswith("stream#")
+
+
+def test_minimum_tokens_already_sent_are_not_asked_for_again():
+    router = Driver(*TWO)
+    sampling = Sampling(temperature=0.0, max_tokens=8, min_tokens=1)
+    first = the(Dispatch, router.send(an_arrival(sampling=sampling)))
+    router.step(first, 11)
+
+    assert dispatched(router.leave(first.worker_id)).sampling.min_tokens == 0
+
+
+# Views.
+
+
+def test_a_decision_can_be_explained_afterwards_until_newer_ones_push_it_out():
+    router = Driver(*PAIR, explained_requests=2)
+    for number in range(3):
+        router.send(a_long_arrival(request_id=f"r{number}"))
+
+    assert router.machine.explain(RequestId("r0")) is None
+    (placed,) = router.machine.explain(RequestId("r2")).placements
+    assert (placed.why, placed.decode, placed.prefill) == (Why.PROMPT_LONG_UNCACHED, "d1", "p1")
+    assert placed.candidates[0].cost > 0
+
+
+def test_the_snapshot_shows_pools_loads_and_counts():
+    router = Driver(*PAIR)
+    router.send(LoadReported(worker_id=WorkerId("d1"), load=a_load(running=3, waiting=1, kv_blocks_used=9)))
+    work = the(Dispatch, router.send(an_arrival(request_id="short")))
+    router.step(work, 1, finish=Finish.STOP)
+    router.send(a_long_arrival(request_id="long"))
+    router.cancel("long")
+    router.send(an_arrival(request_id="late", deadline=START))
+
+    snapshot = router.machine.snapshot()
+
+    assert [(pool.model, pool.role, len(pool.workers)) for pool in snapshot.pools] == [
+        ("tiny", Role.PREFILL, 1),
+        ("tiny", Role.DECODE, 1),
+    ]
+    decode = snapshot.pools[1].workers[0]
+    assert (decode.running, decode.waiting, decode.kv_blocks_used, decode.state) == (3, 1, 9, "serving")
+    counters = snapshot.counters
+    assert (counters.completed, counters.cancelled, counters.aggregated, counters.disaggregated) == (1, 1, 1, 1)
+    assert counters.refused == {Reason.DEADLINE_PASSED: 1}
+    assert counters.ended == 3
+
+
+def test_messages_about_unknown_workers_are_ignored():
+    router = Driver()
+
+    assert router.send(LoadReported(worker_id=WorkerId("x"), load=a_load())) == []
+    assert router.send(KvChanged(worker_id=WorkerId("x"), events=(KvCleared(),))) == []
+    assert router.send(WorkerDraining(worker_id=WorkerId("x"))) == []
+    assert router.leave("x") == []
+
+
+def test_a_worker_cannot_advance_what_runs_elsewhere():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival()))
+    other = "d2" if work.worker_id == "d1" else "d1"
+
+    assert router.step(Dispatch(worker_id=WorkerId(other), start=work.start), 1) == []
+
+
+def test_turns_outside_the_table_are_bugs():
+    with pytest.raises(IllegalTurn, match="HANDED_OVER in QUEUED"):
+        advance(Stage.QUEUED, Turn.HANDED_OVER)

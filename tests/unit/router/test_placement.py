@@ -1,0 +1,328 @@
+"""Scores and choices against the rules that fleet.router.placement states."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from msgspec import structs
+
+from fleet.errors import Reason
+from fleet.ids import StoreId, WorkerId
+from fleet.roles import KvPath, Placement, Role
+from fleet.router.placement import (
+    Asked,
+    Impossible,
+    Placed,
+    Standing,
+    Unfit,
+    Wait,
+    Why,
+    common_path,
+    decide,
+    score,
+)
+from fleet.router.settings import RouterSettings
+from kvstore.block import blocks_for
+from tests.builders import BLOCK_TOKENS, a_description
+
+SETTINGS = RouterSettings(remote_prefill_min_tokens=512, oversubscribe=1.0)
+BOTH_PATHS = (KvPath.STORE, KvPath.DIRECT)
+
+
+def a_standing(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_tokens: int = 100, **fields) -> Standing:
+    own = {name: fields.pop(name) for name in tuple(fields) if name in Standing.__struct_fields__}
+    own.setdefault("new_blocks", blocks_for(prompt_tokens, BLOCK_TOKENS))
+    return Standing(description=a_description(worker_id=worker_id, role=role, **fields), **own)
+
+
+def placed(asked: Asked, *standings: Standing, settings: RouterSettings = SETTINGS, seed: int = 0) -> Placed:
+    outcome = decide(asked, standings, settings, random.Random(seed))
+    assert isinstance(outcome, Placed), outcome
+    return outcome
+
+
+def refused(asked: Asked, *standings: Standing) -> Impossible:
+    outcome = decide(asked, standings, SETTINGS, random.Random(0))
+    assert isinstance(outcome, Impossible), outcome
+    return outcome
+
+
+# Cost.
+
+
+@pytest.mark.parametrize(
+    ("fields", "cost"),
+    [
+        ({}, 10 + 10),
+        ({"backlog_tokens": 64}, 12 + 10),
+        ({"engine_blocks": 4, "new_blocks": 6}, 6 + 6),
+        ({"store_blocks": 4}, 10 - 0.75 * 4 + 10),
+        ({"engine_blocks": 2, "store_blocks": 4}, 10 - 2 - 3 + 10),
+        ({"active_blocks": 7, "new_blocks": 3}, 10 + 10),
+        ({"requests": 5}, 10 + 10 + 5),
+        ({"backlog_tokens": 16, "requests": 1, "active_blocks": 100}, 10.5 + 110 + 1),
+    ],
+)
+def test_the_cost_is_counted_in_blocks(fields, cost):
+    terms = score(a_standing(prompt_tokens=320, **fields), 320, SETTINGS)
+
+    assert terms.cost == pytest.approx(cost, abs=1e-9)
+
+
+def test_a_credit_above_one_eats_into_the_backlog_but_not_below_zero():
+    generous = structs.replace(SETTINGS, engine_hit_credit=3.0)
+    hot = a_standing(prompt_tokens=320, engine_blocks=10, backlog_tokens=320, new_blocks=0)
+
+    assert score(hot, 320, generous).cost == 0
+    assert score(structs.replace(hot, backlog_tokens=3200), 320, generous).cost == 110 - 30
+
+
+def test_terms_add_up_to_the_cost():
+    terms = score(a_standing(engine_blocks=1, store_blocks=1, requests=2, backlog_tokens=50), 100, SETTINGS)
+
+    assert max(0, terms.prefill - terms.credit) + terms.decode + terms.requests == terms.cost
+
+
+def test_a_hit_in_the_engine_beats_one_in_the_store_beats_none():
+    asked = Asked(prompt_tokens=320)
+    engine = a_standing("engine", prompt_tokens=320, engine_blocks=8)
+    store = a_standing("store", prompt_tokens=320, store_blocks=8)
+    cold = a_standing("cold", prompt_tokens=320)
+
+    assert placed(asked, cold, store, engine).decode == "engine"
+    assert placed(asked, cold, store).decode == "store"
+
+
+def test_equal_workers_get_equal_shares():
+    """Row R6: within five per cent of uniform, wherever they stand in the list."""
+    standings = [a_standing(f"d{number}") for number in range(4)]
+    rng = random.Random(4)
+
+    choices = Counter(decide(Asked(prompt_tokens=100), standings, SETTINGS, rng).decode for _ in range(10_000))
+
+    assert set(choices) == {f"d{number}" for number in range(4)}
+    assert all(abs(count - 2500) <= 125 for count in choices.values()), choices
+
+
+# Who is a candidate.
+
+
+def test_draining_failed_full_and_small_workers_are_passed_over_with_the_cause():
+    standings = [
+        a_standing("draining", draining=True),
+        a_standing("failed", failed=True),
+        a_standing("full", requests=16, max_running=16),
+        a_standing("short", max_model_len=100),
+        a_standing("small", kv_blocks=3),
+        a_standing("good", requests=15, max_running=16),
+    ]
+
+    decision = placed(Asked(prompt_tokens=100), *standings)
+
+    assert decision.decode == "good"
+    assert dict(decision.unfit) == {
+        "draining": Unfit.DRAINING,
+        "failed": Unfit.FAILED_BEFORE,
+        "full": Unfit.AT_LIMIT,
+        "short": Unfit.TOO_SMALL,
+        "small": Unfit.TOO_SMALL,
+    }
+
+
+def test_a_prefill_worker_gets_no_whole_request():
+    decision = placed(Asked(prompt_tokens=100), a_standing("p", Role.PREFILL), a_standing("d", requests=10))
+
+    assert (decision.decode, decision.prefill) == ("d", None)
+
+
+@pytest.mark.parametrize(
+    ("standings", "reason", "field"),
+    [
+        ([], Reason.NO_WORKER, ""),
+        ([a_standing("p", Role.PREFILL)], Reason.NO_WORKER, ""),
+        ([a_standing("d", draining=True)], Reason.NO_WORKER, ""),
+        ([a_standing("d", failed=True)], Reason.WORKER_LOST, ""),
+        ([a_standing("d", max_model_len=50)], Reason.TOO_LARGE, "prompt"),
+    ],
+)
+def test_each_cause_of_no_candidate_has_its_own_refusal(standings, reason, field):
+    refusal = refused(Asked(prompt_tokens=100), *standings)
+
+    assert (refusal.reason, refusal.field) == (reason, field)
+
+
+def test_a_request_waits_when_all_who_could_serve_it_are_full():
+    full = a_standing("full", requests=16)
+    small = a_standing("small", max_model_len=50)
+
+    assert decide(Asked(prompt_tokens=100), [full, small], SETTINGS, random.Random(0)) == Wait()
+
+
+# The aggregated-or-disaggregated rule (row R15).
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hit_blocks", "hit", "prefill_load"),
+    list(itertools.product((100, 511, 512, 513, 1000, 4000), (0, 1, 15, 16, 31), ("engine", "store"), (0, 15, 16))),
+)
+def test_the_choice_between_one_worker_and_a_pair_equals_the_rule(prompt, hit_blocks, hit, prefill_load):
+    hit_blocks = min(hit_blocks, prompt // BLOCK_TOKENS)
+    decode = a_standing("d", prompt_tokens=prompt, max_model_len=8192, **{f"{hit}_blocks": hit_blocks})
+    prefill = a_standing("p", Role.PREFILL, prompt_tokens=prompt, max_model_len=8192, requests=prefill_load)
+    uncached = max(1, prompt - hit_blocks * BLOCK_TOKENS)
+
+    decision = placed(Asked(prompt_tokens=prompt), decode, prefill)
+
+    assert decision.uncached_tokens == uncached
+    if uncached < 512:
+        assert (decision.prefill, decision.why) == (None, Why.SHORT_UNCACHED_PROMPT)
+    elif prefill_load >= 16:
+        assert (decision.prefill, decision.why) == (None, Why.PREFILL_WORKERS_BUSY)
+    else:
+        assert (decision.prefill, decision.kv_path, decision.why) == ("p", KvPath.STORE, Why.PROMPT_LONG_UNCACHED)
+
+
+LONG = Asked(prompt_tokens=1000)
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ([], Why.NO_PREFILL_WORKER),
+        ([a_standing("d2", requests=9)], Why.NO_PREFILL_WORKER),
+        ([a_standing("p", Role.PREFILL, draining=True)], Why.NO_PREFILL_WORKER),
+        ([a_standing("p", Role.PREFILL, failed=True)], Why.PREFILL_LOST),
+        ([a_standing("p", Role.PREFILL, fingerprint="other")], Why.NO_COMPATIBLE_PAIR),
+        ([a_standing("p", Role.PREFILL, store_id=StoreId("another"))], Why.NO_COMPATIBLE_PAIR),
+        ([a_standing("p", Role.PREFILL, kv_paths=(KvPath.DIRECT,))], Why.NO_COMPATIBLE_PAIR),
+        ([a_standing("p", Role.PREFILL, requests=16)], Why.PREFILL_WORKERS_BUSY),
+        ([a_standing("p", Role.PREFILL)], Why.PROMPT_LONG_UNCACHED),
+        ([a_standing("b", Role.BOTH, prompt_tokens=1000, requests=9)], Why.PROMPT_LONG_UNCACHED),
+    ],
+)
+def test_a_long_prompt_goes_to_a_pair_unless_a_named_reason_forbids(others, why):
+    decision = placed(LONG, a_standing("d", prompt_tokens=1000), *others)
+
+    assert decision.why is why
+    assert (decision.prefill is not None) == (why is Why.PROMPT_LONG_UNCACHED)
+
+
+def test_workers_that_do_everything_prefill_for_each_other_only_when_asked():
+    standings = [a_standing("b1", Role.BOTH), a_standing("b2", Role.BOTH, requests=5)]
+
+    assert placed(LONG, *standings).why is Why.NO_PREFILL_WORKER
+    asked = placed(structs.replace(LONG, placement=Placement.DISAGGREGATED), *standings)
+    assert (asked.decode, asked.prefill) == ("b1", "b2")
+
+
+def test_the_least_loaded_prefill_worker_is_taken_by_what_it_has_to_compute():
+    decode = a_standing("d", prompt_tokens=1000)
+    busy = a_standing("busy", Role.PREFILL, backlog_tokens=3000)
+    warm = a_standing("warm", Role.PREFILL, backlog_tokens=500, engine_blocks=20)
+    cold = a_standing("cold", Role.PREFILL)
+
+    decision = placed(LONG, decode, busy, warm, cold)
+
+    assert decision.prefill == "warm"
+    assert decision.prefill_tokens == 1000 - 20 * BLOCK_TOKENS
+    assert [terms.worker_id for terms in decision.prefill_candidates] == ["busy", "warm", "cold"]
+
+
+# What clients ask for.
+
+
+def test_an_override_decides_and_says_so():
+    short = Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED)
+    standings = (a_standing("d"), a_standing("p", Role.PREFILL))
+
+    pair = placed(short, *standings)
+    alone = placed(structs.replace(LONG, placement=Placement.AGGREGATED), *standings)
+
+    assert (pair.prefill, pair.why) == ("p", Why.ASKED_BY_CLIENT)
+    assert (alone.prefill, alone.why) == (None, Why.ASKED_BY_CLIENT)
+
+
+@pytest.mark.parametrize(
+    ("standings", "asked", "reason", "field"),
+    [
+        ([a_standing("d")], Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED), Reason.NO_WORKER, "placement"),
+        (
+            [a_standing("d"), a_standing("p", Role.PREFILL, fingerprint="other")],
+            Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED),
+            Reason.KV_MISMATCH,
+            "placement",
+        ),
+        (
+            [a_standing("d"), a_standing("p", Role.PREFILL)],
+            Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED, kv_path=KvPath.DIRECT),
+            Reason.KV_MISMATCH,
+            "kv_path",
+        ),
+        (
+            [a_standing("d"), a_standing("p", Role.PREFILL)],
+            Asked(prompt_tokens=1000, kv_path=KvPath.DIRECT),
+            Reason.KV_MISMATCH,
+            "kv_path",
+        ),
+    ],
+)
+def test_an_override_that_nobody_can_meet_is_refused_naming_the_field(standings, asked, reason, field):
+    refusal = refused(asked, *standings)
+
+    assert (refusal.reason, refusal.field) == (reason, field)
+
+
+def test_a_pair_that_was_asked_for_waits_for_busy_prefill_workers():
+    asked = Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED)
+    standings = [a_standing("d"), a_standing("p", Role.PREFILL, requests=16)]
+
+    assert decide(asked, standings, SETTINGS, random.Random(0)) == Wait()
+
+
+def test_a_pair_that_was_asked_for_is_found_behind_a_cheaper_worker_without_partner():
+    asked = Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED)
+    lonely = a_standing("lonely", fingerprint="other")
+    paired = a_standing("paired", requests=9)
+
+    decision = placed(asked, lonely, paired, a_standing("p", Role.PREFILL))
+
+    assert decision.decode == "paired"
+    assert dict(decision.unfit) == {WorkerId("lonely"): Unfit.NO_PAIR}
+
+
+# Ways for the blocks.
+
+
+@pytest.mark.parametrize(
+    ("prefer_direct", "asked", "prefill_paths", "decode_paths", "path"),
+    [
+        (False, None, BOTH_PATHS, BOTH_PATHS, KvPath.STORE),
+        (True, None, BOTH_PATHS, BOTH_PATHS, KvPath.DIRECT),
+        (True, None, (KvPath.STORE,), BOTH_PATHS, KvPath.STORE),
+        (False, None, (KvPath.DIRECT,), BOTH_PATHS, KvPath.DIRECT),
+        (False, KvPath.DIRECT, BOTH_PATHS, BOTH_PATHS, KvPath.DIRECT),
+        (True, KvPath.STORE, BOTH_PATHS, BOTH_PATHS, KvPath.STORE),
+        (False, KvPath.DIRECT, (KvPath.STORE,), BOTH_PATHS, None),
+        (False, None, (KvPath.STORE,), (KvPath.DIRECT,), None),
+        (False, None, (), (), None),
+    ],
+)
+def test_the_way_is_the_preferred_one_of_those_both_can_go(prefer_direct, asked, prefill_paths, decode_paths, path):
+    settings = RouterSettings(prefer_direct=prefer_direct)
+    prefill = a_description(kv_paths=prefill_paths)
+    decode = a_description(kv_paths=decode_paths)
+
+    assert common_path(prefill, decode, asked, settings) is path
+
+
+def test_two_workers_without_a_store_have_no_way_through_it():
+    lone = a_description(store_id=None)
+
+    assert common_path(lone, lone, None, SETTINGS) is None
+
+
+def test_layouts_that_differ_make_no_pair_whatever_the_way():
+    prefill = a_description(fingerprint="a", kv_paths=BOTH_PATHS)
+
+    assert common_path(prefill, a_description(fingerprint="b", kv_paths=BOTH_PATHS), None, SETTINGS) is None

@@ -1,0 +1,269 @@
+"""The router's shell, with workers in memory."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from fleet.adapters.clock import SystemClock
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.errors import Reason, Refused
+from fleet.ids import RequestId, WorkerId
+from fleet.requests import Finish
+from fleet.roles import Phase, Role
+from fleet.router.machine import RouterMachine
+from fleet.router.messages import Complete
+from fleet.router.server import RouterServer
+from fleet.router.settings import RouterSettings
+from fleet.work import Cancel, Progress, Start, Step
+from tests.builders import a_description, a_handoff, an_arrival, some_progress
+from tests.fake_workers import FakeWorker, FakeWorkers
+
+
+class FirstOfAll:
+    """Chance that takes the first of equal workers."""
+
+    def randrange(self, stop: int, /) -> int:
+        return 0
+
+
+class Router:
+    def __init__(self, **settings):
+        self.workers = FakeWorkers()
+        self.machine = RouterMachine(RouterSettings(**settings), FirstOfAll())
+        self.clock = SystemClock()
+        self.server = RouterServer(self.machine, self.workers, self.clock)
+
+    async def join(self, worker_id: str = "d1", role: Role = Role.DECODE, **fields) -> FakeWorker:
+        worker = self.workers.join(a_description(worker_id=worker_id, role=role, **fields))
+        await self.workers.settle()
+        return worker
+
+
+@asynccontextmanager
+async def a_router(**settings) -> AsyncIterator[Router]:
+    router = Router(**settings)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(router.server.run())
+        yield router
+        running.cancel()
+    router.machine.check()
+    assert router.server.status().active == 0, "a request was left behind"
+
+
+async def a_start_at(worker: FakeWorker) -> Start:
+    message = await worker.heard()
+    assert isinstance(message, Start), message
+    return message
+
+
+async def answer(worker: FakeWorker, start: Start, *tokens: int, finish: Finish | None = None) -> None:
+    await worker.say(Step(progress=(some_progress(*tokens, request_id=start.request_id, finish=finish),)))
+
+
+async def test_tokens_stream_to_the_client_and_end_with_complete():
+    async with a_router() as router:
+        worker = await router.join()
+        async with router.server.submit(an_arrival()) as events:
+            start = await a_start_at(worker)
+            await answer(worker, start, 11)
+            await answer(worker, start, 12, finish=Finish.STOP)
+            received = [event async for event in events]
+
+        assert [event.token_ids for event in received if isinstance(event, Progress)] == [(11,), (12,)]
+        assert isinstance(received[-1], Complete)
+        assert worker.inbox.empty(), "nothing is cancelled that is over"
+
+
+async def test_nothing_is_started_before_the_context_is_entered():
+    async with a_router() as router:
+        worker = await router.join()
+        router.server.submit(an_arrival())
+
+        assert router.server.status().active == 0
+        assert worker.inbox.empty()
+
+
+async def test_leaving_early_stops_the_work():
+    async with a_router() as router:
+        worker = await router.join()
+        async with router.server.submit(an_arrival()) as events:
+            start = await a_start_at(worker)
+            await answer(worker, start, 11)
+            await anext(events)
+
+        assert await worker.heard() == Cancel(request_id=start.request_id)
+
+
+async def test_a_consumer_that_is_cancelled_while_waiting_stops_the_work():
+    async with a_router() as router:
+        worker = await router.join()
+
+        async def consume() -> None:
+            async with router.server.submit(an_arrival()) as events:
+                async for _ in events:
+                    pass
+
+        async with asyncio.TaskGroup() as tasks:
+            consumer = tasks.create_task(consume())
+            start = await a_start_at(worker)
+            consumer.cancel()
+        assert await worker.heard() == Cancel(request_id=start.request_id)
+
+
+async def test_a_refusal_on_arrival_is_raised_on_entering():
+    async with a_router() as router:
+        with pytest.raises(Refused) as refusal:
+            async with router.server.submit(an_arrival()):
+                pytest.fail("was entered")
+
+        assert refusal.value.reason is Reason.NO_WORKER
+        assert refusal.value.retry_after_ms == 1000
+
+
+async def test_a_refusal_later_on_is_raised_after_the_tokens_that_came_before():
+    async with a_router() as router:
+        worker = await router.join()
+        async with router.server.submit(an_arrival()) as events:
+            start = await a_start_at(worker)
+            await answer(worker, start, 11)
+            await worker.leave()
+            assert (await anext(events)).token_ids == (11,)
+            with pytest.raises(Refused) as refusal:
+                await anext(events)
+
+        assert refusal.value.reason is Reason.WORKER_LOST
+
+
+async def test_two_requests_of_one_name_cannot_run_at_once():
+    async with a_router() as router:
+        worker = await router.join()
+        async with router.server.submit(an_arrival()) as events:
+            start = await a_start_at(worker)
+            with pytest.raises(Refused) as refusal:
+                async with router.server.submit(an_arrival()):
+                    pytest.fail("was entered")
+            await answer(worker, start, 11, finish=Finish.STOP)
+            assert [type(event) for event in [event async for event in events]] == [Progress, Complete]
+
+        assert (refusal.value.reason, refusal.value.field) == (Reason.INVALID_ARGUMENT, "request_id")
+
+
+async def test_work_that_cannot_be_delivered_goes_to_another_worker():
+    async with a_router() as router:
+        await router.join("d1")
+        second = await router.join("d2")
+        router.workers.cut(WorkerId("d1"))
+        async with router.server.submit(an_arrival()) as events:
+            start = await a_start_at(second)
+            await answer(second, start, 11, finish=Finish.STOP)
+            received = [event async for event in events]
+
+        assert isinstance(received[-1], Complete)
+
+
+async def test_a_lost_worker_is_replaced_within_one_stream():
+    async with a_router() as router:
+        first = await router.join("d1")
+        second = await router.join("d2")
+        async with router.server.submit(an_arrival()) as events:
+            await answer(first, await a_start_at(first), 11)
+            await first.leave()
+            await answer(second, await a_start_at(second), 12, finish=Finish.LENGTH)
+            received = [event async for event in events]
+
+        assert [event.token_ids for event in received if isinstance(event, Progress)] == [(11,), (12,)]
+
+
+async def test_a_hand_off_reaches_the_decode_worker():
+    async with a_router() as router:
+        prefill_worker = await router.join("p1", Role.PREFILL)
+        decode_worker = await router.join("d1")
+        async with router.server.submit(an_arrival(tokens=1000)) as events:
+            prefill = await a_start_at(prefill_worker)
+            handoff = a_handoff(num_tokens=1000)
+            progress = some_progress(11, request_id=prefill.request_id, finish=Finish.LENGTH, handoff=handoff)
+            await prefill_worker.say(Step(progress=(progress,)))
+            decode = await a_start_at(decode_worker)
+            assert (decode.phase, decode.handoff) == (Phase.DECODE, handoff)
+            await answer(decode_worker, decode, 12, finish=Finish.STOP)
+            received = [event async for event in events]
+
+        assert [event.token_ids for event in received if isinstance(event, Progress)] == [(11,), (12,)]
+
+
+async def test_a_deadline_is_kept_without_anything_else_happening():
+    async with a_router() as router:
+        worker = await router.join()
+        soon = Nanos(router.clock.now() + 30 * MILLISECOND)
+        async with router.server.submit(an_arrival(deadline=soon)) as events:
+            start = await a_start_at(worker)
+            with pytest.raises(Refused) as refusal:
+                await anext(events)
+
+        assert refusal.value.reason is Reason.DEADLINE_PASSED
+        assert router.clock.now() >= soon
+        assert await worker.heard() == Cancel(request_id=start.request_id)
+
+
+async def test_an_earlier_deadline_that_comes_later_is_not_overslept():
+    async with a_router() as router:
+        await router.join()
+        now = router.clock.now()
+        async with router.server.submit(an_arrival(request_id="patient", deadline=Nanos(now + 60 * SECOND))):
+            await asyncio.sleep(0)  # the timer is set for the patient one
+            hasty = an_arrival(request_id="hasty", deadline=Nanos(now + 20 * MILLISECOND))
+            async with router.server.submit(hasty) as events:
+                with pytest.raises(Refused):
+                    await anext(events)
+
+
+async def test_stopping_the_router_refuses_open_streams_and_stops_their_work():
+    router = Router()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(router.server.run())
+        worker = await router.join()
+        async with router.server.submit(an_arrival()) as events:
+            start = await a_start_at(worker)
+            running.cancel()
+            with pytest.raises(Refused) as refusal:
+                await anext(events)
+            assert refusal.value.reason is Reason.DRAINING
+            assert await worker.heard() == Cancel(request_id=start.request_id)
+    with pytest.raises(Refused):
+        async with router.server.submit(an_arrival(request_id="later")):
+            pytest.fail("was entered")
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new():
+    async with a_router() as router:
+        worker = await router.join()
+        async with router.server.submit(an_arrival()) as events, asyncio.TaskGroup() as tasks:
+            start = await a_start_at(worker)
+            draining = tasks.create_task(router.server.drain(Nanos(10 * SECOND)))
+            await asyncio.sleep(0)
+            with pytest.raises(Refused) as refusal:
+                async with router.server.submit(an_arrival(request_id="late")):
+                    pytest.fail("was entered")
+            await answer(worker, start, 11, finish=Finish.STOP)
+            assert [type(event) for event in [event async for event in events]] == [Progress, Complete]
+
+        assert refusal.value.reason is Reason.DRAINING
+        assert draining.result() == 0
+
+
+async def test_draining_does_not_wait_for_ever():
+    async with a_router() as router:
+        await router.join()
+        async with router.server.submit(an_arrival()):
+            assert await router.server.drain(Nanos(10 * MILLISECOND)) == 1
+
+
+async def test_status_models_and_explanations_come_from_the_machine():
+    async with a_router() as router:
+        await router.join()
+        async with router.server.submit(an_arrival()):
+            assert router.server.status().active == 1
+            assert [card.name for card in router.server.models()] == ["tiny"]
+            assert router.server.explain(RequestId("r1")).placements[0].decode == "d1"

@@ -1,0 +1,146 @@
+"""Promises of settings files."""
+
+import pytest
+from msgspec import Struct
+
+from fleet.config import ClusterSection, PoolSection, Topology, load, model_folder, save, served_name
+from fleet.errors import ConfigurationRefused
+from fleet.roles import KvPath, Role
+from fleet.router.settings import RouterSettings
+from kvstore.settings import StoreSettings
+from workers.settings import WorkerSettings
+
+
+def a_file(folder, text, name="topology.toml"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_an_empty_file_is_the_default_topology(tmp_path):
+    topology = load(a_file(tmp_path, ""), Topology)
+
+    assert topology == Topology()
+    assert [(pool.role, pool.replicas) for pool in topology.pools] == [(Role.PREFILL, 1), (Role.DECODE, 1)]
+
+
+def test_a_topology_says_what_differs_from_the_default(tmp_path):
+    topology = load(
+        a_file(
+            tmp_path,
+            """
+            [cluster]
+            engine = "simulated"
+            kv_paths = ["direct", "store"]
+            [router]
+            max_queued = 7
+            [[pools]]
+            role = "both"
+            replicas = 3
+            """,
+        ),
+        Topology,
+    )
+
+    assert topology.cluster.engine == "simulated"
+    assert topology.cluster.kv_paths == (KvPath.DIRECT, KvPath.STORE)
+    assert topology.router.max_queued == 7
+    assert topology.pools == (PoolSection(role=Role.BOTH, replicas=3),)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("[cluster]\nengin = 'vllm'", "cluster.engin: is not a known key"),
+        ("clusters = 1", "clusters: is not a known key"),
+        (
+            "[[pools]]\nrole = 'decode'\nsimulated = {speedup = 2, sed = 1}",
+            "pools[0].simulated.sed: is not a known key",
+        ),
+        ("[[pools]]\nrole = 'decoder'", "pools[0].role: Invalid enum value 'decoder'"),
+        ("[[pools]]\nreplicas = 1", "pools[0]: Object missing required field `role`"),
+        ("[store]\ncapacity_mib = 0", "store.capacity_mib: Expected `int` >= 1"),
+        ("[router]\nmax_queued = 'many'", "router.max_queued: Expected `int`, got `str`"),
+        ("[cluster\nmodel = 1", "Expected ']' at the end of a table declaration (at line 1, column 9)"),
+        ("[[pools]]\nrole = 'prefill'", "pools: prefill workers need workers of role decode or both to hand over to"),
+        ("pools = []", "pools: no worker is left to start"),
+        (
+            "[cluster]\nkv_paths = []",
+            "cluster.kv_paths: prefill workers need a way to hand over blocks: store or direct",
+        ),
+        ("[router]\nstore = 'unix:/x'", "router: `models` and `store` follow from the other sections; leave them out"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_file_path_and_cause_in_one_line(tmp_path, text, cause):
+    path = a_file(tmp_path, text)
+
+    with pytest.raises(ConfigurationRefused) as refused:
+        load(path, Topology)
+
+    assert str(refused.value) == f"{path}: {cause}"
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "topology.toml"
+    path.write_bytes(b"[cluster]\nmodel = '\xff'")
+
+    with pytest.raises(ConfigurationRefused, match="can't decode byte 0xff"):
+        load(path, Topology)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigurationRefused, match=r"nowhere\.toml: No such file"):
+        load(tmp_path / "nowhere.toml", Topology)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RouterSettings(models={"tiny": "/models/tiny"}, store="unix:/run/store"),
+        StoreSettings(store_id="s", listen=("unix:/run/store",)),
+        WorkerSettings(worker_id="w", model="tiny", kv_paths=(KvPath.DIRECT,), role=Role.PREFILL),
+    ],
+)
+def test_settings_of_a_process_survive_their_file(tmp_path, settings):
+    path = tmp_path / "settings.json"
+    save(settings, path)
+
+    assert load(path, type(settings)) == settings
+    assert path.stat().st_mode & 0o077 == 0  # there may be secrets in it
+
+
+@pytest.mark.parametrize("kind", [Topology, RouterSettings, StoreSettings, WorkerSettings])
+def test_every_section_refuses_unknown_keys(kind):
+    seen = set()
+
+    def visit(each):
+        if isinstance(each, type) and issubclass(each, Struct) and each not in seen:
+            seen.add(each)
+            assert each.__struct_config__.forbid_unknown_fields, each
+            for field in each.__annotations__.values():
+                visit(field)
+        for argument in getattr(each, "__args__", ()):
+            visit(argument)
+
+    visit(kind)
+    assert seen
+
+
+def test_a_model_folder_must_be_one(tmp_path):
+    with pytest.raises(ConfigurationRefused, match=r"cluster.model: .*/nowhere is not a folder"):
+        model_folder(ClusterSection(model="nowhere"), tmp_path, tmp_path)
+    with pytest.raises(ConfigurationRefused, match=r"is not a Hugging Face model folder: it has no config.json"):
+        model_folder(ClusterSection(model="."), tmp_path, tmp_path)
+
+
+def test_a_model_path_is_relative_to_its_file_and_named_after_its_folder(tmp_path):
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    section = ClusterSection(model="llama")
+
+    found = model_folder(section, tmp_path / "tiny", tmp_path)
+
+    assert found == folder
+    assert served_name(section, found) == "llama"

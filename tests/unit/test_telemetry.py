@@ -1,0 +1,68 @@
+import logging
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from fleet.errors import Reason
+from fleet.requests import Finish, KvPhase, Source, Usage
+from fleet.roles import Phase
+from fleet.telemetry import LATENCY_BUCKETS, LineFormatter, Metrics
+from tests.builders import a_report
+
+USAGE = Usage(prompt_tokens=64, completion_tokens=3, cached_tokens=32)
+
+
+def lines(metrics: Metrics) -> list[str]:
+    return generate_latest(metrics.registry).decode().splitlines()
+
+
+def test_a_request_is_counted_by_how_it_ended_and_where_it_ran():
+    metrics = Metrics(CollectorRegistry())
+    kv = (
+        KvPhase(phase=Phase.PREFILL, worker_id="p", report=a_report(64)),
+        KvPhase(phase=Phase.DECODE, worker_id="d", report=a_report(64, cached_blocks=1, source=Source.STORE)),
+    )
+
+    metrics.ended(Finish.STOP, kv, USAGE, 0.5)
+    metrics.ended(Reason.QUEUE_FULL, (), None, 0.1)
+
+    told = lines(metrics)
+    assert 'fleet_requests_total{outcome="stop",placement="disaggregated"} 1.0' in told
+    assert 'fleet_requests_total{outcome="queue_full",placement="unknown"} 1.0' in told
+    assert 'fleet_kv_blocks_total{phase="prefill",source="computed"} 2.0' in told
+    assert 'fleet_kv_blocks_total{phase="decode",source="store"} 1.0' in told
+    assert 'fleet_kv_bytes_total{phase="decode",source="store"} 1024.0' in told
+    assert 'fleet_kv_blocks_total{phase="decode",source="direct"} 0.0' in told
+    assert "fleet_cached_tokens_total 32.0" in told
+    assert "fleet_request_seconds_count 1.0" in told
+
+
+def test_latency_buckets_reach_from_a_millisecond_to_a_hundred_seconds():
+    assert (LATENCY_BUCKETS[0], LATENCY_BUCKETS[-1]) == (0.001, 100.0)
+    assert list(LATENCY_BUCKETS) == sorted(LATENCY_BUCKETS)
+
+
+def test_a_watched_number_is_read_when_metrics_are_collected():
+    metrics = Metrics(CollectorRegistry())
+    queue = [1, 2]
+    metrics.watch("fleet_queued_requests", "Requests that wait", lambda: len(queue))
+    queue.append(3)
+
+    assert "fleet_queued_requests 3.0" in lines(metrics)
+
+
+def test_a_log_entry_is_one_line_with_its_extras():
+    record = logging.makeLogRecord(
+        {
+            "name": "fleet.x",
+            "levelname": "WARNING",
+            "msg": "worker %s",
+            "args": ("lost\nfake",),
+            "worker": "w1",
+            "code": 7,
+        }
+    )
+
+    line = LineFormatter().format(record)
+
+    assert line.endswith("WARNING fleet.x worker lost\\nfake worker=w1 code=7")
+    assert "\n" not in line

@@ -1,0 +1,170 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.errors import Reason, Refused
+from fleet.requests import ChatMessage, ChatPrompt, Sampling, TextPrompt, TokenPrompt
+from fleet.validation import validate
+from tests.builders import a_prompt, a_request, token_bytes
+from tests.fake_router import a_card
+
+ALLOWED = [
+    ("max_tokens", 1),
+    ("temperature", 0),
+    ("temperature", 2.0),
+    ("top_p", 1e-9),
+    ("top_p", 1),
+    ("top_k", 0),
+    ("top_k", 2**31 - 1),
+    ("min_p", 0),
+    ("min_p", 1),
+    ("seed", 0),
+    ("seed", 2**64 - 1),
+    ("presence_penalty", -2),
+    ("frequency_penalty", 2),
+    ("repetition_penalty", 0.01),
+    ("repetition_penalty", 2),
+    ("min_tokens", 0),
+    ("logprobs", 0),
+    ("logprobs", 20),
+]
+REFUSED = [
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 10**30),
+    ("temperature", -0.01),
+    ("temperature", 2.01),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_k", -1),
+    ("top_k", 2**31),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("min_p", math.nan),
+    ("seed", -1),
+    ("seed", 2**64),
+    ("presence_penalty", -2.1),
+    ("presence_penalty", math.nan),
+    ("frequency_penalty", 2.1),
+    ("frequency_penalty", -math.inf),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", 2.1),
+    ("repetition_penalty", math.nan),
+    ("min_tokens", -1),
+    ("logprobs", -1),
+    ("logprobs", 21),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ALLOWED)
+def test_the_ends_of_every_range_are_allowed(name, value):
+    validate(a_request(sampling=Sampling(**{name: value})), a_card(), 10)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_what_is_outside_its_range_is_refused_by_name(name, value):
+    with pytest.raises(Refused) as refused:
+        validate(a_request(sampling=Sampling(**{name: value})), a_card(), 10)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, f"sampling.{name}")
+    assert refused.value.message.startswith(f"sampling.{name}: ")
+    assert len(refused.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"id": ""}, "request_id"),
+        ({"id": "a b"}, "request_id"),
+        ({"id": "a\n"}, "request_id"),
+        ({"id": "x" * 129}, "request_id"),
+        ({"priority": 101}, "priority"),
+        ({"priority": -101}, "priority"),
+        ({"session": "s" * 257}, "session"),
+        ({"tenant": "t" * 257}, "tenant"),
+        ({"stop": ("",)}, "stop[0]"),
+        ({"stop": ("a", "b" * 257)}, "stop[1]"),
+        ({"stop": ("a",) * 17}, "stop"),
+        ({"prompt": TextPrompt("")}, "text"),
+        ({"prompt": TokenPrompt(b"")}, "token_ids"),
+        ({"prompt": ChatPrompt(())}, "chat.messages"),
+        ({"prompt": ChatPrompt((ChatMessage(role="", content="x"),))}, "chat.messages[0].role"),
+        ({"prompt": TokenPrompt(token_bytes([1, 500, 2]))}, "token_ids[1]"),
+        ({"sampling": Sampling(stop_token_ids=(1, 500))}, "sampling.stop_token_ids[1]"),
+        ({"sampling": Sampling(stop_token_ids=(-1,))}, "sampling.stop_token_ids[0]"),
+        ({"sampling": Sampling(min_tokens=17, max_tokens=16)}, "sampling.min_tokens"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_its_path(fields, field):
+    with pytest.raises(Refused) as refused:
+        validate(a_request(**fields), a_card(), 10, vocab_size=500)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+
+
+def test_the_limits_themselves_are_allowed():
+    request = a_request(
+        id="x" * 128,
+        priority=-100,
+        session="s" * 256,
+        tenant="t" * 256,
+        stop=("b" * 256,) * 16,
+        prompt=TokenPrompt(token_bytes([0, 499])),
+        sampling=Sampling(stop_token_ids=(0, 499), min_tokens=16, max_tokens=16),
+    )
+
+    validate(request, a_card(), 2, vocab_size=500)
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers():
+    with pytest.raises(Refused, match=r"101 tokens.* 100") as refused:
+        validate(a_request(prompt=TokenPrompt(a_prompt(101))), a_card(max_model_len=100), 101)
+
+    assert refused.value.field == "token_ids"
+
+
+def test_a_prompt_that_leaves_no_room_is_refused():
+    with pytest.raises(Refused) as refused:
+        validate(a_request(fill_context=True), a_card(max_model_len=100), 100)
+
+    assert refused.value.field == "text"
+
+
+def test_an_answer_that_does_not_fit_is_refused_and_one_that_just_fits_is_not():
+    card = a_card(max_model_len=100)
+    validate(a_request(sampling=Sampling(max_tokens=10)), card, 90)
+
+    with pytest.raises(Refused, match="at most 10") as refused:
+        validate(a_request(sampling=Sampling(max_tokens=11)), card, 90)
+
+    assert refused.value.field == "sampling.max_tokens"
+
+
+def test_max_tokens_does_not_count_when_the_answer_may_fill_the_context():
+    validate(a_request(fill_context=True, sampling=Sampling(max_tokens=16)), a_card(max_model_len=100), 99)
+
+    with pytest.raises(Refused) as refused:
+        validate(a_request(fill_context=True, sampling=Sampling(min_tokens=2)), a_card(max_model_len=100), 99)
+
+    assert refused.value.field == "sampling.min_tokens"
+
+
+def test_lengths_are_not_checked_before_the_prompt_is_tokenised():
+    validate(a_request(sampling=Sampling(max_tokens=10_000)), a_card(max_model_len=100), None)
+
+
+@given(field=st.sampled_from([("temperature", 0, 2), ("min_p", 0, 1), ("presence_penalty", -2, 2)]), value=st.floats())
+def test_of_all_floats_exactly_those_in_the_range_are_allowed(field, value):
+    name, low, high = field
+    request = a_request(sampling=Sampling(**{name: value}))
+
+    if low <= value <= high:
+        validate(request, a_card(), 1)
+    else:
+        with pytest.raises(Refused, match=name):
+            validate(request, a_card(), 1)

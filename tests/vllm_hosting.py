@@ -1,0 +1,96 @@
+"""Real vLLM engines on an event loop of their own, shared by the tests of a module since they start slowly."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fleet.ids import ModelName, WorkerId
+from fleet.roles import KvPath, Role
+from kvstore.layout import Namespace
+from tests.engine_driving import Driven, driven
+from workers.engines.vllm import open_engine
+from workers.engines.vllm_namespace import weights_revision
+from workers.settings import VllmSettings, WorkerSettings
+
+START_SECONDS = 240  # for two engines, on a machine that does other things as well
+TEST_SECONDS = 120
+
+Result = TypeVar("Result")
+
+
+def vllm_worker(
+    model_dir: Path, *, role: Role = Role.BOTH, store: str = "", kv_paths: tuple[KvPath, ...] = ()
+) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id=WorkerId(f"vllm-{role}"),
+        role=role,
+        model_dir=str(model_dir),
+        model=ModelName("tiny"),
+        store=store,
+        kv_paths=kv_paths,
+        vllm=VllmSettings(kv_cache_gib=0.25, dtype="float32"),
+    )
+
+
+def tiny_namespace(model_dir: Path) -> Namespace:
+    """Of the blocks of the built-in model, field by field."""
+    return Namespace(
+        model="tiny",
+        revision=weights_revision(model_dir),
+        dtype="float32",
+        block_tokens=32,
+        layers=4,
+        kv_heads=2,
+        head_dim=2 * 64,
+        block_bytes=4 * 2 * 32 * 128 * 4,
+    )
+
+
+class Hosted:
+    """Engines that run in another thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event, engines: list[Driven]):
+        self._loop = loop
+        self._stopping = stopping
+        self.engines = engines
+        self.ended: Future[None] = Future()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do `work` where the engines are."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TEST_SECONDS)
+
+    def stop(self) -> None:
+        if not self.ended.done():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+
+@contextmanager
+def hosted(*settings: WorkerSettings) -> Iterator[Hosted]:
+    ready: Future[Hosted] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(_host(settings, ready)), name="vllm-engines")
+    thread.start()
+    engines = ready.result(START_SECONDS)
+    try:
+        yield engines
+    finally:
+        engines.stop()
+        thread.join(60)
+        assert not thread.is_alive(), "the engines do not stop"
+
+
+async def _host(settings: Sequence[WorkerSettings], ready: "Future[Hosted]") -> None:
+    stopping = asyncio.Event()
+    try:
+        async with AsyncExitStack() as stack:
+            engines = [await stack.enter_async_context(open_engine(each)) for each in settings]
+            drivers = await stack.enter_async_context(driven(*engines))
+            ready.set_result(Hosted(asyncio.get_running_loop(), stopping, drivers))
+            await stopping.wait()
+    except BaseException as error:  # noqa: BLE001 - supervisor: whatever it was is told to the tests
+        (ready.result().ended if ready.done() else ready).set_exception(error)
+    else:
+        ready.result().ended.set_result(None)

@@ -1,0 +1,147 @@
+"""A worker in a process of its own, and a router that speaks to it by hand."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from fleet.v1 import worker_pb2 as pb
+from fleet.v1 import worker_pb2_grpc as pb_grpc
+from fleet.wire.work import decode_worker_message, encode_router_message
+from fleet.work import Hello, Rejected, RouterMessage, Step
+from workers.settings import WorkerSettings
+
+SECONDS = 30  # for a process to start or to end
+
+
+class WorkerProcess:
+    """Started by `start`; `stop`, `kill` and `freeze` are what happens to it."""
+
+    def __init__(self, folder: Path, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self._config = folder / f"{settings.worker_id}.json"
+        self._config.write_bytes(msgspec.json.encode(settings))
+        self.process: asyncio.subprocess.Process | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "fleet.cli.main", "serve", "worker", "--config", str(self._config)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        async with asyncio.timeout(SECONDS):
+            line = await self.process.stdout.readline()
+        assert line, "the worker ended before it was ready"
+        self.address = json.loads(line)["grpc"]
+
+    def terminate(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+
+    async def ended(self) -> int:
+        assert self.process is not None
+        async with asyncio.timeout(SECONDS):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def a_worker_process(folder: Path, settings: WorkerSettings) -> AsyncIterator[WorkerProcess]:
+    worker = WorkerProcess(folder, settings)
+    try:
+        await worker.start()
+        yield worker
+    finally:
+        if worker.process is not None:
+            if worker.process.returncode is None:
+                worker.kill()
+            await worker.ended()
+
+
+class Stream:
+    """One router's stream to one worker."""
+
+    def __init__(self, call) -> None:
+        self.call = call
+        self.heard: list = []
+
+    async def say(self, message: RouterMessage) -> None:
+        await self.call.write(encode_router_message(message))
+
+    async def until(self, found):
+        """Read until `found` of a message is not None, and return that."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                message = await self.call.read()
+                assert message is not grpc.aio.EOF, "the stream ended"
+                decoded = decode_worker_message(message)
+                self.heard.append(decoded)
+                if (result := found(decoded)) is not None:
+                    return result
+
+    async def next(self, kind):
+        return await self.until(lambda message: message if isinstance(message, kind) else None)
+
+    async def do(self, start):
+        """Start and wait for the end: its tokens, and the last progress or the rejection."""
+        await self.say(start)
+        return await self.end_of(start.request_id)
+
+    async def end_of(self, request_id: str):
+        def ends(message):
+            match message:
+                case Rejected(request_id=rejected) if rejected == request_id:
+                    return message
+                case Step(progress=progress):
+                    for one in progress:
+                        if one.request_id == request_id and one.finish is not None:
+                            return one
+            return None
+
+        end = await self.until(ends)
+        return self.tokens_of(request_id), end
+
+    def tokens_of(self, request_id: str) -> list[int]:
+        return [
+            token
+            for message in self.heard
+            if isinstance(message, Step)
+            for one in message.progress
+            if one.request_id == request_id
+            for token in one.token_ids
+        ]
+
+
+@asynccontextmanager
+async def a_stream(address: str, router_id: str = "router") -> AsyncIterator[Stream]:
+    async with a_call(address) as call:
+        stream = Stream(call)
+        await stream.say(Hello(router_id=router_id))
+        yield stream
+
+
+@asynccontextmanager
+async def a_call(address: str):
+    """An open `Serve` call on which nothing was said."""
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        call = pb_grpc.WorkerStub(channel).Serve()
+        try:
+            yield call
+        finally:
+            call.cancel()
+
+
+def raw(**fields) -> pb.RouterMessage:
+    return pb.RouterMessage(**fields)

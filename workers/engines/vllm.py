@@ -1,0 +1,350 @@
+"""vLLM embedded in the worker's process: our `Engine` over its `AsyncLLM`. A translation and nothing more.
+
+vLLM runs its scheduler and its model in processes of their own and starts them by spawning, so the program that calls
+`open_engine` needs the `if __name__ == "__main__"` guard.
+"""
+
+import asyncio
+import gc
+import logging
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from fleet.errors import ConfigurationRefused, Reason
+from fleet.ids import RequestId, StoreId
+from fleet.requests import TOKEN_BYTES, Finish
+from fleet.roles import KvPath, Phase, Role
+from fleet.work import KvEvent, Load, Progress, Rejected, Start
+from kvstore.block import HashAlgorithm, blocks_for
+from kvstore.client import StoreClient
+from kvstore.errors import StoreError, StoreUnreachable
+from kvstore.layout import Namespace
+from workers.acceptance import refusal
+from workers.engines import vllm_launch, vllm_requests
+from workers.engines.vllm_events import Translator, read_events
+from workers.engines.vllm_launch import available
+from workers.engines.vllm_namespace import namespace_of, weights_revision
+from workers.ports import Engine, EngineDied, EngineFacts, EngineOutput
+from workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["available", "open_engine"]
+
+log = logging.getLogger(__name__)
+
+STORE_SECONDS = 10.0  # how long a start waits for the KV store node, which may be starting as well
+HEALTH_SECONDS = 0.5  # a dead engine with work in flight says so at once; an idle one is asked this often
+
+
+@asynccontextmanager
+async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
+    """Start vLLM; ready after 15 to 30 s on CPUs.
+
+    Raises:
+        ConfigurationRefused: Names the setting that vLLM cannot work with; nothing was started.
+        EngineDied: vLLM ended while starting; the cause is in its log, above.
+    """
+    vllm_launch.check(settings)
+    scratch = Path(tempfile.mkdtemp(prefix="fleet-vllm-"))
+    try:
+        vllm_launch.prepare_environment(settings, scratch)
+        llm, facts, block_bytes = await _start(settings, scratch)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                engine = VllmEngine(llm, facts, settings, block_bytes, scratch, tasks)
+                watch = tasks.create_task(engine.watch())
+                yield engine
+                watch.cancel()
+                engine.stop()
+        finally:
+            await asyncio.to_thread(_stop, llm)
+            del llm, engine
+            gc.collect()  # its finaliser would run when the interpreter ends, and fail there
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+async def _start(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM, EngineFacts, int]":
+    await asyncio.to_thread(_import_vllm)
+    starting = asyncio.ensure_future(  # noqa: TID251 - owned by the next lines, which never leave it behind
+        asyncio.to_thread(_start_blocking, settings, scratch)
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # vLLM cannot be interrupted while it starts, and must not be left behind: it ends as soon as it has started.
+        with suppress(EngineDied, ConfigurationRefused):
+            llm, _, _ = await starting
+            await asyncio.to_thread(_stop, llm)
+        raise
+
+
+def _import_vllm() -> None:
+    """Apart from the start: vLLM keeps tracebacks of its imports, and with them whatever their callers hold."""
+    import vllm.v1.engine.async_llm  # noqa: F401, PLC0415 - takes seconds, and only this worker needs it
+
+
+def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM, EngineFacts, int]":
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - loaded by now
+
+    revision = weights_revision(Path(settings.model_dir))
+    config = _configure(settings, revision, scratch)
+    namespace = namespace_of(config, model=settings.model, revision=revision)
+    store_id = None
+    if settings.store:
+        store_id = _store_id(settings.store, namespace)
+        if store_id is None:
+            settings = _without_store(settings)
+            config = _configure(settings, revision, scratch)
+    try:
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    except (RuntimeError, ValueError) as error:
+        raise EngineDied(f"vLLM did not start: {error}") from error
+    facts = EngineFacts(
+        name=f"vllm {vllm_launch.version()}",
+        model=settings.model,
+        block_tokens=namespace.block_tokens,
+        max_model_len=config.model_config.max_model_len,
+        kv_blocks=config.cache_config.num_gpu_blocks or 0,
+        max_running=config.scheduler_config.max_num_seqs,
+        fingerprint=namespace.fingerprint,
+        kv_paths=settings.kv_paths,
+        store_id=store_id,
+    )
+    return llm, facts, namespace.block_bytes
+
+
+def _stop(llm: "AsyncLLM") -> None:
+    if llm.output_handler is not None:  # it would take the end of the engine for a failure
+        llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
+    llm.shutdown()
+
+
+def _configure(settings: WorkerSettings, revision: str, scratch: Path) -> "VllmConfig":
+    args = vllm_launch.engine_args(settings, revision=revision, scratch=scratch)
+    try:
+        return args.create_engine_config()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationRefused(f"vllm: {error}") from error
+
+
+def _store_id(address: str, namespace: Namespace) -> StoreId | None:
+    """Who the node at `address` is; None if nobody answers there."""
+    try:
+        with StoreClient.connect(address, namespace, timeout_seconds=STORE_SECONDS) as client:
+            return StoreId(client.store_id)
+    except StoreUnreachable as error:
+        log.warning(
+            "the KV store does not answer; serving without it until the next start", extra={"cause": str(error)}
+        )
+        return None
+    except StoreError as error:
+        raise ConfigurationRefused(f"store: {error}") from error
+
+
+def _without_store(settings: WorkerSettings) -> WorkerSettings:
+    kv_paths = tuple(path for path in settings.kv_paths if path is not KvPath.STORE)
+    if settings.role is Role.PREFILL and not kv_paths:
+        raise EngineDied("the KV store does not answer, and a prefill worker has no other way to hand its blocks over")
+    return msgspec.structs.replace(settings, store="", kv_paths=kv_paths)
+
+
+class _InFlight:
+    """A request that vLLM is working on."""
+
+    def __init__(self, start: Start):
+        self.start = start
+        self.generated = 0
+        self.cancelled = False
+
+
+class VllmEngine:
+    """`Engine` over a started `AsyncLLM`; made by `open_engine`."""
+
+    def __init__(
+        self,
+        llm: "AsyncLLM",
+        facts: EngineFacts,
+        settings: WorkerSettings,
+        block_bytes: int,
+        scratch: Path,
+        tasks: asyncio.TaskGroup,
+    ):
+        self._llm = llm
+        self._facts = facts
+        self._role = settings.role
+        self._block_bytes = block_bytes
+        self._scratch = scratch
+        self._tasks = tasks
+        self._vocab_size = llm.model_config.get_vocab_size()
+        self._requests: dict[RequestId, _InFlight] = {}
+        self._step: list[Progress | Rejected] = []  # of this turn of the event loop
+        self._steps: deque[EngineOutput] = deque()  # bounded by what the requests in flight may generate
+        self._arrived = asyncio.Event()
+        self._dead: str | None = None
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._facts
+
+    def submit(self, start: Start) -> None:
+        rejected = self._unfit(start)
+        if rejected is not None:
+            self._tell(rejected)
+            return
+        request = _InFlight(start)
+        self._requests[start.request_id] = request
+        self._tasks.create_task(self._serve(request))
+
+    def cancel(self, request_id: RequestId) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.cancelled:
+            return
+        request.cancelled = True
+        self._tasks.create_task(self._abort(request_id))
+
+    async def outputs(self) -> AsyncIterator[EngineOutput]:
+        while True:
+            while self._steps:
+                yield self._steps.popleft()
+            if self._dead is not None:
+                raise EngineDied(self._dead)
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        translator = Translator(
+            block_tokens=self._facts.block_tokens,
+            algorithm=HashAlgorithm.SHA256_128,
+            capacity=self._facts.kv_blocks,
+        )
+        endpoint = vllm_launch.events_endpoint(self._scratch)
+        async for events in read_events(endpoint, vllm_launch.replay_endpoint(self._scratch), translator):
+            yield events
+
+    def load(self) -> Load:
+        """Counted here: as many as fit the batch run, the rest waits; blocks that requests share count for each."""
+        held = sum(
+            blocks_for(len(request.start.tokens) // TOKEN_BYTES + request.generated, self._facts.block_tokens)
+            for request in self._requests.values()
+        )
+        running = min(len(self._requests), self._facts.max_running)
+        return Load(
+            running=running,
+            waiting=len(self._requests) - running,
+            kv_blocks_used=min(held, self._facts.kv_blocks),
+        )
+
+    async def watch(self) -> None:
+        """Notice an engine that died while nothing was in flight."""
+        while self._dead is None:
+            await asyncio.sleep(HEALTH_SECONDS)
+            if self._llm.errored:
+                self._die()
+
+    def stop(self) -> None:
+        """Cancel what is in flight; its tasks end by themselves."""
+        for request_id in list(self._requests):
+            self.cancel(request_id)
+
+    def _unfit(self, start: Start) -> Rejected | None:
+        if (rejected := refusal(start, self._role, self._facts)) is not None:
+            return rejected
+        if start.request_id in self._requests:
+            return _rejected(start, Reason.INVALID_ARGUMENT, "request_id", "is in use")
+        if int(np.frombuffer(start.tokens, dtype="<u4").max()) >= self._vocab_size:
+            # Such a token would end the engine, not only the request.
+            return _rejected(start, Reason.INVALID_ARGUMENT, "tokens", f"the vocabulary has {self._vocab_size} tokens")
+        return None
+
+    async def _serve(self, request: _InFlight) -> None:
+        """Run one request to its end."""
+        from vllm.exceptions import VLLMClientError, VLLMError  # noqa: PLC0415 - loaded by now
+        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
+
+        start = request.start
+        try:
+            if request.cancelled:
+                self._tell(Progress(request_id=start.request_id, finish=Finish.CANCELLED))
+                return
+            await self._generate(request)
+        except EngineDeadError:
+            self._die()
+        except (VLLMClientError, ValueError) as error:  # its two kinds of validation
+            self._tell(_rejected(start, Reason.INVALID_ARGUMENT, "sampling", str(error)))
+        except VLLMError as error:
+            log.exception("vLLM gave a request up", extra={"request": start.request_id})
+            self._tell(_rejected(start, Reason.INTERNAL, "", f"the engine gave up: {error}"))
+        finally:
+            del self._requests[start.request_id]
+
+    async def _generate(self, request: _InFlight) -> None:
+        from vllm.inputs import tokens_input  # noqa: PLC0415 - loaded by now
+
+        start = request.start
+        params = vllm_requests.sampling_params(start, vllm_requests.transfer_params(start))
+        prompt = tokens_input(vllm_requests.token_ids(start), cache_salt=start.salt.hex() or None)
+        async for output in self._llm.generate(prompt, params, start.request_id, priority=-start.priority):
+            self._tell(self._progress(request, output))
+
+    def _progress(self, request: _InFlight, output: "RequestOutput") -> Progress | Rejected:
+        start = request.start
+        (completion,) = output.outputs
+        request.generated += len(completion.token_ids)
+        if completion.finish_reason is None:
+            return Progress(
+                request_id=start.request_id,
+                token_ids=tuple(completion.token_ids),
+                logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
+            )
+        finish = vllm_requests.FINISHES.get(completion.finish_reason)
+        if finish is None:
+            return _rejected(start, Reason.INTERNAL, "", f"the engine gave up: {completion.finish_reason}")
+        if finish is Finish.CANCELLED:
+            return Progress(request_id=start.request_id, finish=finish)
+        return Progress(
+            request_id=start.request_id,
+            token_ids=tuple(completion.token_ids),
+            logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
+            finish=finish,
+            kv=vllm_requests.report_of(start, output, self._facts, self._block_bytes),
+            handoff=vllm_requests.handoff_of(start, output, self._facts) if start.phase is Phase.PREFILL else None,
+        )
+
+    async def _abort(self, request_id: RequestId) -> None:
+        """Abort; vLLM answers with a last output, which ends the request's task."""
+        await self._llm.abort(request_id)
+
+    def _tell(self, item: Progress | Rejected) -> None:
+        """Add to this step. vLLM wakes all requests of a step in one turn of the loop; the next turn sends them."""
+        if not self._step:
+            asyncio.get_running_loop().call_soon(self._end_step)
+        self._step.append(item)
+
+    def _end_step(self) -> None:
+        self._steps.append(self._step)
+        self._step = []
+        self._arrived.set()
+
+    def _die(self) -> None:
+        if self._dead is None:
+            self._dead = "vLLM's engine process ended; the cause is in its log, above"
+            self._arrived.set()
+
+
+def _rejected(start: Start, reason: Reason, field: str, message: str) -> Rejected:
+    return Rejected(
+        request_id=start.request_id, reason=reason, message=f"{field}: {message}" if field else message, field=field
+    )

@@ -1,0 +1,244 @@
+"""Fleet's connector inside vLLM: blocks from and to the KV store. vLLM loads it by its module path.
+
+vLLM makes two of it, in two processes: one beside the scheduler, which decides (`vllm_planning`), and one beside the
+model, which moves bytes (`vllm_blocks`). This module only translates between vLLM's hooks and those two. Loads are
+asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks enter the
+engine's prefix cache only when they are known to be whole.
+
+It is there without a store too: it counts where the blocks of a prompt came from, and it ends vLLM's processes when the
+worker process is gone, which vLLM by itself does not.
+"""
+
+# ruff: noqa: ARG002, ARG003 - the hooks' signatures are vLLM's
+
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvstore.client import StoreClient
+from kvstore.layout import Namespace
+from workers.engines.vllm_blocks import BlockMover, DeviceBlocks, HostBlocks
+from workers.engines.vllm_namespace import namespace_of
+from workers.engines.vllm_planning import COUNTS, LEASE_SECONDS, StorePlanner, StoreWork
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+CALL_SECONDS = {
+    KVConnectorRole.SCHEDULER: 0.25,  # every request of the engine waits for a look-up; one takes 0.5 ms
+    KVConnectorRole.WORKER: 1.0,
+}
+ORPHAN_GRACE_SECONDS = 5.0  # from asking to killing
+REMEMBERED_PER_BLOCK = 4  # names of offered blocks that are kept in mind, as a multiple of the engine's capacity
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker tells its engine's connector, through vLLM's `kv_connector_extra_config`."""
+
+    model: str
+    revision: str
+    store: str  # address of the store node; empty: none, the connector only counts
+    scratch: str  # folder of the engine's sockets, to be removed if the worker process cannot
+
+    def namespace(self, config: "VllmConfig") -> Namespace:
+        return namespace_of(config, model=self.model, revision=self.revision)
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not read
+    work: StoreWork
+
+
+@dataclass
+class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
+    loaded: dict[str, int]  # request: leading blocks that are good
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepResults":
+        assert isinstance(other, StepResults)
+        merged = dict(self.loaded)
+        for request_id, good in other.loaded.items():
+            merged[request_id] = min(good, merged.get(request_id, good))
+        return StepResults(merged)
+
+
+class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, ConnectorSettings)
+        self._namespace = settings.namespace(vllm_config)
+        self._client = (
+            StoreClient.connect(settings.store, self._namespace, call_timeout_seconds=CALL_SECONDS[role])
+            if settings.store
+            else None
+        )
+        # vllm_launch turns hybrid caches off where there is a store.
+        assert self._client is None or len(kv_cache_config.kv_cache_groups) == 1, "blocks of several kinds"
+        self._planner: StorePlanner | None = None
+        self._mover: BlockMover | None = None
+        self._failed_blocks: set[int] = set()
+        self._loaded: dict[str, int] = {}
+        if role is KVConnectorRole.SCHEDULER:
+            threading.Thread(
+                target=_end_with_parent, args=(settings.scratch,), name="fleet-orphan-guard", daemon=True
+            ).start()
+            client = self._client
+            self._planner = StorePlanner(
+                block_tokens=self._namespace.block_tokens,
+                algorithm=self._namespace.hash_algorithm,
+                match=None if client is None else lambda hashes: client.match(hashes, lease_seconds=LEASE_SECONDS),
+                remember=REMEMBERED_PER_BLOCK * kv_cache_config.num_blocks,
+                now=time.monotonic,  # noqa: TID251 - runs in vLLM's process, where nobody hands us a clock
+            )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """One block of one layer is contiguous, heads before tokens: the layout of the store (and of NIXL)."""
+        return "LBHNC"
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a block that is not kept is a later miss
+
+    # Beside the scheduler.
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._planner is not None
+        if request.mm_features or request.lora_request is not None or request.prompt_embeds is not None:
+            return 0, False  # their blocks depend on more than tokens; the chain does not cover it yet
+        tokens = self._planner.look_up(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        assert self._planner is not None
+        if request.mm_features or request.lora_request is not None or request.prompt_embeds is not None:
+            return
+        self._planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepOrders:
+        assert self._planner is not None
+        state = scheduler_output.kv_connector_block_state
+        return StepOrders(
+            self._planner.plan(
+                scheduler_output.num_scheduled_tokens, lambda request_id: state.resolve_block_ids(request_id)[0]
+            )
+        )
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        assert self._planner is not None
+        results = connector_output.kv_connector_worker_meta
+        if results is not None:
+            assert isinstance(results, StepResults)
+            self._planner.loaded(results.loaded)
+        if connector_output.finished_recving:
+            self._planner.pulled(
+                connector_output.finished_recving,
+                connector_output.invalid_block_ids or set(),
+                connector_output.failed_recving or set(),
+            )
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._planner is not None
+        counts = self._planner.finished(request)
+        return False, None if counts is None else {COUNTS: msgspec.to_builtins(counts)}
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    # Beside the model.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        if self._client is None:
+            return
+        layers = list(kv_caches.values())
+        expected = (self._namespace.kv_heads, self._namespace.block_tokens, self._namespace.head_dim)
+        for name, layer in kv_caches.items():
+            assert tuple(layer.shape[1:]) == expected, f"{name}: KV blocks of {tuple(layer.shape[1:])}, not {expected}"
+        on_host = all(layer.device.type == "cpu" and layer[0].is_contiguous() for layer in layers)
+        blocks = HostBlocks(layers) if on_host else DeviceBlocks(layers)
+        assert blocks.block_bytes == self._namespace.block_bytes, (blocks.block_bytes, self._namespace)
+        self._mover = BlockMover(self._client, blocks)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        if self._mover is not None:
+            self._mover.start(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass  # loads are complete before a request is scheduled
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        pass  # blocks are saved whole, see wait_for_save
+
+    def wait_for_save(self) -> None:
+        if self._mover is not None:
+            self._mover.save(self._orders())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Loads that have ended; what the next two hooks return belongs to them."""
+        if self._mover is None:
+            return None, None
+        ended = self._mover.collect(idle=self._orders().idle)
+        if not ended:
+            return None, None
+        for load, whole in ended:
+            self._failed_blocks.update(b for b, good in zip(load.block_ids, whole, strict=True) if not good)
+            self._loaded[load.request_id] = whole.index(False) if False in whole else len(whole)
+        return None, {load.request_id for load, _ in ended}
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> StepResults | None:
+        if not self._loaded:
+            return None
+        loaded, self._loaded = self._loaded, {}
+        return StepResults(loaded)
+
+    def shutdown(self) -> None:
+        if self._mover is not None:
+            self._mover.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _orders(self) -> StoreWork:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        return orders.work
+
+
+def _end_with_parent(scratch: str) -> None:
+    """End this process when the worker process is gone; vLLM's other processes end with this one."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return  # the engine runs in the worker process itself
+    parent.join()
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_GRACE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

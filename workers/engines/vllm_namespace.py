@@ -1,0 +1,76 @@
+"""What a vLLM engine's KV blocks mean: the namespace that both sides of the connector and the worker agree on."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.layout import Namespace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WHOLE_CONTENT_BYTES = 1 << 30  # SHA-256 reads about 1.5 GB a second; above this, headers stand for the content
+CHUNK_BYTES = 1 << 20
+
+
+def weights_revision(model_dir: Path) -> str:
+    """Digest of a model folder's configuration and weights, 32 hex digits.
+
+    Folders of up to 1 GiB are read in full. Of larger ones each weight file counts by its name, size, modification time
+    and header (which lists every tensor's type, shape and place): two copies of one model then share blocks only if
+    they were copied with their times, but two models never do.
+    """
+    files = sorted(
+        [model_dir / "config.json", *model_dir.glob("*.safetensors"), *model_dir.glob("*.safetensors.index.json")]
+    )
+    whole = sum(file.stat().st_size for file in files) <= WHOLE_CONTENT_BYTES
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as content:
+            if whole or file.suffix == ".json":
+                while chunk := content.read(CHUNK_BYTES):
+                    digest.update(chunk)
+            else:
+                digest.update(str(file.stat().st_mtime_ns).encode())
+                header_bytes = int.from_bytes(content.read(8), "little")
+                digest.update(content.read(header_bytes))
+    return digest.hexdigest()[:32]
+
+
+def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> Namespace:
+    """The namespace of the blocks of an engine with this configuration.
+
+    Args:
+        config: As vLLM made it from its arguments.
+        model: Served name.
+        revision: See `weights_revision`.
+    """
+    import torch  # noqa: PLC0415 - heavy; only processes with an engine have it
+
+    model_config = config.model_config
+    cache_dtype = config.cache_config.cache_dtype
+    dtype = str(model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
+    element_bytes = 1 if dtype.startswith("fp8") else getattr(torch, dtype).itemsize
+    block_tokens = config.cache_config.block_size
+    layers = model_config.get_num_layers(config.parallel_config)
+    kv_heads = model_config.get_total_num_kv_heads()
+    head_dim = 2 * model_config.get_head_size()  # keys and values together
+    # Options that change the values without changing the weights.
+    overrides = json.dumps(model_config.hf_overrides, sort_keys=True, default=str) if model_config.hf_overrides else ""
+    quantization = model_config.quantization or ""
+    variant = f"{overrides}|{quantization}"
+    if variant != "|":
+        revision = hashlib.sha256(f"{revision}|{variant}".encode()).hexdigest()[:32]
+    return Namespace(
+        model=model,
+        revision=revision,
+        dtype=dtype,
+        block_tokens=block_tokens,
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_bytes=layers * kv_heads * block_tokens * head_dim * element_bytes,
+    )

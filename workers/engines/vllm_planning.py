@@ -1,0 +1,270 @@
+"""What an engine's scheduler has its workers fetch from the KV store and put into it. Knows nothing of vLLM's classes.
+
+Rules:
+
+1. Only whole blocks are claimed, and never the last token of a prompt: its logits have to be computed to go on.
+2. A claim rests on a lease, which the worker side gives back once it has read the blocks. A claim that is not used is
+   given back with the next step.
+3. A claimed block that could not be loaded is computed; the request does not ask the store a second time.
+4. Every block that becomes full is offered to the store once. For work that hands its blocks off, everything that the
+   store does not hold is offered again, because the decode side will look for it there, and the offer is urgent: it
+   is kept before the step ends.
+5. What a request reports of its prompt's blocks is what happened at its first admission: blocks found in the engine's
+   own cache, blocks loaded (as the worker side confirmed them), blocks pulled directly. The rest was computed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from kvstore import block
+from kvstore.block import ChainHash, HashAlgorithm
+from kvstore.messages import LeaseId, Match
+
+LEASE_SECONDS = 30.0  # as vLLM's NIXL connector holds handed-off blocks
+MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks again after this long, well within the lease
+
+HANDOFF = "fleet_handoff"
+"""Key of a request's transfer parameters: a decode worker will look for its blocks in the store."""
+
+COUNTS = "fleet_kv"
+"""Key of a finished request's transfer parameters: its `Counts`, as a list."""
+
+
+class EngineRequest(Protocol):
+    """The part of vLLM's `Request` that is read here."""
+
+    request_id: str
+    all_token_ids: Sequence[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_preemptions: int
+    cache_salt: str | None
+    kv_transfer_params: dict[str, Any] | None
+
+
+class Counts(Struct, frozen=True, array_like=True):
+    """Where the blocks of a prompt came from; the rest was computed."""
+
+    engine: int = 0
+    store: int = 0
+    direct: int = 0
+
+
+class Load(Struct, frozen=True):
+    """Slots of `match` from `first` on go to these blocks of the engine."""
+
+    request_id: str
+    match: Match
+    first: int
+    block_ids: list[int]
+
+
+class Save(Struct, frozen=True):
+    """Blocks of the engine to offer to the store, consecutive in one chain."""
+
+    names: list[ChainHash]
+    block_ids: list[int]
+
+
+class StoreWork(Struct):
+    """One step's orders to the worker side."""
+
+    loads: list[Load]
+    urgent: list[Save]  # whole chains, to be kept before the step ends
+    deferred: list[Save]  # to be kept when there is time
+    releases: list[LeaseId]  # not needed any more
+    idle: bool  # nothing is computed in this step
+
+
+class _Tracked:
+    """One request between its first look-up and its end."""
+
+    def __init__(self, request: EngineRequest, root: ChainHash):
+        self.request = request
+        self.root = root
+        self.hashes: list[ChainHash] = []
+        self.match: Match | None = None  # not yet claimed
+        self.matched_at = 0.0
+        self.offered = 0  # leading blocks that the store holds or was offered
+        self.local = 0  # leading blocks found in the engine's own cache
+        self.claimed: list[int] = []  # engine blocks being filled from the store
+        self.will_pull = False  # another connector fills its blocks directly
+        self.pulling: list[int] = []  # engine blocks being filled that way
+        self.may_load = True
+        self.counts = Counts()
+
+    @property
+    def hands_off(self) -> bool:
+        return bool((self.request.kv_transfer_params or {}).get(HANDOFF))
+
+
+class StorePlanner:
+    """The scheduler side of the connector, as decisions. Not thread-safe; the engine's scheduler has one thread."""
+
+    def __init__(
+        self,
+        *,
+        block_tokens: int,
+        algorithm: HashAlgorithm,
+        match: Callable[[Sequence[ChainHash]], Match] | None,
+        remember: int,
+        now: Callable[[], float],
+    ):
+        """Start with no requests.
+
+        Args:
+            block_tokens: Tokens a block.
+            algorithm: Of the chain hashes.
+            match: Longest held prefix, pinned for `LEASE_SECONDS`; never raises. None: there is no store.
+            remember: Names of blocks offered lately that are kept in mind.
+            now: Monotonic seconds.
+        """
+        self._block_tokens = block_tokens
+        self._algorithm = algorithm
+        self._match = match
+        self._remember = remember
+        self._now = now
+        self._tracked: dict[str, _Tracked] = {}
+        self._offered: OrderedDict[ChainHash, None] = OrderedDict()
+        self._loads: list[Load] = []
+        self._releases: list[LeaseId] = []
+
+    def look_up(self, request: EngineRequest, local_tokens: int) -> int:
+        """How many tokens after the `local_tokens` of the engine's own cache the store can provide.
+
+        May be called again and again while the request waits for room.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._track(request)
+        tracked.local = local_tokens // self._block_tokens
+        if request.num_preemptions == 0:
+            tracked.counts = Counts(engine=tracked.local)
+        tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))  # once only, see vLLM
+        if tracked.will_pull:
+            return 0
+        if self._match is None or not tracked.may_load:
+            return 0
+        num_tokens = len(request.all_token_ids)
+        claimable = (num_tokens - 1) // self._block_tokens
+        if claimable <= tracked.local and not tracked.hands_off:
+            return 0
+        match = self._fresh_match(tracked, num_tokens // self._block_tokens)
+        return max(0, min(len(match.slots), claimable) - tracked.local) * self._block_tokens
+
+    def allocated(self, request: EngineRequest, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The engine has made room for a request: turn the look-up into a claim, or give it back."""
+        tracked = self._tracked[request.request_id]
+        if tracked.will_pull:
+            tracked.will_pull = False
+            tracked.pulling = list(block_ids[tracked.local :])
+        match, tracked.match = tracked.match, None
+        if match is None:
+            return
+        if external_tokens == 0:
+            if match.slots:
+                self._releases.append(match.lease_id)
+            return
+        blocks = external_tokens // self._block_tokens
+        tracked.claimed = list(block_ids[tracked.local : tracked.local + blocks])
+        self._loads.append(Load(request.request_id, match, tracked.local, tracked.claimed))
+
+    def plan(self, scheduled: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]) -> StoreWork:
+        """Orders for the step that computes `scheduled` tokens of each request."""
+        work = StoreWork(
+            loads=self._loads, urgent=[], deferred=[], releases=self._releases, idle=not any(scheduled.values())
+        )
+        self._loads, self._releases = [], []
+        if self._match is None:
+            return work
+        for request_id, num_tokens in scheduled.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            request = tracked.request
+            # Tokens of rejected drafts, or not known yet while steps overlap, are not in the list.
+            known = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
+            full = known // self._block_tokens
+            if full > tracked.offered:
+                self._offer(tracked, full, block_ids_of(request_id), work)
+        return work
+
+    def loaded(self, results: Mapping[str, int]) -> None:
+        """The worker side ended these loads; the number says how many leading blocks are good."""
+        for request_id, good in results.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue  # cancelled meanwhile
+            if tracked.request.num_preemptions == 0:
+                tracked.counts = Counts(engine=tracked.local, store=good)
+            if good < len(tracked.claimed):
+                tracked.may_load = False
+                tracked.offered = min(tracked.offered, tracked.local + good)
+            tracked.claimed = []
+
+    def pulled(self, request_ids: AbstractSet[str], invalid_blocks: AbstractSet[int], failed: AbstractSet[str]) -> None:
+        """Transfers straight from another engine have ended for these requests."""
+        for request_id in request_ids:
+            tracked = self._tracked.get(request_id)
+            if tracked is None or not tracked.pulling:
+                continue
+            good = next((i for i, b in enumerate(tracked.pulling) if b in invalid_blocks), len(tracked.pulling))
+            tracked.counts = Counts(engine=tracked.local, direct=0 if request_id in failed else good)
+            tracked.pulling = []
+
+    def finished(self, request: EngineRequest) -> Counts | None:
+        """Forget a request; None if it was never admitted."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        if tracked.match is not None and tracked.match.slots:
+            self._releases.append(tracked.match.lease_id)
+        return tracked.counts
+
+    def _track(self, request: EngineRequest) -> _Tracked:
+        salt = bytes.fromhex(request.cache_salt) if request.cache_salt else b""
+        tracked = _Tracked(request, block.root(salt, self._algorithm))
+        self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _fresh_match(self, tracked: _Tracked, num_blocks: int) -> Match:
+        assert self._match is not None
+        now = self._now()
+        if tracked.match is not None:
+            if now - tracked.matched_at < MATCH_FRESH_SECONDS:
+                return tracked.match
+            if tracked.match.slots:
+                self._releases.append(tracked.match.lease_id)
+        tracked.match = self._match(self._hashes(tracked, num_blocks)[:num_blocks])
+        tracked.matched_at = now
+        tracked.offered = len(tracked.match.slots)
+        return tracked.match
+
+    def _hashes(self, tracked: _Tracked, num_blocks: int) -> list[ChainHash]:
+        """At least the first `num_blocks` names of the request's chain, which grows with its answer."""
+        if (have := len(tracked.hashes)) < num_blocks:
+            ids = tracked.request.all_token_ids[have * self._block_tokens : num_blocks * self._block_tokens]
+            parent = tracked.hashes[-1] if have else tracked.root
+            tracked.hashes += block.extend(
+                parent, np.array(ids, dtype="<u4").tobytes(), self._block_tokens, algorithm=self._algorithm
+            )
+        return tracked.hashes
+
+    def _offer(self, tracked: _Tracked, full: int, block_ids: Sequence[int], work: StoreWork) -> None:
+        names = self._hashes(tracked, full)[:full]
+        fresh = [index for index in range(tracked.offered, full) if names[index] not in self._offered]
+        tracked.offered = full
+        if tracked.hands_off:  # the whole chain: the store skips what it holds, and keeps its start the longer
+            work.urgent.append(Save(names, list(block_ids[:full])))
+        elif fresh:
+            first = fresh[0]
+            work.deferred.append(Save(names[first:], list(block_ids[first:full])))
+        for index in fresh:
+            self._offered[names[index]] = None
+        while len(self._offered) > self._remember:
+            self._offered.popitem(last=False)

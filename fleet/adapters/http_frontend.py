@@ -1,0 +1,294 @@
+"""The HTTP port of a router: the OpenAI API, health and metrics.
+
+Head and first event of a stream leave in one write, and not before the first token: until then a failure still has its
+own HTTP status. A failure after that is an event with an ``error`` object, and no ``[DONE]`` follows.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from email.utils import formatdate
+from http import HTTPStatus
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from fleet.adapters.clock import unix_seconds
+from fleet.adapters.http_messages import ClientGone, HttpSettings, Malformed
+from fleet.adapters.http_protocol import Connection, Exchange
+from fleet.adapters.listening import bind
+from fleet.adapters.openai_answers import ChatShape, CompletionShape, error_object, event, model_object
+from fleet.adapters.openai_requests import Asked, read_chat, read_completion
+from fleet.adapters.status import APPEARANCES, renamed
+from fleet.clock import Clock, Nanos
+from fleet.errors import Reason, Refused
+from fleet.ids import RequestId
+from fleet.requests import Admitted, Delta, Finished, Logprobs
+from fleet.router.generation import Generation
+
+log = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 0.25
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+Read = Callable[[bytes, RequestId, Nanos], Asked]
+Answer = Callable[[Exchange], Awaitable[None]]
+
+
+@asynccontextmanager
+async def open_http_frontend(
+    listen: str, settings: HttpSettings, generation: Generation, registry: CollectorRegistry, clock: Clock
+) -> AsyncIterator["HttpFrontend"]:
+    """Listen and serve until the context ends; then what is still running is cancelled.
+
+    Args:
+        listen: ``host:port`` (port 0 takes a free one).
+        settings: Limits of connections.
+        generation: Serves the requests.
+        registry: What ``/metrics`` shows.
+        clock: For deadlines.
+
+    Raises:
+        ConfigurationRefused: Nobody can listen there; the message says why.
+    """
+    listening, address = bind(listen)
+    failure: Exception | None = None
+    async with asyncio.TaskGroup() as tasks:
+        frontend = HttpFrontend(address, settings, generation, registry, clock, tasks)
+        server = await asyncio.get_running_loop().create_server(frontend.connection, sock=listening)
+        frontend.stop_listening = server.close
+        sweep = tasks.create_task(frontend.sweep())
+        try:
+            yield frontend
+        except Exception as error:  # noqa: BLE001 - raised again below
+            failure = error  # the body's own, which the group would wrap
+        finally:
+            server.close()
+            sweep.cancel()
+            frontend.cut()
+    if failure is not None:
+        raise failure
+
+
+class HttpFrontend:
+    """Serves requests of any number of connections; made by `open_http_frontend`."""
+
+    def __init__(
+        self,
+        address: str,
+        settings: HttpSettings,
+        generation: Generation,
+        registry: CollectorRegistry,
+        clock: Clock,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.address = address  # as clients write it, with the port that was taken
+        self.stop_listening: Callable[[], None] = lambda: None
+        self._settings = settings
+        self._generation = generation
+        self._registry = registry
+        self._clock = clock
+        self._tasks = tasks
+        self._connections: dict[Connection, None] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._draining = False
+        self._routes: Mapping[str, Mapping[str, Answer]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._complete},
+            "/v1/models": {"GET": self._models},
+            "/health": {"GET": self._health},
+            "/metrics": {"GET": self._metrics},
+        }
+
+    def connection(self) -> Connection:
+        """A protocol for a client that has just connected."""
+        return Connection(self._settings, self._clock, self._serve, _explain, self._connections)
+
+    async def drain(self, within_seconds: float) -> None:
+        """Take no more requests, and wait for the running ones, at most so long."""
+        self._draining = True
+        self.stop_listening()
+        for connection in list(self._connections):
+            connection.close_when_idle()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_seconds):
+                await self._quiet.wait()
+
+    def cut(self) -> None:
+        """Close all connections, and so cancel what they wait for."""
+        for connection in list(self._connections):
+            connection.abort()
+        for task in self._serving:
+            task.cancel()
+
+    async def sweep(self) -> None:
+        """End what lasts too long, for ever."""
+        while True:
+            now = self._clock.now()
+            for connection in list(self._connections):
+                connection.expire(now)
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    def _serve(self, exchange: Exchange) -> asyncio.Task[None]:
+        task = self._tasks.create_task(self._supervise(exchange))
+        self._serving.add(task)
+        self._quiet.clear()
+        task.add_done_callback(self._served)
+        return task
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._serving.discard(task)
+        if not self._serving:
+            self._quiet.set()
+
+    async def _supervise(self, exchange: Exchange) -> None:
+        with suppress(ClientGone):
+            try:
+                await self._route(exchange)
+            except Refused as refused:
+                _fail(exchange, refused)
+            except ClientGone:
+                raise
+            except Exception:  # supervisor: a bug in one request does not end the others
+                log.exception("request failed", extra={"path": exchange.request.path})
+                _fail(exchange, Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
+            await exchange.drained()
+
+    async def _route(self, exchange: Exchange) -> None:
+        request = exchange.request
+        methods = self._routes.get(request.path)
+        if methods is None and request.path.startswith("/v1/models/"):
+            methods = {"GET": self._model}
+        if methods is None:
+            _refuse(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
+        elif (answer := methods.get("GET" if request.method == "HEAD" else request.method)) is None:
+            allowed = ", ".join(methods)
+            message = f"{request.path[:200]} takes {allowed}, not {request.method}"
+            _refuse(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)
+        else:
+            await answer(exchange)
+
+    async def _chat(self, exchange: Exchange) -> None:
+        await self._generate(exchange, read_chat, ChatShape)
+
+    async def _complete(self, exchange: Exchange) -> None:
+        await self._generate(exchange, read_completion, CompletionShape)
+
+    async def _generate(self, exchange: Exchange, read: Read, shape: type[ChatShape | CompletionShape]) -> None:
+        if self._draining:
+            raise Refused(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
+        if (problem := _unsuitable_content(exchange.request.headers)) is not None:
+            _refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
+            return
+        request_id = RequestId(uuid.uuid4().hex)
+        asked = read(exchange.request.body, request_id, self._clock.now())
+        try:
+            if asked.stream:
+                await self._stream(exchange, asked, shape)
+            else:
+                await self._collect(exchange, asked, shape)
+        except Refused as refused:
+            raise renamed(refused, asked.names) from refused
+
+    async def _stream(self, exchange: Exchange, asked: Asked, make: type[ChatShape | CompletionShape]) -> None:
+        headers = (
+            ("cache-control", "no-cache"),
+            ("x-accel-buffering", "no"),  # nginx would hold events back
+            ("x-request-id", asked.request.id),
+            ("date", formatdate(unix_seconds(), usegmt=True)),
+        )
+        token_ids: list[int] = []
+        async with aclosing(self._generation.generate(asked.request)) as events:
+            shape: ChatShape | CompletionShape | None = None
+            async for item in events:
+                match item:
+                    case Admitted():
+                        shape = make(asked, item.model, self._generation.token_text, unix_seconds())
+                    case Delta():
+                        assert shape is not None
+                        if asked.return_token_ids:
+                            token_ids += item.token_ids
+                        if chunk := shape.chunk(item):
+                            exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)
+                            await exchange.drained()
+                    case Finished():
+                        assert shape is not None
+                        chunks = shape.last_chunks(item, token_ids)
+                        exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
+
+    async def _collect(self, exchange: Exchange, asked: Asked, make: type[ChatShape | CompletionShape]) -> None:
+        texts: list[str] = []
+        token_ids: list[int] = []
+        logprobs: list[Logprobs] = []
+        async with aclosing(self._generation.generate(asked.request)) as events:
+            shape: ChatShape | CompletionShape | None = None
+            async for item in events:
+                match item:
+                    case Admitted():
+                        shape = make(asked, item.model, self._generation.token_text, unix_seconds())
+                    case Delta():
+                        texts.append(item.text)
+                        token_ids += item.token_ids
+                        logprobs += item.logprobs
+                    case Finished():
+                        assert shape is not None
+                        texts.append(item.text)
+                        content = shape.whole("".join(texts), token_ids, logprobs, item)
+                        exchange.respond(HTTPStatus.OK, content, headers=(("x-request-id", asked.request.id),))
+
+    async def _models(self, exchange: Exchange) -> None:
+        created = unix_seconds()
+        models = [model_object(card, created) for card in self._generation.models()]
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"object": "list", "data": models}))
+
+    async def _model(self, exchange: Exchange) -> None:
+        name = exchange.request.path.removeprefix("/v1/models/")
+        for card in self._generation.models():
+            if card.name == name:
+                exchange.respond(HTTPStatus.OK, msgspec.json.encode(model_object(card, unix_seconds())))
+                return
+        raise Refused(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
+
+    async def _health(self, exchange: Exchange) -> None:
+        models = [card.name for card in self._generation.models()]
+        serving = bool(models) and not self._draining
+        status = "ok" if serving else "draining" if self._draining else "no worker serves yet"
+        code = HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE
+        exchange.respond(code, msgspec.json.encode({"status": status, "models": models}))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        exchange.respond(HTTPStatus.OK, generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST)
+
+
+def _fail(exchange: Exchange, refused: Refused) -> None:
+    if exchange.began:
+        exchange.send(event(error_object(refused)), content_type=EVENT_STREAM, last=True)
+        return
+    seconds = -(-refused.retry_after_ms // 1000)
+    headers = (("retry-after", str(seconds)),) if seconds else ()
+    exchange.respond(APPEARANCES[refused.reason].http, error_object(refused), headers=headers)
+
+
+def _refuse(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
+    """Answer what never came to be a request of ours."""
+    exchange.respond(status, _explain(Malformed(status, message)), headers=(("allow", allow),) if allow else ())
+
+
+def _explain(malformed: Malformed) -> bytes:
+    kind = "server_error" if malformed.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    code = malformed.status.name.lower()
+    return msgspec.json.encode({"error": {"message": malformed.message, "type": kind, "param": None, "code": code}})
+
+
+def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:
+    """What is wrong with a body that is not plain JSON."""
+    content_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+    if content_type != b"application/json" and not content_type.endswith(b"+json"):
+        return "content-type: must be application/json"
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        return "content-encoding: compressed bodies are not supported"
+    return None

@@ -1,0 +1,25 @@
+"""Sockets to listen on, and why there is none."""
+
+import socket
+
+from fleet.errors import ConfigurationRefused
+
+BACKLOG = 1024  # connections that wait to be accepted
+
+
+def bind(address: str) -> tuple[socket.socket, str]:
+    """A listening socket at ``host:port``; also returns the address with the port that was taken.
+
+    Raises:
+        ConfigurationRefused: The address is not one, or is in use.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise ConfigurationRefused(f"cannot listen on {address}: must be host:port")
+    plain = host.removeprefix("[").removesuffix("]")
+    family = socket.AF_INET6 if ":" in plain else socket.AF_INET
+    try:
+        listening = socket.create_server((plain, int(port)), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigurationRefused(f"cannot listen on {address}: {error.strerror or error}") from error
+    return listening, f"{host}:{listening.getsockname()[1]}"

@@ -1,0 +1,353 @@
+"""Bodies of the OpenAI API, read into our requests.
+
+Rules:
+
+1. A field that we know has its type checked; what is wrong is refused under the name the client wrote.
+2. A field that we do not know is ignored, as OpenAI's servers do with each other's.
+3. A field that would change the answer and that we cannot obey is refused by name, unless it says what we do anyway.
+4. What OpenAI has no field for is in the object ``fleet``, where unknown names are refused.
+
+Besides OpenAI's, the sampling parameters of vLLM's server are understood (`top_k`, `min_p`, `repetition_penalty`,
+`min_tokens`, `ignore_eos`, `stop_token_ids`), because benchmarks send them.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from fleet.clock import MILLISECOND, Nanos
+from fleet.errors import Reason, Refused, invalid
+from fleet.ids import ModelName, RequestId
+from fleet.requests import ChatMessage, ChatPrompt, GenerateRequest, Prompt, Sampling, TextPrompt, TokenPrompt
+from fleet.roles import KvPath, Placement
+
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+
+
+class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The object ``fleet`` of a body; the fields are those of proto/fleet/v1/inference.proto."""
+
+    placement: Placement = Placement.AUTO
+    kv_path: KvPath | None = None
+    session: str = ""
+    tenant: str = ""
+    priority: int = 0
+    timeout_ms: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0
+    return_token_ids: bool = False
+
+
+class StreamOptions(Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class ContentPart(Struct, frozen=True, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class MessageBody(Struct, frozen=True, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class Body(Struct, frozen=True, kw_only=True):
+    """What both endpoints share. Null is the same as absent."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    fleet: FleetOptions | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    # Only to be refused by name; see ALREADY_SO.
+    n: Any = None
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+    logit_bias: Any = None
+    tools: Any = None
+    functions: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    prompt: str | list[Any]
+    logprobs: int | None = None
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    messages: list[MessageBody]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+ALREADY_SO: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+}
+"""Fields that we cannot obey, with the values that ask for what happens anyway (null always does)."""
+
+NAMES: Mapping[str, str] = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "chat.messages": "messages",
+    **{f"sampling.{field}": field for field in Sampling.__struct_fields__},
+    **{field: f"fleet.{field}" for field in ("placement", "kv_path", "session", "tenant", "priority", "timeout_ms")},
+}
+"""Field paths of the public protocol to those of the OpenAI API."""
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """A body as we understood it."""
+
+    request: GenerateRequest
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    names: Mapping[str, str]  # for refusals that come later
+
+
+AnyBody = TypeVar("AnyBody", CompletionBody, ChatBody)
+
+_NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
+_COMPLETION = msgspec.json.Decoder(CompletionBody)
+_CHAT = msgspec.json.Decoder(ChatBody)
+
+
+def read_completion(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
+    """Read the body of ``POST /v1/completions``.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
+    completion = _decode(_COMPLETION, body)
+    _refuse_unsupported(completion)
+    return _asked(
+        completion,
+        request_id,
+        now,
+        prompt=_completion_prompt(completion.prompt),
+        max_tokens=COMPLETION_MAX_TOKENS if completion.max_tokens is None else completion.max_tokens,
+        logprobs=completion.logprobs,
+        names=NAMES,
+    )
+
+
+def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
+    """Read the body of ``POST /v1/chat/completions``.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
+    chat = _decode(_CHAT, body)
+    _refuse_unsupported(chat)
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise invalid("top_logprobs", "needs logprobs to be true")
+    newer = chat.max_completion_tokens is not None
+    return _asked(
+        chat,
+        request_id,
+        now,
+        prompt=ChatPrompt(tuple(_message(index, message) for index, message in enumerate(chat.messages))),
+        max_tokens=chat.max_completion_tokens if newer else chat.max_tokens,
+        logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        names={
+            **NAMES,
+            "sampling.logprobs": "top_logprobs",
+            "sampling.max_tokens": "max_completion_tokens" if newer else "max_tokens",
+        },
+    )
+
+
+def _asked(
+    body: Body,
+    request_id: RequestId,
+    now: Nanos,
+    *,
+    prompt: Prompt,
+    max_tokens: int | None,
+    logprobs: int | None,
+    names: Mapping[str, str],
+) -> Asked:
+    options = body.fleet or FleetOptions()
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k == -1 else body.top_k,  # vLLM's way to say "off"
+        "min_p": body.min_p,
+        "seed": body.seed,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "min_tokens": body.min_tokens,
+        "ignore_eos": body.ignore_eos,
+        "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
+        "logprobs": logprobs,
+    }
+    request = GenerateRequest(
+        id=request_id,
+        model=ModelName(body.model or ""),
+        prompt=prompt,
+        sampling=Sampling(**{name: value for name, value in given.items() if value is not None}),  # type: ignore[arg-type]  # by name
+        fill_context=max_tokens is None,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        priority=options.priority,
+        deadline=Nanos(now + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
+        session=options.session,
+        tenant=options.tenant,
+        placement=options.placement,
+        kv_path=options.kv_path,
+    )
+    return Asked(
+        request=request,
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        return_token_ids=options.return_token_ids,
+        names=names,
+    )
+
+
+def _refuse_unsupported(body: Body) -> None:
+    for field, accepted in ALREADY_SO.items():
+        value = getattr(body, field)
+        if value is not None and value not in accepted:
+            raise invalid(
+                field,
+                "is not supported"
+                if not accepted
+                else f"only {msgspec.json.encode(accepted[0]).decode()} is supported",
+            )
+
+
+def _completion_prompt(prompt: str | list[Any]) -> Prompt:
+    match prompt:
+        case str():
+            return TextPrompt(prompt)
+        case [str() as text]:
+            return TextPrompt(text)
+        case [list() as ids]:
+            return _token_prompt(ids)
+        case [str() | list(), *_]:
+            raise invalid("prompt", f"{len(prompt)} prompts in one request are not supported; send one request each")
+        case _:
+            return _token_prompt(prompt)
+
+
+def _token_prompt(ids: list[Any]) -> Prompt:
+    try:
+        checked = msgspec.convert(ids, list[TokenId])
+    except msgspec.ValidationError as error:
+        raise _refusal(error, "prompt") from error
+    return TokenPrompt(np.asarray(checked, "<u4").tobytes())
+
+
+def _message(index: int, message: MessageBody) -> ChatMessage:
+    field = f"messages[{index}]"
+    if message.tool_calls or message.function_call:
+        raise invalid(f"{field}.{'tool_calls' if message.tool_calls else 'function_call'}", "is not supported")
+    match message.content:
+        case str(content):
+            return ChatMessage(role=message.role, content=content)
+        case None:
+            raise invalid(f"{field}.content", "must not be null")
+        case parts:
+            texts = []
+            for position, part in enumerate(parts):
+                if part.type != "text" or part.text is None:
+                    raise invalid(f"{field}.content[{position}]", "only parts of type text, with a text, are supported")
+                texts.append(part.text)
+            return ChatMessage(role=message.role, content="".join(texts))
+
+
+def _decode(decoder: "msgspec.json.Decoder[AnyBody]", body: bytes) -> AnyBody:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _refusal(error, "") from error
+    except UnicodeDecodeError as error:
+        raise Refused(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise Refused(Reason.INVALID_ARGUMENT, "the body is nested too deeply") from error
+    except msgspec.DecodeError as error:
+        raise Refused(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
+
+
+def _refusal(error: msgspec.ValidationError, parent: str) -> Refused:
+    """Of a value that has the wrong type or range; msgspec ends its message with the path."""
+    message, _, path = str(error).partition(" - at `$")
+    field = parent + path.removesuffix("`")
+    if (named := _NAMED_FIELD.search(message)) is not None:
+        field += f".{named[1]}"
+    message = message[0].lower() + message[1:]
+    field = field.removeprefix(".")
+    return invalid(field, message) if field else Refused(Reason.INVALID_ARGUMENT, f"the body: {message}")

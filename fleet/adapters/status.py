@@ -1,0 +1,48 @@
+"""How each `Reason` appears to clients: gRPC status code, HTTP status and OpenAI error type, in one table."""
+
+from collections.abc import Mapping
+
+from grpc import StatusCode
+from msgspec import Struct
+
+from fleet.errors import Reason, Refused
+
+
+class Appearance(Struct, frozen=True):
+    """One reason as the two protocols show it."""
+
+    grpc: StatusCode
+    http: int
+    openai: str
+
+
+APPEARANCES: Mapping[Reason, Appearance] = {
+    Reason.INVALID_ARGUMENT: Appearance(StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
+    Reason.MODEL_NOT_FOUND: Appearance(StatusCode.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.TOO_LARGE: Appearance(StatusCode.RESOURCE_EXHAUSTED, 413, "invalid_request_error"),
+    Reason.KV_MISMATCH: Appearance(StatusCode.FAILED_PRECONDITION, 400, "invalid_request_error"),
+    Reason.NO_WORKER: Appearance(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
+    Reason.QUEUE_FULL: Appearance(StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
+    Reason.DRAINING: Appearance(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
+    Reason.WORKER_LOST: Appearance(StatusCode.UNAVAILABLE, 503, "server_error"),
+    Reason.DEADLINE_PASSED: Appearance(StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
+    Reason.CANCELLED: Appearance(StatusCode.CANCELLED, 499, "cancelled"),  # 499: nginx's, for a client that went away
+    Reason.INTERNAL: Appearance(StatusCode.INTERNAL, 500, "server_error"),
+}
+
+
+def renamed(refused: Refused, names: Mapping[str, str]) -> Refused:
+    """The same refusal with the field called what the client called it.
+
+    `names` maps field paths of the public protocol, without indices. What follows a known path is kept, so that with
+    ``{"chat.messages": "messages"}`` the field ``chat.messages[1].role`` becomes ``messages[1].role``.
+    """
+    path = refused.field
+    known = path if path in names else path.partition("[")[0]
+    if known not in names:
+        return refused
+    field = names[known] + path[len(known) :]
+    message = refused.message
+    if message.startswith(f"{path}: "):
+        message = field + message[len(path) :]
+    return Refused(refused.reason, message, field=field, retry_after_ms=refused.retry_after_ms)

@@ -1,0 +1,57 @@
+"""Typed clients of a Fleet cluster, synchronous and asynchronous.
+
+from fleet.client import Client
+
+with Client("127.0.0.1:50051") as client:
+    with client.generate("Once upon a time", max_tokens=32, temperature=0) as stream:
+        for delta in stream:
+            print(delta.text, end="", flush=True)
+    print(stream.result.usage)
+"""
+
+from fleet.client.aio import AsyncClient, AsyncStream
+from fleet.client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FleetError,
+    InvalidRequest,
+    ModelNotFound,
+    ServerError,
+    TooLarge,
+    Unavailable,
+)
+from fleet.client.results import ClusterStatus, PoolStatus, Result, RouterStatus, StoreStatus, WorkerStatus
+from fleet.client.sync import Client, Stream
+from fleet.requests import Delta, Finish, KvOrigin, KvPhase, Logprobs, ModelCard, Source, Usage
+from fleet.roles import KvPath, Placement
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Cancelled",
+    "Client",
+    "ClusterStatus",
+    "DeadlineExceeded",
+    "Delta",
+    "Finish",
+    "FleetError",
+    "InvalidRequest",
+    "KvOrigin",
+    "KvPath",
+    "KvPhase",
+    "Logprobs",
+    "ModelCard",
+    "ModelNotFound",
+    "Placement",
+    "PoolStatus",
+    "Result",
+    "RouterStatus",
+    "ServerError",
+    "Source",
+    "StoreStatus",
+    "Stream",
+    "TooLarge",
+    "Unavailable",
+    "Usage",
+    "WorkerStatus",
+]

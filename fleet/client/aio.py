@@ -1,0 +1,160 @@
+"""The asynchronous client: like `fleet.client.sync`, for one event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+
+from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from fleet.client.asking import Options, PromptLike, build_message
+from fleet.client.errors import Cancelled, error_of
+from fleet.client.results import ClusterStatus, Collected, Result, decode_status
+from fleet.errors import Reason
+from fleet.requests import Delta, ModelCard
+from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from fleet.wire.public import decode_model
+
+CALL_SECONDS = 10.0  # for calls that are answered at once
+
+
+class AsyncClient:
+    """A connection to a cluster, made within a running event loop; close it, or use it as a context manager.
+
+        async with AsyncClient("127.0.0.1:50051") as client:
+            async with client.generate("Once upon a time", max_tokens=32) as stream:
+                async for delta in stream:
+                    print(delta.text, end="", flush=True)
+
+    Connecting happens with the first call. All methods raise `FleetError`s.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Connect to a router's gRPC address, ``host:port`` or ``unix:/path``."""
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._cluster = control_pb2_grpc.ClusterStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection, and with it every stream that still runs."""
+        await self._channel.close()
+
+    def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> "AsyncStream":
+        """Ask for an answer that streams; arguments as of `fleet.client.Client.generate`.
+
+        Raises:
+            InvalidRequest: A value does not fit its field; nothing was sent. What the server refuses is raised while
+                iterating.
+        """
+        message = build_message(prompt, options)
+        return AsyncStream(self._inference.Generate(message, timeout=options.get("timeout_seconds")))
+
+    async def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
+        """Ask for an answer and wait for all of it; arguments as of `generate`.
+
+        Raises:
+            FleetError: It failed; see the subclasses in `fleet.client.errors`.
+        """
+        async with self.generate(prompt, **options) as stream:
+            async for _ in stream:
+                pass
+            return stream.result
+
+    async def models(self) -> tuple[ModelCard, ...]:
+        """Models that at least one live worker serves.
+
+        Raises:
+            FleetError: The cluster cannot be asked.
+        """
+        try:
+            response = await self._inference.ListModels(inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+        return tuple(decode_model(model) for model in response.models)
+
+    async def status(self) -> ClusterStatus:
+        """Pools, workers, load and cache.
+
+        Raises:
+            FleetError: The cluster cannot be asked.
+        """
+        try:
+            return decode_status(await self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+
+
+class AsyncStream:
+    """One answer as it comes: iterate it. Leaving its context, or `cancel`, stops the engine."""
+
+    def __init__(
+        self, call: "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
+    ) -> None:
+        self._call = call
+        self._messages = aiter(call)
+        self._collected = Collected()
+        self._cancelled = False  # by `cancel`, and not because the task was
+
+    @property
+    def request_id(self) -> str:
+        """Under which logs and traces have it; empty until the server has admitted the request."""
+        admitted = self._collected.admitted
+        return "" if admitted is None else admitted.request_id
+
+    @property
+    def result(self) -> Result:
+        """The whole answer; only after the last delta.
+
+        Raises:
+            RuntimeError: The stream has not ended.
+        """
+        if self._collected.result is None:
+            raise RuntimeError("the stream has not ended; iterate it first")
+        return self._collected.result
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next tokens.
+
+        Raises:
+            FleetError: The request was refused, or the answer could not be completed.
+        """
+        while True:
+            try:
+                message = await anext(self._messages)
+            except StopAsyncIteration:
+                self._collected.complete()
+                raise
+            except grpc.aio.AioRpcError as error:
+                raise error_of(error) from error
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if not self._cancelled or (task is not None and task.cancelling()):
+                    raise
+                raise Cancelled("the stream was cancelled", Reason.CANCELLED) from error
+            if (delta := self._collected.take(message)) is not None:
+                return delta
+
+    def cancel(self) -> None:
+        """Stop; iterating on raises `Cancelled`, unless the answer was complete."""
+        self._cancelled = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()

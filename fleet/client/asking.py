@@ -1,0 +1,92 @@
+"""What callers may ask for, and how it becomes a message."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+import numpy as np
+
+from fleet.client.errors import InvalidRequest
+from fleet.errors import Reason
+from fleet.ids import ModelName, RequestId
+from fleet.requests import ChatMessage, ChatPrompt, GenerateRequest, Prompt, Sampling, TextPrompt, TokenPrompt
+from fleet.roles import KvPath, Placement
+from fleet.v1 import inference_pb2 as pb
+from fleet.wire.public import encode_request
+
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]] | Sequence[ChatMessage]
+"""Text, token ids, or a conversation: messages with ``role`` and ``content``."""
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate` and `complete`; ranges and defaults are in proto/fleet/v1/inference.proto."""
+
+    model: str
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    logprobs: int
+    stop: str | Sequence[str]
+    priority: int
+    session: str
+    tenant: str
+    placement: Placement
+    kv_path: KvPath | None
+    request_id: str
+    timeout_seconds: float | None  # for the whole answer; None: no limit
+
+
+def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
+    """The message that asks for it.
+
+    Raises:
+        InvalidRequest: A value does not fit its field; nothing was sent.
+    """
+    stop = options.get("stop", ())
+    request = GenerateRequest(
+        id=RequestId(options.get("request_id", "")),
+        model=ModelName(options.get("model", "")),
+        prompt=_prompt(prompt),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        priority=options.get("priority", 0),
+        session=options.get("session", ""),
+        tenant=options.get("tenant", ""),
+        placement=options.get("placement", Placement.AUTO),
+        kv_path=options.get("kv_path"),
+    )
+    sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
+    try:
+        return encode_request(request, sampling, timeout_ms=0)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(str(error), Reason.INVALID_ARGUMENT) from error
+
+
+def _prompt(prompt: PromptLike) -> Prompt:
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    if all(isinstance(item, int | np.integer) for item in prompt):
+        try:
+            return TokenPrompt(np.asarray(prompt, "<u4").tobytes())
+        except OverflowError as error:
+            message = f"token_ids: {error}"
+            raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="token_ids") from error
+    messages = []
+    for index, item in enumerate(prompt):
+        match item:
+            case ChatMessage():
+                messages.append(item)
+            case {"role": str(role), "content": str(content)}:
+                messages.append(ChatMessage(role=role, content=content))
+            case _:
+                field = f"chat.messages[{index}]"
+                message = f"{field}: must have the texts role and content"
+                raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field=field)
+    return ChatPrompt(tuple(messages))

@@ -1,0 +1,149 @@
+"""What callers get: the collected answer, and the state of a cluster."""
+
+from msgspec import Struct
+
+from fleet.client.errors import ServerError
+from fleet.requests import Admitted, Delta, Finish, Finished, KvPhase, Logprobs, Usage
+from fleet.v1 import control_pb2, inference_pb2
+from fleet.wire.public import decode_event
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """A complete answer."""
+
+    request_id: str
+    model: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]  # one per token if asked for, else empty
+    finish: Finish
+    usage: Usage
+    kv: tuple[KvPhase, ...]  # where the prompt's KV blocks came from, phase by phase
+
+
+class Collected:
+    """An answer while it comes in."""
+
+    def __init__(self) -> None:
+        self._admitted: Admitted | None = None
+        self._deltas: list[Delta] = []
+        self.result: Result | None = None
+
+    @property
+    def admitted(self) -> Admitted | None:
+        return self._admitted
+
+    def take(self, message: inference_pb2.GenerateResponse) -> Delta | None:
+        """Note a message; returns what the caller is to see of it.
+
+        Raises:
+            ServerError: The server says what this client does not understand.
+        """
+        try:
+            event = decode_event(message)
+        except ValueError as error:
+            raise ServerError(f"the server sent what this client does not understand: {error}") from error
+        match event:
+            case Delta():
+                self._deltas.append(event)
+                return event
+            case Admitted():
+                self._admitted = event
+                return None
+            case Finished():
+                rest = Delta(text=event.text, token_ids=()) if event.text else None
+                if rest is not None:
+                    self._deltas.append(rest)
+                self.result = self._complete(event)
+                return rest
+            case None:
+                return None
+
+    def complete(self) -> Result:
+        """The answer, once the stream has ended.
+
+        Raises:
+            ServerError: The stream ended without its last message.
+        """
+        if self.result is None:
+            raise ServerError("the server ended the stream without its last message")
+        return self.result
+
+    def _complete(self, finished: Finished) -> Result:
+        admitted = self._admitted
+        return Result(
+            request_id="" if admitted is None else admitted.request_id,
+            model="" if admitted is None else admitted.model,
+            text="".join(delta.text for delta in self._deltas),
+            token_ids=tuple(token_id for delta in self._deltas for token_id in delta.token_ids),
+            logprobs=tuple(logprobs for delta in self._deltas for logprobs in delta.logprobs),
+            finish=finished.finish,
+            usage=finished.usage,
+            kv=finished.kv,
+        )
+
+
+class WorkerStatus(Struct, frozen=True, kw_only=True):
+    worker_id: str
+    state: str  # "connecting", "serving", "draining"
+    engine: str
+    address: str
+    running: int  # requests, as the worker reports
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks: int
+    cached_blocks: int  # of the engine's prefix cache, that the router's index knows
+    booked_requests: int  # as the router has booked
+
+
+class PoolStatus(Struct, frozen=True, kw_only=True):
+    model: str
+    role: str
+    workers: tuple[WorkerStatus, ...]
+
+
+class RouterStatus(Struct, frozen=True, kw_only=True):
+    requests: int  # ended, since start
+    aggregated: int
+    disaggregated: int
+    refused: int
+    active: int
+    queued: int
+    index_blocks: int
+    models: tuple[str, ...]
+
+
+class StoreStatus(Struct, frozen=True, kw_only=True):
+    store_id: str
+    blocks: int
+    bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    corrupt: int
+
+
+class ClusterStatus(Struct, frozen=True, kw_only=True):
+    pools: tuple[PoolStatus, ...]
+    router: RouterStatus
+    store: StoreStatus | None
+
+
+def decode_status(message: control_pb2.StatusResponse) -> ClusterStatus:
+    """The state of a cluster, as its router tells it."""
+    pools = tuple(
+        PoolStatus(
+            model=pool.model,
+            role=pool.role,
+            workers=tuple(
+                WorkerStatus(**{name: getattr(worker, name) for name in WorkerStatus.__struct_fields__})
+                for worker in pool.workers
+            ),
+        )
+        for pool in message.pools
+    )
+    counts = {name: getattr(message.router, name) for name in RouterStatus.__struct_fields__ if name != "models"}
+    store = None
+    if message.HasField("store"):
+        store = StoreStatus(**{name: getattr(message.store, name) for name in StoreStatus.__struct_fields__})
+    return ClusterStatus(pools=pools, router=RouterStatus(models=tuple(message.router.models), **counts), store=store)

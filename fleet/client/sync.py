@@ -1,0 +1,155 @@
+"""The synchronous client. Safe to use from several threads, a stream from one at a time."""
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+
+from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from fleet.client.asking import Options, PromptLike, build_message
+from fleet.client.errors import error_of
+from fleet.client.results import ClusterStatus, Collected, Result, decode_status
+from fleet.requests import Delta, ModelCard
+from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from fleet.wire.public import decode_model
+
+CALL_SECONDS = 10.0  # for calls that are answered at once
+
+
+class Client:
+    """A connection to a cluster; close it, or use it as a context manager.
+
+        with Client("127.0.0.1:50051") as client:
+            print(client.complete("Say hello", max_tokens=16).text)
+
+    Connecting happens with the first call. All methods raise `FleetError`s.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Connect to a router's gRPC address, ``host:port`` or ``unix:/path``."""
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._cluster = control_pb2_grpc.ClusterStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, and with it every stream that still runs."""
+        self._channel.close()
+
+    def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> "Stream":
+        """Ask for an answer that streams.
+
+            with client.generate([{"role": "user", "content": "Hi"}], max_tokens=64, stop="END") as stream:
+                for delta in stream:
+                    print(delta.text, end="")
+            stream.result.usage.completion_tokens
+
+        Args:
+            prompt: Text, token ids, or a conversation.
+            options: See `fleet.client.asking.Options`.
+
+        Raises:
+            InvalidRequest: A value does not fit its field; nothing was sent. What the server refuses is raised while
+                iterating.
+        """
+        message = build_message(prompt, options)
+        return Stream(self._inference.Generate(message, timeout=options.get("timeout_seconds")))
+
+    def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
+        """Ask for an answer and wait for all of it; arguments as of `generate`.
+
+        Raises:
+            FleetError: It failed; see the subclasses in `fleet.client.errors`.
+        """
+        with self.generate(prompt, **options) as stream:
+            for _ in stream:
+                pass
+            return stream.result
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """Models that at least one live worker serves.
+
+        Raises:
+            FleetError: The cluster cannot be asked.
+        """
+        try:
+            response = self._inference.ListModels(inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        return tuple(decode_model(model) for model in response.models)
+
+    def status(self) -> ClusterStatus:
+        """Pools, workers, load and cache.
+
+        Raises:
+            FleetError: The cluster cannot be asked.
+        """
+        try:
+            return decode_status(self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+
+class Stream:
+    """One answer as it comes: iterate it. Leaving its context, or `cancel`, stops the engine."""
+
+    def __init__(self, call: "grpc._CallIterator[inference_pb2.GenerateResponse]") -> None:
+        self._call = call
+        self._collected = Collected()
+
+    @property
+    def request_id(self) -> str:
+        """Under which logs and traces have it; empty until the server has admitted the request."""
+        admitted = self._collected.admitted
+        return "" if admitted is None else admitted.request_id
+
+    @property
+    def result(self) -> Result:
+        """The whole answer; only after the last delta.
+
+        Raises:
+            RuntimeError: The stream has not ended.
+        """
+        if self._collected.result is None:
+            raise RuntimeError("the stream has not ended; iterate it first")
+        return self._collected.result
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        """The next tokens.
+
+        Raises:
+            FleetError: The request was refused, or the answer could not be completed.
+        """
+        while True:
+            try:
+                message = next(self._call)
+            except StopIteration:
+                self._collected.complete()
+                raise
+            except grpc.RpcError as error:
+                raise error_of(error) from error
+            if (delta := self._collected.take(message)) is not None:
+                return delta
+
+    def cancel(self) -> None:
+        """Stop; iterating on raises `Cancelled`, unless the answer was complete."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()

@@ -1,0 +1,184 @@
+"""What is wrong with a request, found before anything is started.
+
+Field paths are those of proto/fleet/v1/inference.proto; a front whose clients write other names translates the path of
+the refusal (`fleet.adapters.status.renamed`).
+"""
+
+import re
+from typing import assert_never
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.errors import invalid
+from fleet.requests import TOKEN_BYTES, ChatPrompt, GenerateRequest, ModelCard, Sampling, TextPrompt, TokenPrompt
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_HINT_CHARACTERS = 256  # of a session or a tenant: they are keys in tables of the router
+MAX_PRIORITY = 100
+MAX_INT32 = 2**31 - 1
+MAX_UINT32 = 2**32 - 1
+MAX_UINT64 = 2**64 - 1
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class _Range(Struct, frozen=True):
+    """Numbers from `low` (itself only if `closed`) to `high`. NaN is in no range."""
+
+    low: float
+    high: float
+    closed: bool = True
+
+    def __contains__(self, number: float) -> bool:
+        return (self.low <= number if self.closed else self.low < number) and number <= self.high
+
+    def __str__(self) -> str:
+        if self.closed:
+            return f"from {self.low} to {self.high}"
+        return f"more than {self.low} and at most {self.high}"
+
+
+_RANGES: dict[str, _Range] = {  # of the fields of Sampling; a field that is None is not checked
+    "max_tokens": _Range(1, MAX_UINT32),
+    "temperature": _Range(0, 2),
+    "top_p": _Range(0, 1, closed=False),
+    "top_k": _Range(0, MAX_INT32),
+    "min_p": _Range(0, 1),
+    "seed": _Range(0, MAX_UINT64),
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "repetition_penalty": _Range(0, 2, closed=False),
+    "min_tokens": _Range(0, MAX_UINT32),
+    "logprobs": _Range(0, 20),
+}
+
+
+def validate(
+    request: GenerateRequest, card: ModelCard, prompt_tokens: int | None, *, vocab_size: int | None = None
+) -> None:
+    """Check a request against its model.
+
+    Args:
+        request: As a front hands it on.
+        card: The model that will serve it.
+        prompt_tokens: Length of the prompt, or None while it is not known; then lengths are not checked.
+        vocab_size: Token ids must be below; None when not known.
+
+    Raises:
+        Refused: INVALID_ARGUMENT with the first field that is wrong.
+    """
+    _check_names(request)
+    _check_prompt(request, vocab_size)
+    _check_sampling(request.sampling, vocab_size)
+    _check_stop(request.stop)
+    if not request.fill_context and request.sampling.min_tokens > request.sampling.max_tokens:
+        raise invalid(
+            "sampling.min_tokens",
+            f"{request.sampling.min_tokens} is more than max_tokens, {request.sampling.max_tokens}",
+        )
+    if prompt_tokens is not None:
+        validate_length(request, card, prompt_tokens)
+
+
+def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: int) -> None:
+    """Check that prompt and answer fit the model.
+
+    Raises:
+        Refused: INVALID_ARGUMENT; the prompt is empty or too long, or leaves no room for what is asked for.
+    """
+    field = prompt_field(request)
+    if prompt_tokens == 0:
+        raise invalid(field, "must not be empty")
+    if prompt_tokens > card.max_model_len:
+        raise invalid(field, f"has {prompt_tokens} tokens, and the model takes {card.max_model_len}")
+    room = card.max_model_len - prompt_tokens
+    if room == 0:
+        raise invalid(
+            field, f"has {prompt_tokens} tokens, which leaves none of the model's {card.max_model_len} to the answer"
+        )
+    if request.fill_context:
+        if request.sampling.min_tokens > room:
+            raise invalid(
+                "sampling.min_tokens", f"{request.sampling.min_tokens} is more than the {room} that the prompt leaves"
+            )
+    elif request.sampling.max_tokens > room:
+        raise invalid(
+            "sampling.max_tokens",
+            f"{request.sampling.max_tokens} and the prompt's {prompt_tokens} are more tokens than the model takes, "
+            f"{card.max_model_len}; ask for at most {room}",
+        )
+
+
+def prompt_field(request: GenerateRequest) -> str:
+    """Path of the prompt, as the public protocol names it."""
+    match request.prompt:
+        case TextPrompt():
+            return "text"
+        case ChatPrompt():
+            return "chat.messages"
+        case TokenPrompt():
+            return "token_ids"
+        case _:
+            assert_never(request.prompt)
+
+
+def _check_names(request: GenerateRequest) -> None:
+    if not _REQUEST_ID.fullmatch(request.id):
+        raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
+    for field, hint in (("session", request.session), ("tenant", request.tenant)):
+        if len(hint) > MAX_HINT_CHARACTERS:
+            raise invalid(field, f"has {len(hint)} characters, and {MAX_HINT_CHARACTERS} are allowed")
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {request.priority}")
+
+
+def _check_prompt(request: GenerateRequest, vocab_size: int | None) -> None:
+    match request.prompt:
+        case TextPrompt(text=text):
+            if not text:
+                raise invalid("text", "must not be empty")
+        case ChatPrompt(messages=messages):
+            if not messages:
+                raise invalid("chat.messages", "must not be empty")
+            for index, message in enumerate(messages):
+                if not message.role:
+                    raise invalid(f"chat.messages[{index}].role", "must not be empty")
+        case TokenPrompt(tokens=tokens):
+            if not tokens:
+                raise invalid("token_ids", "must not be empty")
+            assert len(tokens) % TOKEN_BYTES == 0, len(tokens)
+            ids = np.frombuffer(tokens, "<u4")
+            if vocab_size is not None and int(ids.max()) >= vocab_size:
+                index = int((ids >= vocab_size).argmax())
+                raise invalid(
+                    f"token_ids[{index}]", f"{ids[index]} is outside the model's vocabulary of {vocab_size} tokens"
+                )
+        case _:
+            assert_never(request.prompt)
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int | None) -> None:
+    for name, allowed in _RANGES.items():
+        number = getattr(sampling, name)
+        if number is not None and number not in allowed:
+            raise invalid(f"sampling.{name}", f"must be {allowed}, not {_short(number)}")
+    for index, token_id in enumerate(sampling.stop_token_ids):
+        if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+            raise invalid(f"sampling.stop_token_ids[{index}]", f"{_short(token_id)} is outside the model's vocabulary")
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"has {len(stop)} strings, and {MAX_STOP_STRINGS} are allowed")
+    for index, string in enumerate(stop):
+        if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
+            raise invalid(f"stop[{index}]", f"has {len(string)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed")
+
+
+def _short(number: float) -> str:
+    """As text; a client may send an integer of a million digits."""
+    if isinstance(number, int) and abs(number) > MAX_UINT64:
+        return "an integer beyond 64 bits"
+    return f"{number}"

@@ -1,6 +1,7 @@
 """Real vLLM engines on an event loop of their own, shared by the tests of a module since they start slowly."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -67,11 +68,15 @@ class Hosted:
         if not self.ended.done():
             self._loop.call_soon_threadsafe(self._stopping.set)
 
+    def forget(self) -> None:
+        self.engines = []
+        self.ended = Future()
+
 
 @contextmanager
 def hosted(*settings: WorkerSettings) -> Iterator[Hosted]:
     ready: Future[Hosted] = Future()
-    thread = threading.Thread(target=lambda: asyncio.run(_host(settings, ready)), name="vllm-engines")
+    thread = threading.Thread(target=asyncio.run, args=(_host(settings, ready),), name="vllm-engines")
     thread.start()
     engines = ready.result(START_SECONDS)
     try:
@@ -80,6 +85,8 @@ def hosted(*settings: WorkerSettings) -> Iterator[Hosted]:
         engines.stop()
         thread.join(60)
         assert not thread.is_alive(), "the engines do not stop"
+        engines.forget()
+        gc.collect()  # vLLM leaves sockets to the collector, which complains; now nobody listens
 
 
 async def _host(settings: Sequence[WorkerSettings], ready: "Future[Hosted]") -> None:

@@ -169,7 +169,7 @@ def test_status_shows_pools_workers_and_store(cluster):
         ("prefill", "prefill-0", "serving"),
         ("decode", "decode-0", "serving"),
     }
-    assert status["store"]["capacity_bytes"] == 512 << 20
+    assert status["store"]["capacity_bytes"] == 256 << 20
     table = run_fleet("status", "--address", cluster.grpc).stdout
     assert "decode-0" in table
     assert "router" in table

@@ -136,7 +136,7 @@ def test_when_its_process_is_killed_nothing_of_vllm_is_left(model_dir):
         assert list(folder.glob("fleet-vllm-*"))
 
         process.kill()
-        process.wait()
+        process.communicate()
 
         assert psutil.wait_procs(children, timeout=END_SECONDS)[1] == []
         assert [file for file in shared if file.exists()] == []

@@ -1,5 +1,6 @@
 """Promises of the model that is made on the spot."""
 
+import errno
 import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+from fleet.adapters import tiny_model
 from fleet.adapters.text_codec import load_codec
 from fleet.adapters.tiny_model import SPECIAL_TOKENS, VOCABULARY, build_tiny_model
 from fleet.requests import ChatMessage
@@ -65,6 +67,18 @@ def test_the_tokenizer_alone_is_enough_until_the_model_is_there(tmp_path):
     whole = build_tiny_model(tmp_path)
     assert (whole / "model.safetensors").exists()
     assert build_tiny_model(tmp_path, tokenizer_only=True) == whole
+
+
+def test_a_build_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    def run_out_of_space(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tiny_model, "save_file", run_out_of_space)
+
+    with pytest.raises(OSError, match="No space left"):
+        build_tiny_model(tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_processes_may_build_at_once(tmp_path):

@@ -1,0 +1,85 @@
+# One line each: make up | test | check | proto | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
+ENGINE ?= vllm
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 50051
+DEMO ?= The yield statement is only used when defining a generator function, and is only used in the body of the generator \
+  function. Using yield in a function definition is sufficient to cause that definition to create a generator function instead of \
+  a normal function. When a generator function is called, it returns an iterator known as a generator iterator, or more commonly
+TORCH := torch==2.13.0
+UV := uv==0.13.8
+
+MAKEFLAGS += --no-print-directory
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= $(shell for each in python3.11 python3.12 python3.13 python3; do command -v $$each && break; done 2>/dev/null)
+BIN := .venv/bin
+PIP := PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
+LOCK := $(shell cat constraints.txt pyproject.toml | cksum | tr -d ' ')
+DEV := .venv/.dev-$(LOCK)
+VLLM := .venv/.vllm-$(LOCK)
+INSTALLED := $(if $(filter simulated,$(ENGINE)),$(DEV),$(VLLM))
+PROTOS = $(sort $(shell cd proto && find . -name '*.proto' | sed 's|^\./||'))
+PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
+CODE := fleet kvstore workers tests loadtests
+
+.PHONY: up test check proto bench install lock clean
+.DEFAULT_GOAL := up
+
+up: $(INSTALLED)
+	@$(BIN)/fleet up --engine $(ENGINE) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) $(if $(filter 1,$(CHECK)),--check,--demo "$(DEMO)")
+
+test: $(INSTALLED)
+	@$(BIN)/pytest $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TESTS)
+
+check: $(DEV)
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check --quiet $(CODE)
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --mypy_out="quiet:$$fresh" --mypy_grpc_out="quiet:$$fresh" $(PROTOS); \
+	for file in $$(cd "$$fresh" && find . -type f); do \
+	  diff -q "$$fresh/$$file" "$$file" >/dev/null || { echo "$$file is not what proto/ gives: run 'make proto'"; exit 1; }; done
+	@echo "generated code is fresh"
+
+proto: $(DEV)
+	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)
+
+bench: $(VLLM)
+	@$(BIN)/python -m loadtests.main_job $(BENCH)
+
+install: $(INSTALLED)
+
+# After a change of dependencies: install them by hand, see the tests pass, then write down what is there.
+lock:
+	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip list --format=freeze --disable-pip-version-check | \
+	grep -viE '^(fleet-serving|pip|torch|torchvision|torchaudio|torchcodec)=='; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean:
+	@rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "make: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "making .venv with $(PYTHON)" >&2
+	@"$(PYTHON)" -m venv .venv 2>/dev/null || { "$(PYTHON)" -m venv --without-pip .venv && "$(PYTHON)" -m pip -qq --python $(BIN)/python install pip; } || \
+	{ rm -rf .venv; echo "make: $(PYTHON) can make no virtual environment; install its venv and pip packages" >&2; exit 1; }
+
+$(DEV): | $(BIN)/python
+	@echo "installing Fleet and the development tools" >&2
+	@$(PIP) install --prefer-binary -c constraints.txt -e '.[dev]'
+	@rm -f .venv/.dev-*; touch $@
+
+# torch: the plain index carries the CUDA build, so the CPU build comes from a configured wheel folder, or through uv, which
+# knows PyTorch's own CPU index. The rest is the locked list as it stands (--no-deps): resolving would bring torchvision,
+# whose CUDA build breaks transformers beside a CPU torch, and NIXL's CUDA libraries.
+$(VLLM): $(DEV)
+	@echo "installing vLLM for CPUs: a minute or two, 3.5 GB" >&2
+	@$(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(m.version("torch") != "$(TORCH)+cpu"[7:])' 2>/dev/null || \
+	$(PIP) install "$(TORCH)+cpu" 2>/dev/null || \
+	{ $(PIP) install "$(UV)" && VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --torch-backend cpu "$(TORCH)" 2>/dev/null; } || \
+	{ echo "make: no CPU build of $(TORCH) found: put its wheel where pip looks, or allow uv to reach PyTorch's CPU index; ENGINE=simulated needs none" >&2; exit 1; }
+	@$(PIP) install --prefer-binary --no-deps -r constraints.txt
+	@rm -f .venv/.vllm-*; touch $@

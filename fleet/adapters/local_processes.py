@@ -1,0 +1,327 @@
+"""The processes of a cluster on this machine: performs what `fleet.control.supervision` decides.
+
+Rules:
+
+1. Every child leads a session and process group of its own, so that Ctrl-C in a terminal reaches the supervisor alone, and
+   so that whatever a child has started can be ended with it. A child counts as gone when its whole group is.
+2. Nothing outlives the supervisor, however it ends: the kernel kills the children (`process_group.die_with_parent`), and a
+   guardian process ends what they had started and removes the runtime folder.
+3. Everything a child makes lies in the runtime folder: its settings, its socket, its temporary files, and its log, unless
+   somebody wants to keep the logs.
+4. A child is ready when it has written one line of JSON, its endpoints, to the file descriptor that it was given.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+from msgspec import Struct
+
+from fleet.adapters.process_group import end_group, ending
+from fleet.clock import SECOND, Clock, Nanos
+from fleet.control.supervision import (
+    CONFIGURATION_REFUSED,
+    AnnounceReady,
+    AskToStop,
+    BecameReady,
+    Child,
+    Command,
+    Condition,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    ReportFailure,
+    ReportRestart,
+    Spawn,
+    StopRequested,
+    Supervision,
+    Ticked,
+)
+from fleet.errors import ConfigurationRefused
+
+LOG_TAIL_LINES = 20
+FIRST_PROGRESS = 5.0  # seconds until the first line while children load; the pauses double
+PROGRESS_EVERY = 40.0  # seconds between two lines, at most
+LONGEST_PARENT = 40  # characters of the runtime folder's parent, so that sockets stay below the 107 that Unix allows
+SPAWN_FAILED = 127  # exit status of a child that could not be started, as shells have it
+
+Endpoints = Mapping[str, str]
+"""Addresses that a child listens on, by protocol."""
+
+
+class LocalProcess(Struct, frozen=True, kw_only=True):
+    """A child and how to start it."""
+
+    child: Child
+    command: tuple[str, ...]  # ``--ready-fd N --parent PID`` is appended
+
+
+class ClusterFailed(Exception):
+    """The cluster ended although nobody had asked it to; the message is for a person, the log's tail has been shown."""
+
+
+@contextmanager
+def runtime_folder() -> Iterator[Path]:
+    """A private folder with a short path, removed at the end."""
+    parent = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))  # noqa: S108 - mkdtemp makes it private
+    (folder / "tmp").mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class LocalProcesses:
+    """The running children; `run` returns when none is left.
+
+    Args:
+        processes: What to run.
+        folder: The runtime folder; temporary files of the children go there.
+        logs: Folder of the children's logs; they are appended to.
+        environment: Variables of the children.
+        clock: Time.
+        say: Shows one line to a person.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[LocalProcess],
+        *,
+        folder: Path,
+        logs: Path,
+        environment: Mapping[str, str],
+        clock: Clock,
+        say: Callable[[str], None],
+    ):
+        self._processes = {process.child.name: process for process in processes}
+        self._folder = folder
+        self._logs = logs
+        self._environment = {**environment, "TMPDIR": str(folder / "tmp")}
+        self._clock = clock
+        self._say = say
+        self._machine = Supervision([process.child for process in processes])
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: two events a child, and signals
+        self._running: dict[str, Process] = {}
+        self._unsent: dict[str, signal.Signals] = {}  # to children whose start is under way
+        self._endpoints: dict[str, Endpoints] = {}
+        self._ready = asyncio.Event()
+        self._stop_asked = False
+        self._content: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._guardian: Process | None = None
+
+    @property
+    def endpoints(self) -> Mapping[str, Endpoints]:
+        """By name of the child; complete when the cluster is ready."""
+        return self._endpoints
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the children that run now, by name."""
+        return {name: process.pid for name, process in self._running.items()}
+
+    def request_stop(self) -> None:
+        """Ask everything to end; the second time, kill it."""
+        self._stop_asked = True
+        self._events.put_nowait(StopRequested())
+        if self._content is not None:
+            self._content.cancel()
+
+    async def hold(self, body: Callable[[], Awaitable[None]]) -> bool:
+        """Run the children; when all are ready run `body`; when it returns, or somebody asks to stop, stop.
+
+        Returns:
+            Whether `body` came to its end; False when somebody asked to stop before.
+
+        Raises:
+            ConfigurationRefused: A child refused its settings.
+            ClusterFailed: A child failed before the cluster was ready, or over and over.
+            Exception: Whatever `body` raised, after the children have been stopped.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            self._content = tasks.create_task(self._when_ready(body))
+            await self._run()
+            self._content.cancel()
+        if self._failure is not None:
+            raise self._failure
+        return not self._content.cancelled()
+
+    async def _when_ready(self, body: Callable[[], Awaitable[None]]) -> None:
+        await self._ready.wait()
+        try:
+            await body()
+        except Exception as error:  # noqa: BLE001 - supervisor: the children are stopped in order, then it is raised
+            self._failure = error
+        if not self._stop_asked:
+            self._stop_asked = True
+            self._events.put_nowait(StopRequested())
+
+    async def _run(self) -> None:
+        self._guardian = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "fleet.adapters.guardian", str(self._folder)),
+            stdin=PIPE,
+            stdout=DEVNULL,
+            env=self._environment,
+            start_new_session=True,
+        )
+        assert self._guardian.stdin is not None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                progress = tasks.create_task(self._show_progress())
+                finished = self._perform(self._machine.begin(self._clock.now()), tasks)
+                while not finished:
+                    event = await self._next_event()
+                    finished = self._perform(self._machine.handle(event, self._clock.now()), tasks)
+                    self._machine.check()
+                progress.cancel()
+        finally:
+            self._guardian.stdin.close()
+            await self._guardian.wait()
+
+    async def _next_event(self) -> Event:
+        instant = self._machine.next_instant()
+        seconds = None if instant is None else max(0, instant - self._clock.now()) / SECOND
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._events.get()
+        except TimeoutError:
+            return Ticked()
+
+    def _perform(self, commands: Sequence[Command], tasks: asyncio.TaskGroup) -> bool:
+        """Carry out commands; True after the last one of all."""
+        finished = False
+        for command in commands:
+            match command:
+                case Spawn(name):
+                    tasks.create_task(self._run_child(self._processes[name]))
+                case AskToStop(name):
+                    self._send(name, signal.SIGTERM)
+                case Kill(name):
+                    self._send(name, signal.SIGKILL)
+                case AnnounceReady():
+                    self._ready.set()
+                case ReportRestart(name, status, pause):
+                    self._show_log(name)
+                    self._say(f"{name} {_ending(status)}; starting it again in {pause / SECOND:.2g} s")
+                case ReportFailure(name, reason, status):
+                    self._failure = self._explain(name, reason, status)
+                    if self._content is not None:
+                        self._content.cancel()
+                case Finish():
+                    finished = True
+                case _:
+                    assert_never(command)
+        return finished
+
+    async def _run_child(self, process: LocalProcess) -> None:
+        """One run of a child, from its start until its group is gone."""
+        name = process.child.name
+        self._unsent.pop(name, None)
+        read_fd, write_fd = os.pipe()
+        try:
+            with self._log(name).open("ab") as log:
+                running = await asyncio.create_subprocess_exec(
+                    *process.command,
+                    *("--ready-fd", str(write_fd), "--parent", str(os.getpid())),
+                    stdin=DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self._environment,
+                    start_new_session=True,
+                    pass_fds=(write_fd,),
+                )
+        except OSError as error:
+            self._say(f"{name} cannot be started: {error}")
+            os.close(read_fd)
+            self._events.put_nowait(Exited(name, SPAWN_FAILED))
+            return
+        finally:
+            os.close(write_fd)
+        self._running[name] = running
+        self._tell_guardian("+", running.pid)
+        if (unsent := self._unsent.pop(name, None)) is not None:
+            self._send(name, unsent)
+        try:
+            await self._await_readiness(name, read_fd)
+            status = await running.wait()
+            for pause in ending(running.pid):
+                await asyncio.sleep(pause)
+        except asyncio.CancelledError:
+            end_group(running.pid)  # blocks, for a moment: what was cancelled must not leave processes
+            raise
+        finally:
+            self._tell_guardian("-", running.pid)
+            del self._running[name]
+        self._events.put_nowait(Exited(name, status))
+
+    async def _await_readiness(self, name: str, read_fd: int) -> None:
+        """Read the child's line; no line means that it ended, or that it will not be ready in time."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
+        )
+        try:
+            line = await reader.readline()
+        finally:
+            transport.close()
+        if line.endswith(b"\n"):
+            self._endpoints[name] = msgspec.json.decode(line, type=dict[str, str])
+            self._events.put_nowait(BecameReady(name))
+
+    def _send(self, name: str, number: signal.Signals) -> None:
+        """Signal a child (its group follows when it is gone); one that is just being started gets it then."""
+        if (running := self._running.get(name)) is None:
+            self._unsent[name] = number
+        elif running.returncode is None:
+            running.send_signal(number)
+
+    def _tell_guardian(self, change: str, group: int) -> None:
+        assert self._guardian is not None
+        assert self._guardian.stdin is not None
+        self._guardian.stdin.write(f"{change}{group}\n".encode())
+
+    async def _show_progress(self) -> None:
+        started = self._clock.now()
+        pause = FIRST_PROGRESS
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PROGRESS_EVERY)
+            conditions = self._machine.conditions()
+            loading = [name for name, condition in conditions.items() if condition is Condition.STARTING]
+            if loading and not self._machine.announced:
+                self._say(f"loading {', '.join(loading)} ({Nanos(self._clock.now() - started) // SECOND} s)")
+
+    def _explain(self, name: str, reason: str, status: int | None) -> Exception:
+        if status == CONFIGURATION_REFUSED:
+            words = self._log_tail(name, 1).removeprefix("fleet: ")
+            return ConfigurationRefused(words or f"{name} refused its settings")
+        self._show_log(name)
+        return ClusterFailed(f"{name} {reason}" + ("" if status is None else f": it {_ending(status)}"))
+
+    def _show_log(self, name: str) -> None:
+        if tail := self._log_tail(name, LOG_TAIL_LINES):
+            self._say(f"the last lines of {name}'s log:\n{tail}")
+
+    def _log_tail(self, name: str, lines: int) -> str:
+        log = self._log(name)
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
+
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+
+def _ending(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

@@ -1,0 +1,225 @@
+"""A topology as processes: their settings, their addresses, and the order in which they come and go.
+
+Rules:
+
+1. Processes of this machine talk over Unix sockets in the runtime folder; only the router's two public addresses are TCP.
+2. A public port 0 is replaced by a free one here and not in the router, so that a router that is started again has the same
+   address, and workers can be told of it before it runs.
+3. What can be refused without starting anything is refused here.
+"""
+
+import errno
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from fleet.adapters.local_processes import LocalProcess
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.config import TINY, Topology, save
+from fleet.control.supervision import Child
+from fleet.errors import ConfigurationRefused
+from fleet.ids import ModelName, WorkerId
+from fleet.roles import KvPath, Role
+from kvstore.settings import StoreSettings
+from workers.settings import VllmSettings, WorkerSettings
+
+ENGINE_READY_WITHIN = Nanos(
+    600 * SECOND
+)  # vLLM: 20 s on two idle cores, minutes on a busy machine or with a real model
+SIMULATED_READY_WITHIN = Nanos(30 * SECOND)
+READY_WITHIN = Nanos(30 * SECOND)  # of a router or store: a second, unless the machine is very busy
+WORKER_DRAIN = Nanos(5 * SECOND)  # on Ctrl-C people wait; the router has drained before
+STOP_WITHIN = Nanos(20 * SECOND)  # vLLM takes a few seconds to end its processes
+
+START_STORE, START_REST = range(2)
+STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
+
+ROUTER = "router"
+STORE = "kvstore"
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What to run, and where it will be reached."""
+
+    processes: tuple[LocalProcess, ...]
+    model: ModelName
+    model_dir: Path
+    http: str  # host:port
+    grpc: str  # host:port
+    workers: tuple[WorkerId, ...]
+    disaggregates: bool  # whether there are prefill workers
+
+
+def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName) -> Plan:
+    """Settle a topology, and write the settings files of its processes.
+
+    Args:
+        topology: What is wanted.
+        folder: The runtime folder.
+        model_dir: Of the model to serve.
+        model: The name to serve it under.
+
+    Raises:
+        ConfigurationRefused: The engine is not installed; a public address is in use, or no address; the model folder
+            has no readable configuration.
+    """
+    _check_engine(topology.cluster.engine)
+    with ExitStack() as held:  # both at once, or both could be the same
+        http = _claim("router.http_listen", topology.router.http_listen, held)
+        grpc = _claim("router.grpc_listen", topology.router.grpc_listen, held)
+    store = f"unix:{folder / 'kvstore.sock'}" if KvPath.STORE in topology.cluster.kv_paths else ""
+    processes = []
+    if store:
+        processes.append(_store_process(topology, folder, store))
+    router = structs.replace(
+        topology.router, http_listen=http, grpc_listen=grpc, store=store, models={model: str(model_dir)}
+    )
+    processes.append(
+        _process(
+            Child(
+                name=ROUTER,
+                start_stage=START_REST,
+                stop_stage=STOP_ROUTER,
+                ready_within=READY_WITHIN,
+                stop_within=STOP_WITHIN,
+            ),
+            folder,
+            router,
+        )
+    )
+    workers = list(_workers(topology, folder, model_dir, model, registry=_dialled(grpc), store=store))
+    ready_within = SIMULATED_READY_WITHIN if topology.cluster.engine == "simulated" else ENGINE_READY_WITHIN
+    for worker in workers:
+        child = Child(
+            name=worker.worker_id,
+            start_stage=START_REST,
+            stop_stage=STOP_WORKERS,
+            ready_within=ready_within,
+            stop_within=Nanos(WORKER_DRAIN + STOP_WITHIN),
+        )
+        processes.append(_process(child, folder, worker))
+    return Plan(
+        processes=tuple(processes),
+        model=model,
+        model_dir=model_dir,
+        http=_dialled(http),
+        grpc=_dialled(grpc),
+        workers=tuple(worker.worker_id for worker in workers),
+        disaggregates=topology.replicas(Role.PREFILL) > 0,
+    )
+
+
+def _check_engine(name: str) -> None:
+    known = sorted(each.name for each in entry_points(group="workers.engines"))
+    if name not in known:
+        raise ConfigurationRefused(f"cluster.engine: {name!r} is not one of {', '.join(known)}")
+    if name == "vllm" and find_spec("vllm") is None:
+        raise ConfigurationRefused(
+            "cluster.engine: vllm is not installed; run `make install`, or use the engine simulated"
+        )
+
+
+def _store_process(topology: Topology, folder: Path, address: str) -> LocalProcess:
+    settings = StoreSettings(
+        store_id="local",
+        listen=(address,),
+        shm_socket=str(folder / "pool.sock"),
+        capacity_bytes=topology.store.capacity_mib << 20,
+    )
+    child = Child(
+        name=STORE, start_stage=START_STORE, stop_stage=STOP_STORE, ready_within=READY_WITHIN, stop_within=STOP_WITHIN
+    )
+    return _process(child, folder, settings)
+
+
+def _workers(
+    topology: Topology, folder: Path, model_dir: Path, model: ModelName, *, registry: str, store: str
+) -> Iterator[WorkerSettings]:
+    cluster = topology.cluster
+    length = min(cluster.max_model_len, _length_limit(model_dir))
+    numbers = dict.fromkeys((pool.role for pool in topology.pools), 0)
+    for pool in topology.pools:
+        for _ in range(pool.replicas):
+            name = f"{pool.role}-{numbers[pool.role]}"
+            numbers[pool.role] += 1
+            yield WorkerSettings(
+                worker_id=WorkerId(name),
+                role=pool.role,
+                engine=cluster.engine,
+                model_dir=str(model_dir),
+                model=model,
+                listen=f"unix:{folder / name}.sock",
+                registry=registry,
+                store=store,
+                kv_paths=cluster.kv_paths,
+                block_tokens=cluster.block_tokens,
+                max_model_len=length,
+                max_running=pool.max_running,
+                drain_timeout_ms=WORKER_DRAIN // MILLISECOND,
+                vllm=_exact(pool.vllm) if cluster.model == TINY else pool.vllm,
+                simulated=pool.simulated,
+            )
+
+
+def _exact(settings: VllmSettings) -> VllmSettings:
+    """The tiny model in its own precision, which "auto" would halve: its answers are the same whatever the batch."""
+    return structs.replace(settings, dtype="float32") if settings.dtype == "auto" else settings
+
+
+def _process(child: Child, folder: Path, settings: Struct) -> LocalProcess:
+    part = child.name if child.name in (ROUTER, STORE) else "worker"
+    path = folder / f"{child.name}.json"
+    save(settings, path)
+    command = (sys.executable, "-m", "fleet.cli.main", "serve", part, "--config", str(path))
+    return LocalProcess(child=child, command=command)
+
+
+def _length_limit(model_dir: Path) -> int:
+    """Positions that the model was made for; as many as one likes where it does not say."""
+    path = model_dir / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        return int(config.get("max_position_embeddings", sys.maxsize))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigurationRefused(f"cluster.model: {path} is not a model's configuration: {error}") from error
+
+
+def _claim(field: str, listen: str, held: ExitStack) -> str:
+    """The address with a definite port that nobody listens on, and nobody can while `held` is open.
+
+    Somebody may still take it between that and the router's start; then the router refuses its settings.
+    """
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigurationRefused(f"{field}: {listen!r} is not host:port")
+    try:
+        probe = held.enter_context(socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
+        probe.bind((host.strip("[]"), int(port)))
+        probe.listen(1)
+        return f"{host}:{probe.getsockname()[1]}"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigurationRefused(
+                f"{field}: {listen} is in use; name another port, or 0 for any free one"
+            ) from error
+        raise ConfigurationRefused(f"{field}: {listen}: {os.strerror(error.errno or 0)}") from error
+
+
+def _dialled(listen: str) -> str:
+    """The address to connect to, from this machine."""
+    host, _, port = listen.rpartition(":")
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else listen  # noqa: S104 - compared, not bound
+
+
+def addresses(plan_: Plan) -> Sequence[str]:
+    """Lines for a person: how the cluster is reached."""
+    return (f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}")

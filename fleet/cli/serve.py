@@ -1,0 +1,59 @@
+"""`fleet serve`: one process of a cluster, as supervisors of every kind start it."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fleet.adapters.process_group import die_with_parent
+from fleet.cli.exits import DONE, FAILED
+
+PARTS = ("router", "worker", "kvstore")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument(
+        "--config", required=True, type=Path, metavar="FILE", help="TOML or JSON: the settings of the part"
+    )
+    parser.add_argument(
+        "--ready-fd", type=int, metavar="N", help="write one line of JSON, the endpoints, there when ready"
+    )
+    parser.add_argument("--parent", type=int, metavar="PID", help="end when this process, the parent, does")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.parent is not None:
+        die_with_parent(arguments.parent)
+    # Until the part listens for it, a request to end ends the process at once; Ctrl-C is the supervisor's to handle.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if arguments.ready_fd is not None:
+        os.set_inheritable(arguments.ready_fd, False)  # or an engine process would keep it open when this one dies
+
+    from fleet.app import serve  # noqa: PLC0415 - after the parent's death would be noticed, because it takes a second
+    from kvstore.errors import StoreUnreachable  # noqa: PLC0415
+    from workers.ports import EngineDied  # noqa: PLC0415
+
+    try:
+        serve(arguments.part, arguments.config, _announcer(arguments.ready_fd))
+    except (EngineDied, StoreUnreachable) as error:
+        print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+def _announcer(ready_fd: int | None) -> Callable[[Mapping[str, str]], None]:
+    """Tells the supervisor, or else a person."""
+
+    def announce(endpoints: Mapping[str, str]) -> None:
+        line = json.dumps(dict(endpoints)) + "\n"
+        if ready_fd is None:
+            print(line, end="", flush=True)
+        else:
+            os.write(ready_fd, line.encode())
+            os.close(ready_fd)
+
+    return announce

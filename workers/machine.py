@@ -138,7 +138,8 @@ class WorkerMachine:
             case DrainRequested():
                 return [*self._drain(event.deadline), *self._expire(now), *self._leave_if_empty(now)]
             case Ready():
-                self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
+                if self.phase is LifePhase.STARTING:  # else it was asked to drain before
+                    self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
                 return []
             case _:
                 assert_never(event)

@@ -128,8 +128,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stream_buffer: Annotated[int, Meta(ge=16)] = 1024
     """Messages that wait for a slow router; one more and its stream is cut. At 400 steps a second, 2.5 s of them."""
 
-    load_interval_ms: Annotated[int, Meta(ge=10)] = 100
-    """Load is reported on change, at most this often; deadlines are checked as often."""
+    load_interval_ms: Annotated[int, Meta(ge=10, le=500)] = 100
+    """Load is reported on change, at most this often; deadlines, a drain's too, are checked as often."""
 
     heartbeat_ms: Annotated[int, Meta(ge=10)] = 1000
     """Load is reported at least this often."""

@@ -82,6 +82,14 @@ async def test_settings_that_vllm_cannot_obey_are_refused_by_name(tmp_path, fiel
     assert (await refusal_of(settings)).startswith(said)
 
 
+async def test_a_cache_that_does_not_hold_one_long_request_is_refused(model_dir):
+    settings = msgspec.structs.replace(vllm_worker(model_dir), vllm=VllmSettings(kv_cache_gib=0.01, dtype="float32"))
+
+    assert (await refusal_of(settings)).startswith(
+        "vllm.kv_cache_gib: one request of 4096 tokens (max_model_len) takes"
+    )
+
+
 async def test_a_prefill_worker_does_not_start_without_any_way_to_hand_over(model_dir, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.STORE_SECONDS", 0.2)
     settings = vllm_worker(model_dir, role=Role.PREFILL, store="unix:/nowhere", kv_paths=(KvPath.STORE,))

@@ -12,7 +12,6 @@ Rules:
 """
 
 import struct
-from collections.abc import Sequence
 
 import numpy as np
 import xxhash
@@ -95,11 +94,3 @@ def _shape(sampling: Sampling) -> bytes:
         sampling.seed is not None,
         sampling.seed or 0,
     )
-
-
-def read_all(model: SimulatedModel, blocks: Sequence[bytes | memoryview]) -> Digest:
-    """The digest after a whole chain of blocks."""
-    digest = model.beginning
-    for block in blocks:
-        digest = model.read(digest, block)
-    return digest

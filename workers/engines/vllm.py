@@ -102,6 +102,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM,
     revision = weights_revision(Path(settings.model_dir))
     config = _configure(settings, revision, scratch)
     namespace = namespace_of(config, model=settings.model, revision=revision)
+    vllm_launch.check_cache(settings, namespace.block_bytes)
     store_id = None
     if settings.store:
         store_id = _store_id(settings.store, namespace)

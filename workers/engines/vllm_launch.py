@@ -12,6 +12,7 @@ import psutil
 
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath, Role
+from kvstore.block import blocks_for
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -98,6 +99,20 @@ def _check_for_cpu(settings: WorkerSettings) -> None:
         raise ConfigurationRefused(
             f"vllm.kv_cache_gib: a cache of {settings.vllm.kv_cache_gib:g} GiB with this model needs about"
             f" {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free"
+        )
+
+
+def check_cache(settings: WorkerSettings, block_bytes: int) -> None:
+    """Refuse a cache of a CPU engine that does not hold the longest request.
+
+    Raises:
+        ConfigurationRefused: Says how much it takes.
+    """
+    blocks = blocks_for(settings.max_model_len, settings.block_tokens) + 1  # vLLM keeps one for itself
+    if built_for_cpu() and settings.vllm.kv_cache_gib * GIB < blocks * block_bytes:
+        raise ConfigurationRefused(
+            f"vllm.kv_cache_gib: one request of {settings.max_model_len} tokens (max_model_len) takes"
+            f" {blocks * block_bytes / GIB:.2g} GiB, more than {settings.vllm.kv_cache_gib:g}"
         )
 
 

@@ -96,6 +96,8 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     workers = GrpcWorkers(settings, members.membership())
     router = RouterServer(RouterMachine(settings, Random(secrets.randbits(64))), workers, clock)
     generation = Generation(router, codecs, clock=clock, tenant_secret=settings.tenant_secret.encode(), metrics=metrics)
+    metrics.watch("fleet_active_requests", "Requests that workers run now", lambda: router.status().active)
+    metrics.watch("fleet_queued_requests", "Requests that wait for room on a worker", lambda: router.status().queued)
     registry = GrpcRegistry(members)
     services = {SERVICE: partial(add_RegistryServicer_to_server, registry)}
     async with (
@@ -110,10 +112,12 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         announce({"http": http.address, "grpc": grpc.address})
         await stop.wait()
         grpc.drain()
-        await http.drain(DRAIN_WITHIN / SECOND)
-        await router.drain(DRAIN_WITHIN)
+        async with asyncio.TaskGroup() as draining:
+            draining.create_task(http.drain(DRAIN_WITHIN / SECOND))
+            draining.create_task(router.drain(DRAIN_WITHIN))
         for task in running:
             task.cancel()
+    generation.close()
 
 
 async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:

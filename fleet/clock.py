@@ -1,15 +1,5 @@
-"""Time as integers, and who may tell it."""
+"""Time as integers, and who may tell it: the store's words, since what it is given comes from our clocks."""
 
-from typing import NewType, Protocol
+from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos
 
-Nanos = NewType("Nanos", int)
-"""Nanoseconds: an instant of a monotonic clock, or a span between two. Integers, because floats do not replay."""
-
-MILLISECOND = Nanos(1_000_000)
-SECOND = Nanos(1_000_000_000)
-
-
-class Clock(Protocol):
-    """The only source of time for servers; machines are handed `now` instead."""
-
-    def now(self) -> Nanos: ...
+__all__ = ["MILLISECOND", "SECOND", "Clock", "Nanos"]

@@ -77,7 +77,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole cluster on one machine, for `fleet up`."""
 
     cluster: ClusterSection = ClusterSection()
-    router: RouterSettings = RouterSettings(http_listen="127.0.0.1:8000", grpc_listen="127.0.0.1:50051")
+    router: RouterSettings = RouterSettings()
     store: StoreSection = StoreSection()
     pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))
 

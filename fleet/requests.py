@@ -7,11 +7,12 @@ from msgspec import Struct
 from fleet.clock import Nanos
 from fleet.ids import ModelName, RequestId
 from fleet.roles import KvPath, Phase, Placement
+from kvstore import block
 
 TokenBytes = bytes
 """Token ids, unsigned 32-bit little-endian, 4 bytes each: hashed, sent and compared without being unpacked."""
 
-TOKEN_BYTES = 4
+TOKEN_BYTES = block.TOKEN_BYTES
 
 
 class Sampling(Struct, frozen=True, kw_only=True):

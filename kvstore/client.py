@@ -27,12 +27,11 @@ from kvstore import wire
 from kvstore.block import ChainHash
 from kvstore.breaker import Breaker
 from kvstore.buffers import Block, MutableBlock, crc32c, pieces
-from kvstore.clock import MILLISECOND, Nanos, nanos, seconds
+from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import InvalidArgument, LayoutMismatch, StoreUnreachable
 from kvstore.layout import Namespace
 from kvstore.messages import NO_RESERVATION, Counters, DataPath, LeaseId, Match, Outcome, Reservation, Slot, Stats
 from kvstore.monotonic import MonotonicClock
-from kvstore.ports import Clock
 from kvstore.session import Session, refusal, shake_hands
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc

@@ -1,12 +1,18 @@
-"""Time as integers."""
+"""Time as integers, and who may tell it. The rest of Fleet has the same under `fleet.clock`."""
 
-from typing import NewType
+from typing import NewType, Protocol
 
 Nanos = NewType("Nanos", int)
-"""Nanoseconds: an instant of a monotonic clock, or a span between two."""
+"""Nanoseconds: an instant of a monotonic clock, or a span between two. Integers, because floats do not replay."""
 
-SECOND = 1_000_000_000  # nanoseconds
-MILLISECOND = 1_000_000  # nanoseconds
+MILLISECOND = Nanos(1_000_000)
+SECOND = Nanos(1_000_000_000)
+
+
+class Clock(Protocol):
+    """The only source of time for servers and clients; machines are handed `now` instead."""
+
+    def now(self) -> Nanos: ...
 
 
 def nanos(seconds: float) -> Nanos:

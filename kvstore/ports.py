@@ -1,4 +1,4 @@
-"""What the store needs of the world, and what extends it: time, tiers, transports, eviction policies."""
+"""What the store needs of the world, and what extends it: tiers, transports, eviction policies."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,12 +6,6 @@ from typing import Protocol
 from kvstore.buffers import Block, ByteArray, MutableBlock
 from kvstore.clock import Nanos
 from kvstore.messages import Address, BlockKey, Outcome, Slot
-
-
-class Clock(Protocol):
-    """The only source of time; machines are handed `now` instead."""
-
-    def now(self) -> Nanos: ...
 
 
 class Tier(Protocol):

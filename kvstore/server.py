@@ -14,13 +14,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore import sockets
+from kvstore.clock import Clock
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.eviction.lru import LruEviction
 from kvstore.host import host_id
 from kvstore.machine import BlockMachine
 from kvstore.messages import StoreEndpoints
 from kvstore.monotonic import MonotonicClock
-from kvstore.ports import Clock
 from kvstore.service import BlockStoreService, Identity
 from kvstore.settings import StoreSettings
 from kvstore.tiers.shared_memory import SharedMemoryTier
@@ -32,6 +32,10 @@ from kvstore.wire import MAX_MESSAGE_BYTES
 
 TICK_SECONDS = 0.25  # how late an expiry may be noticed when nobody calls
 GRACE_SECONDS = 0.5  # for calls in progress when the node stops
+MIN_PING_MS = 4000
+"""How often a client may ping a connection that is quiet; one that does so more often is cut off. Routers ping each 5 s, to
+notice a node that hangs; gRPC's own limit is 5 minutes."""
+
 SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
 
 log = logging.getLogger(__name__)
@@ -110,6 +114,7 @@ async def _control_plane(addresses: tuple[str, ...], service: BlockStoreService)
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 0),  # two nodes on one port would each see half of the calls
+            ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ]

@@ -14,11 +14,11 @@ from msgspec import Struct
 from kvstore import wire
 from kvstore.block import ChainHash
 from kvstore.buffers import crc32c
-from kvstore.clock import MILLISECOND, Nanos, nanos
+from kvstore.clock import MILLISECOND, Clock, Nanos, nanos
 from kvstore.errors import Restarted, StoreError
 from kvstore.machine import BlockMachine
 from kvstore.messages import Claim, Discard, LeaseId, ReservationId, Slot
-from kvstore.ports import Clock, MemoryTier
+from kvstore.ports import MemoryTier
 from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
@@ -162,12 +162,13 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     async def _answer(self, context: Context, act: Callable[[Nanos], Answer]) -> Answer:
         try:
-            return act(self._clock.now())
+            answer = act(self._clock.now())
         except StoreError as error:
+            self._settle()
             code, field = wire.status_of(error)
             await context.abort(code, str(error), ((wire.FIELD_KEY, field),) if field else ())
-        finally:
-            self._settle()
+        self._settle()
+        return answer
 
     def _settle(self) -> None:
         for command in self._machine.commands():

@@ -7,12 +7,12 @@ import grpc
 from msgspec import Struct
 
 from kvstore import wire
-from kvstore.clock import MILLISECOND, Nanos, seconds
+from kvstore.clock import MILLISECOND, Clock, Nanos, seconds
 from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
 from kvstore.host import host_id
 from kvstore.layout import Namespace
 from kvstore.messages import DataPath
-from kvstore.ports import Clock, Transport
+from kvstore.ports import Transport
 from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.transports.tcp import TcpTransport
 from kvstore.v1 import blocks_pb2 as pb
@@ -28,7 +28,6 @@ class Session(Struct, frozen=True, kw_only=True):
     incarnation: str
     max_lease: Nanos
     max_reservation: Nanos
-    pool_bytes: int
     path: DataPath
     transport: Transport
 
@@ -65,7 +64,6 @@ def shake_hands(
             incarnation=hello.incarnation,
             max_lease=Nanos(hello.max_lease_ms * MILLISECOND),
             max_reservation=Nanos(hello.max_reservation_ms * MILLISECOND),
-            pool_bytes=hello.pool_bytes,
             path=path,
             transport=transport,
         )

@@ -1,15 +1,10 @@
-"""The system's clocks: the only caller of `time.monotonic_ns` and `time.time`."""
+"""The system's clocks: the monotonic one, which is the store's, and the only caller of `time.time`."""
 
 import time
 
-from fleet.clock import Nanos
+from kvstore.monotonic import MonotonicClock as SystemClock
 
-
-class SystemClock:
-    """Implements `fleet.clock.Clock`."""
-
-    def now(self) -> Nanos:
-        return Nanos(time.monotonic_ns())
+__all__ = ["SystemClock", "unix_seconds"]
 
 
 def unix_seconds() -> int:

@@ -204,7 +204,7 @@ class GrpcFrontend:
         if self._ask_store is not None and (stats := await self._ask_store()) is not None:
             response.store.CopyFrom(
                 control_pb2.StoreStatus(
-                    store_id=snapshot.stores[0].store_id if snapshot.stores else "",
+                    store_id=stats.store_id,
                     blocks=stats.blocks,
                     bytes=stats.bytes,
                     capacity_bytes=stats.capacity_bytes,

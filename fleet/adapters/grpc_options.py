@@ -21,6 +21,9 @@ CHANNEL_OPTIONS: Final = (
     *_KEEPALIVE,
 )
 
+SEPARATE_CHANNEL_OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+"""For whoever dials again by itself: a broken connection must not make the next attempt wait for gRPC's own back-off."""
+
 SERVER_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

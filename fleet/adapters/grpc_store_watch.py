@@ -11,7 +11,7 @@ from typing import Never
 
 import grpc
 
-from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from fleet.adapters.grpc_options import SEPARATE_CHANNEL_OPTIONS
 from fleet.ids import StoreId
 from fleet.router.messages import StoreChanged
 from fleet.router.settings import RouterSettings
@@ -61,8 +61,7 @@ class GrpcStoreWatch:
             pause = min(2 * pause, self._settings.max_reconnect_seconds)
 
     async def _watch(self, tell: Tell) -> Never:
-        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+        async with grpc.aio.insecure_channel(self._address, options=SEPARATE_CHANNEL_OPTIONS) as channel:
             stub = pb_grpc.BlockStoreStub(channel)
             stats = await stub.Stats(pb.StatsRequest(), timeout=self._settings.connect_timeout_seconds)
             store_id = StoreId(stats.store_id)

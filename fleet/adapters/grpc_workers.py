@@ -5,6 +5,7 @@ Rules:
 1. A member is dialled, greeted, and has joined when it has described itself. From then on its stream is the truth: it
    has left when the stream breaks, when nothing came for the heartbeat timeout (workers report their load each second),
    or when what came cannot be understood or has a gap in its KV events. `WorkerLeft` follows everything that it said.
+   While this process stands still it hears nothing, and that is no worker's silence.
 2. Then it is dialled again, with growing pauses, as long as it is a member. The dump with which a stream begins repairs
    what was missed.
 3. A member that leaves the registry keeps its stream: work may still run there, and a stream that is alive says more
@@ -21,7 +22,7 @@ from typing import Never, assert_never
 
 import grpc
 
-from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from fleet.adapters.grpc_options import SEPARATE_CHANNEL_OPTIONS
 from fleet.adapters.grpc_store_watch import GrpcStoreWatch
 from fleet.control.messages import MemberJoined, MemberLeft, MembershipChange
 from fleet.ids import RequestId, WorkerId
@@ -57,11 +58,9 @@ from fleet.work import (
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.05
+SLICES = 4  # that the heartbeat timeout is counted in
 EVENTS_WAITING = 4096  # for the router to take, all workers together; then streams are not read
 SENDS_WAITING = 4096  # for one stream; a worker that far behind is lost anyway
-
-# A broken connection must not make the next attempt wait for gRPC's own back-off, so channels share no state.
-_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 _Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 
@@ -88,6 +87,8 @@ class _Link:
         self.description = description
         self.sends: asyncio.Queue[RouterMessage] = asyncio.Queue(SENDS_WAITING)
         self.sequence = 0  # of the next KV events
+        self.overflowed = False
+        self.hearing: _Hearing | None = None  # while it is read
 
 
 class GrpcWorkers:
@@ -201,7 +202,7 @@ class GrpcWorkers:
 
     async def _converse(self, member: _Member, tasks: asyncio.TaskGroup) -> Never:
         """One stream, from dialling to its end, which raises `StreamBroken`."""
-        async with grpc.aio.insecure_channel(member.address, options=_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(member.address, options=SEPARATE_CHANNEL_OPTIONS) as channel:
             call: _Call = pb_grpc.WorkerStub(channel).Serve()
             description = await self._greet(call, member)
             await self._relay(call, member, description, tasks)
@@ -242,19 +243,26 @@ class GrpcWorkers:
             self._events.put_nowait(WorkerLeft(worker_id=worker_id))  # at most one a stream: needs no room
 
     async def _read(self, call: _Call, link: _Link) -> Never:
-        loop = asyncio.get_running_loop()
+        seconds = self._settings.heartbeat_timeout_seconds
         try:
             async with asyncio.timeout(None) as silence:
-                while True:
-                    if not self._room.is_set():
-                        silence.reschedule(None)  # while we do not listen, silence means nothing
-                        await self._room.wait()
-                    silence.reschedule(loop.time() + self._settings.heartbeat_timeout_seconds)
-                    message = _understood(await call.read())
-                    if message is not None:
-                        self._put_now(_event(message, link))
+                hearing = link.hearing = _Hearing(silence, seconds)
+                try:
+                    while True:
+                        if not self._room.is_set():
+                            hearing.listening = False  # then silence means nothing
+                            await self._room.wait()
+                            hearing.listening = True
+                        message = _understood(await call.read())
+                        hearing.heard()
+                        if message is not None:
+                            self._put_now(_event(message, link))
+                finally:
+                    link.hearing = None
+                    hearing.close()
         except TimeoutError:
-            seconds = self._settings.heartbeat_timeout_seconds
+            if link.overflowed:
+                raise StreamBroken(f"it has not taken the last {SENDS_WAITING} messages") from None
             raise StreamBroken(f"it said nothing for {seconds:g} s") from None
 
     def _put_now(self, event: WorkerEvent) -> None:
@@ -270,10 +278,49 @@ class GrpcWorkers:
         link = self._links.get(worker_id)
         if link is None:
             return False
-        with suppress(asyncio.QueueFull):
+        try:
             link.sends.put_nowait(message)
-            return True
-        return False
+        except asyncio.QueueFull:  # a lost cancellation would leave work running that nobody waits for
+            link.overflowed = True
+            if link.hearing is not None:
+                link.hearing.end()
+            return False
+        return True
+
+
+class _Hearing:
+    """Ends a wait when nothing was heard for so long.
+
+    The time is counted in slices, since a process that stood still (was stopped or starved) finds its timer due before it
+    reads what came meanwhile. However long it stood still, that is one slice.
+    """
+
+    def __init__(self, silence: asyncio.Timeout, seconds: float) -> None:
+        self.listening = True
+        self._silence = silence
+        self._slice_seconds = seconds / SLICES
+        self._quiet = 0  # slices
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._slice_seconds, self._tick)
+
+    def heard(self) -> None:
+        self._quiet = 0
+
+    def end(self) -> None:
+        """End the wait now."""
+        self._timer.cancel()
+        if not self._silence.expired():
+            self._silence.reschedule(self._loop.time())
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._quiet = self._quiet + 1 if self.listening else 0
+        if self._quiet > SLICES:  # the first one had begun before the latest message
+            self.end()
+        else:
+            self._timer = self._loop.call_later(self._slice_seconds, self._tick)
 
 
 async def _write(call: _Call, link: _Link) -> None:

@@ -107,8 +107,7 @@ class AsyncStream:
     @property
     def request_id(self) -> str:
         """Under which logs and traces have it; empty until the server has admitted the request."""
-        admitted = self._collected.admitted
-        return "" if admitted is None else admitted.request_id
+        return self._collected.request_id
 
     @property
     def result(self) -> Result:
@@ -117,8 +116,6 @@ class AsyncStream:
         Raises:
             RuntimeError: The stream has not ended.
         """
-        if self._collected.result is None:
-            raise RuntimeError("the stream has not ended; iterate it first")
         return self._collected.result
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -134,7 +131,7 @@ class AsyncStream:
             try:
                 message = await anext(self._messages)
             except StopAsyncIteration:
-                self._collected.complete()
+                self._collected.end()
                 raise
             except grpc.aio.AioRpcError as error:
                 raise error_of(error) from error

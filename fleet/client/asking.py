@@ -11,6 +11,7 @@ from fleet.ids import ModelName, RequestId
 from fleet.requests import ChatMessage, ChatPrompt, GenerateRequest, Prompt, Sampling, TextPrompt, TokenPrompt
 from fleet.roles import KvPath, Placement
 from fleet.v1 import inference_pb2 as pb
+from fleet.validation import prompt_field
 from fleet.wire.public import encode_request
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]] | Sequence[ChatMessage]
@@ -66,7 +67,29 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
     try:
         return encode_request(request, sampling, timeout_ms=0)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(str(error), Reason.INVALID_ARGUMENT) from error
+        field = _misfit(request, sampling)
+        raise InvalidRequest(f"{field}: {error}", Reason.INVALID_ARGUMENT, field=field) from error
+
+
+def _misfit(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
+    """Path of the value that its message does not take, which the library does not name."""
+    own = ("model", "stop", "priority", "session", "tenant")
+    given: dict[str, object] = {"request_id": request.id} | {name: getattr(request, name) for name in own}
+    for name, value in given.items():
+        if not _fits(pb.GenerateRequest, name, value):
+            return name
+    for name, value in sampling.items():
+        if not _fits(pb.Sampling, name, value):
+            return f"sampling.{name}"
+    return prompt_field(request)  # what is left
+
+
+def _fits(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, value: object) -> bool:
+    try:
+        message(**{name: value})  # type: ignore[arg-type]  # by name; protobuf checks
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _prompt(prompt: PromptLike) -> Prompt:

@@ -27,11 +27,23 @@ class Collected:
     def __init__(self) -> None:
         self._admitted: Admitted | None = None
         self._deltas: list[Delta] = []
-        self.result: Result | None = None
+        self._result: Result | None = None
 
     @property
-    def admitted(self) -> Admitted | None:
-        return self._admitted
+    def request_id(self) -> str:
+        """Empty until the server has admitted the request."""
+        return "" if self._admitted is None else self._admitted.request_id
+
+    @property
+    def result(self) -> Result:
+        """The whole answer.
+
+        Raises:
+            RuntimeError: The stream has not ended.
+        """
+        if self._result is None:
+            raise RuntimeError("the stream has not ended; iterate it first")
+        return self._result
 
     def take(self, message: inference_pb2.GenerateResponse) -> Delta | None:
         """Note a message; returns what the caller is to see of it.
@@ -54,26 +66,24 @@ class Collected:
                 rest = Delta(text=event.text, token_ids=()) if event.text else None
                 if rest is not None:
                     self._deltas.append(rest)
-                self.result = self._complete(event)
+                self._result = self._complete(event)
                 return rest
             case None:
                 return None
 
-    def complete(self) -> Result:
-        """The answer, once the stream has ended.
+    def end(self) -> None:
+        """The stream has ended.
 
         Raises:
-            ServerError: The stream ended without its last message.
+            ServerError: Without its last message.
         """
-        if self.result is None:
+        if self._result is None:
             raise ServerError("the server ended the stream without its last message")
-        return self.result
 
     def _complete(self, finished: Finished) -> Result:
-        admitted = self._admitted
         return Result(
-            request_id="" if admitted is None else admitted.request_id,
-            model="" if admitted is None else admitted.model,
+            request_id=self.request_id,
+            model="" if self._admitted is None else self._admitted.model,
             text="".join(delta.text for delta in self._deltas),
             token_ids=tuple(token_id for delta in self._deltas for token_id in delta.token_ids),
             logprobs=tuple(logprobs for delta in self._deltas for logprobs in delta.logprobs),
@@ -85,7 +95,7 @@ class Collected:
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
     worker_id: str
-    state: str  # "connecting", "serving", "draining"
+    state: str  # "serving" or "draining"
     engine: str
     address: str
     running: int  # requests, as the worker reports

@@ -108,8 +108,7 @@ class Stream:
     @property
     def request_id(self) -> str:
         """Under which logs and traces have it; empty until the server has admitted the request."""
-        admitted = self._collected.admitted
-        return "" if admitted is None else admitted.request_id
+        return self._collected.request_id
 
     @property
     def result(self) -> Result:
@@ -118,8 +117,6 @@ class Stream:
         Raises:
             RuntimeError: The stream has not ended.
         """
-        if self._collected.result is None:
-            raise RuntimeError("the stream has not ended; iterate it first")
         return self._collected.result
 
     def __iter__(self) -> Iterator[Delta]:
@@ -135,7 +132,7 @@ class Stream:
             try:
                 message = next(self._call)
             except StopIteration:
-                self._collected.complete()
+                self._collected.end()
                 raise
             except grpc.RpcError as error:
                 raise error_of(error) from error

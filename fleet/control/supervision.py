@@ -112,7 +112,6 @@ class Condition(Enum):
 
 
 _RUNNING = (Condition.STARTING, Condition.READY)
-_LEAVING = (Condition.STOPPING, Condition.KILLED)
 
 
 class _Track:

@@ -10,8 +10,7 @@ Rules:
 3. Prefill tokens are given back when the prompt is computed; everything is given back at the end, whatever the end.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
@@ -51,10 +50,6 @@ class WorkerBookings:
     def blocks(self) -> int:
         """Unique blocks held."""
         return len(self._users) + self._own_blocks
-
-    @property
-    def by_request(self) -> Mapping[RequestId, Booking]:
-        return MappingProxyType(self._bookings)
 
     def additional_blocks(self, keys: Sequence[int], prompt_tokens: int) -> int:
         """Unique blocks that a prompt would add.

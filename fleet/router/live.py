@@ -150,6 +150,14 @@ class LiveRequest(Struct, kw_only=True):
         """
         return kv_path is KvPath.STORE and self.arrived.sampling.stateless
 
+    def ends_with_prefill_token(self, kv_path: KvPath) -> bool:
+        """Whether an end of sequence that a prefill worker sampled ends the answer.
+
+        Not where that token is dropped and the decode worker draws one by chance: the end would have two chances.
+        """
+        sampling = self.arrived.sampling
+        return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None
+
     def heard(self, phase: KvPhase) -> None:
         """Note where a phase's blocks came from. A prompt token is cached when no phase has computed it."""
         self.phases.append(phase)

@@ -7,7 +7,7 @@ Rules:
 2. What a placement takes is booked with the `Dispatch`, on both workers of a pair; a prefill worker's share is given
    back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
 3. After prefill work the request is over if its one token ended it; else the decode worker gets the hand-off. Whether
-   the client gets the prefill worker's token: `LiveRequest.emits_prefill_token`.
+   that token ends it, and whether the client gets it: `ends_with_prefill_token`, `emits_prefill_token` of `LiveRequest`.
 4. Work that fails (worker left, unreachable, rejected for a reason that is not the request's fault) is placed again
    elsewhere, at most `max_attempts` placements in all. The client sees latency only: tokens it has become part of the
    prompt. Where another worker could not go on in the same way, the request is refused with WORKER_LOST.
@@ -283,7 +283,10 @@ class RouterMachine:
     def _prefilled(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.finish is None:
             return  # the token comes again with the finish
-        if progress.finish is Finish.STOP or live.remaining_tokens == 1:
+        assert live.placed is not None
+        assert live.placed.kv_path is not None
+        stopped = progress.finish is Finish.STOP and live.ends_with_prefill_token(live.placed.kv_path)
+        if stopped or live.remaining_tokens == 1:
             self._emit(live, work.worker_id, progress, out)
             self._complete(live, progress.finish, out)
             return

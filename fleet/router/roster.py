@@ -149,10 +149,10 @@ class Roster:
     # Views.
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Models that some worker answers for; the longest of its workers says how long a request may be."""
+        """Models that some worker takes requests for; the longest of its workers says how long a request may be."""
         cards = []
         for model, workers in self._by_model.items():
-            answering = [worker.description for worker in workers.values() if worker.decodes]
+            answering = [worker.description for worker in workers.values() if worker.decodes and not worker.draining]
             if not answering:
                 continue
             longest = max(answering, key=lambda description: description.max_model_len)

@@ -100,7 +100,7 @@ class RouterServer:
         self._workers = workers
         self._clock = clock
         self._streams: dict[RequestId, RequestStream] = {}
-        self._closed: Reason | None = None  # why nothing is taken any more
+        self._closed = False  # nothing is taken any more
         self._idle = asyncio.Event()
         self._idle.set()
         self._armed: Nanos | None = None  # the instant that `_keep_time` waits for
@@ -126,15 +126,15 @@ class RouterServer:
                 tasks.create_task(self._hear(), name="worker events")
                 tasks.create_task(self._keep_time(), name="deadlines")
         finally:
-            self._closed = Reason.DRAINING
+            self._closed = True
             for request_id, stream in list(self._streams.items()):
-                stream.put(Refused(Reason.DRAINING, "this router is going away; another will serve the request"))
+                stream.put(_going_away())
                 self.close(request_id, stream)
         raise AssertionError("worker events ended")
 
     async def drain(self, within: Nanos) -> int:
         """Take no new requests and wait for the running ones; returns how many were not over in time."""
-        self._closed = Reason.DRAINING
+        self._closed = True
         try:
             async with asyncio.timeout(within / SECOND):
                 await self._idle.wait()
@@ -148,8 +148,8 @@ class RouterServer:
         Raises:
             Refused: This router takes no requests, or already has one of this name.
         """
-        if self._closed is not None:
-            raise Refused(self._closed, "this router is going away; another will serve the request", retry_after_ms=1)
+        if self._closed:
+            raise _going_away()
         if arrived.request_id in self._streams:
             raise Refused(Reason.INVALID_ARGUMENT, "request_id: a running request has the same", field="request_id")
         self._streams[arrived.request_id] = stream
@@ -221,6 +221,10 @@ class RouterServer:
         del self._streams[request_id]
         if not self._streams:
             self._idle.set()
+
+
+def _going_away() -> Refused:
+    return Refused(Reason.DRAINING, "this router is going away; another will serve the request", retry_after_ms=1)
 
 
 def _refused(command: Refuse) -> Refused:

@@ -11,13 +11,13 @@ PositiveSeconds = Annotated[float, Meta(gt=0)]
 
 
 class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    router_id: str = "router"
+    router_id: Annotated[str, Meta(min_length=1)] = "router"
     """Told to workers; two routers of one cluster must differ."""
 
     http_listen: str = "127.0.0.1:8000"
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""
 
-    grpc_listen: str = "127.0.0.1:8001"
+    grpc_listen: str = "127.0.0.1:50051"
     """host:port of the gRPC API, and of the registry where workers announce themselves."""
 
     models: dict[ModelName, str] = {}

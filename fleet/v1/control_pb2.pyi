@@ -188,7 +188,7 @@ class WorkerStatus(_message.Message):
     BOOKED_REQUESTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     state: _builtins.str
-    """"connecting", "serving", "draining" """
+    """"serving" or "draining" """
     engine: _builtins.str
     address: _builtins.str
     running: _builtins.int

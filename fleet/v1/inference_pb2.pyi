@@ -113,7 +113,8 @@ class GenerateRequest(_message.Message):
     A gRPC deadline on the call counts as well; the earlier one wins.
     """
     session: _builtins.str
-    """Requests of one session prefer the worker that holds the session's blocks. Empty: no session.
+    """Names requests that belong together. Today a hint without effect of its own: placement goes by the blocks that
+    workers hold, which are those of the session. Empty: no session.
     At most 256 characters.
     """
     tenant: _builtins.str

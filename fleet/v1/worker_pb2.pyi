@@ -74,11 +74,13 @@ Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
+    """The worker answers with its description, then a full dump of what its engine holds as KV events, then changes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
-    """The worker sends KV events after a full dump of what its engine holds; events of an older incarnation are void."""
+    """a worker keeps one stream a router: the older one is cut when it connects again"""
     def __init__(
         self,
         *,

@@ -162,7 +162,11 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
 
 
 def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
-    """What a server sent; None for an event that this version does not know."""
+    """What a server sent; None for an event that this version does not know.
+
+    Raises:
+        ValueError: It contradicts itself, or names what this version does not know.
+    """
     match message.WhichOneof("event"):
         case "delta":
             delta = message.delta
@@ -264,5 +268,7 @@ def _decode_phase(message: pb.KvPhase) -> KvPhase:
         KvOrigin(source=Source(origin.source), origin=getattr(origin, "from"), blocks=origin.blocks, bytes=origin.bytes)
         for origin in message.origins
     )
+    if sum(origin.blocks for origin in origins) != message.prompt_blocks:
+        raise ValueError(f"the origins of a phase do not add up to its {message.prompt_blocks} blocks")
     report = KvReport(prompt_blocks=message.prompt_blocks, origins=origins, cached_tokens=message.cached_tokens)
     return KvPhase(phase=Phase(message.phase), worker_id=message.worker_id, report=report)

@@ -38,7 +38,10 @@ from fleet.work import (
     Step,
     WorkerMessage,
 )
-from kvstore.block import HASH_BYTES, SALT_BYTES, TOKEN_BYTES
+from kvstore.block import HASH_BYTES, SALT_BYTES, TOKEN_BYTES, split
+
+LONGEST_TIMEOUT_MS = 2**32 - 1
+"""Of `Start.timeout_ms`: 49 days. A client's deadline may be later; the router keeps it, the worker need not."""
 
 
 class Malformed(Exception):
@@ -52,7 +55,6 @@ class Malformed(Exception):
     def __init__(self, field: str, message: str, *, request_id: str = ""):
         super().__init__(f"{field}: {message}")
         self.field = field
-        self.message = message
         self.request_id = RequestId(request_id)
 
 
@@ -194,7 +196,7 @@ def _start_to_wire(start: Start) -> pb.Start:
         salt=start.salt,
         handoff=None if start.handoff is None else _handoff_to_wire(start.handoff),
         priority=start.priority,
-        timeout_ms=start.timeout_ms,
+        timeout_ms=min(start.timeout_ms, LONGEST_TIMEOUT_MS),
         kv_path=start.kv_path.value if start.kv_path is not None else "",
     )
 
@@ -407,9 +409,10 @@ _KV_EVENTS: dict[str, Callable[[pb.KvEvent], KvEvent]] = {
 
 
 def _hashes(joined: bytes, path: str) -> tuple[bytes, ...]:
-    if len(joined) % HASH_BYTES:
-        raise Malformed(path, f"{len(joined)} bytes are not a number of {HASH_BYTES}-byte hashes")
-    return tuple([joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)])
+    try:
+        return tuple(split(joined))
+    except ValueError as error:
+        raise Malformed(path, f"{len(joined)} bytes are not a number of {HASH_BYTES}-byte hashes") from error
 
 
 def _named(names: type[Name], value: str, path: str) -> Name:

@@ -142,8 +142,8 @@ def _anonymous_file(size: int) -> int:
     """A file that has no name, `size` bytes long, all of them really there.
 
     Refused before anything is taken when the machine does not have that much: taking it nevertheless would have the
-    system kill a process, and not necessarily this one. A memory file where the system has them, sealed so that no process can cut it short under the others; a temporary
-    file that is already unlinked elsewhere.
+    system kill a process, and not necessarily this one. A memory file where the system has them, sealed so that no
+    process can cut it short under the others; a temporary file that is already unlinked elsewhere.
     """
     available = available_memory_bytes()
     if size > available:

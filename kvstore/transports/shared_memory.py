@@ -13,10 +13,9 @@ import struct
 from collections.abc import Callable, Sequence
 
 from kvstore.buffers import Block, MutableBlock, crc32c, gather, pieces, scatter, size_of
-from kvstore.clock import Nanos, seconds
+from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import Outcome, Slot
-from kvstore.ports import Clock
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier
 
 MAGIC = b"FKVM"

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from kvstore.breaker import Breaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
-from kvstore.clock import Nanos, seconds
+from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import Outcome, Slot
-from kvstore.ports import Clock
 from kvstore.transports.frames import MAGIC, OPENING, REPLY, REQUEST, WINDOW, Operation, Status
 
 OUTCOMES = {Status.DONE: Outcome.MOVED, Status.GONE: Outcome.GONE, Status.CORRUPT: Outcome.CORRUPT}

@@ -8,11 +8,11 @@ import socket
 from typing import cast
 
 from kvstore.buffers import crc32c
-from kvstore.clock import SECOND, Nanos
+from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.machine import BlockMachine
 from kvstore.messages import Address, Slot
-from kvstore.ports import Clock, MemoryTier
+from kvstore.ports import MemoryTier
 from kvstore.transports.frames import MAGIC, OPENING, REPLY, REQUEST, Operation, Status
 
 STALLED = Nanos(10 * SECOND)

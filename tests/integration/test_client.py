@@ -160,12 +160,14 @@ async def test_a_timeout_is_a_deadline_exceeded(fronts, client):
         ("x", {"temperature": -1}, InvalidRequest, "sampling.temperature"),
         ("x", {"model": "other"}, ModelNotFound, "model"),
         ("x" * (8 << 20), {}, TooLarge, ""),
-        ("x", {"max_tokens": -1}, InvalidRequest, ""),
-        ("x", {"max_tokens": "many"}, InvalidRequest, ""),
+        ("x", {"max_tokens": -1}, InvalidRequest, "sampling.max_tokens"),
+        ("x", {"max_tokens": "many"}, InvalidRequest, "sampling.max_tokens"),
+        ("x", {"priority": 1 << 40}, InvalidRequest, "priority"),
+        ("x", {"stop": "\ud800"}, InvalidRequest, "stop"),
         ([1, -1], {}, InvalidRequest, "token_ids"),
         ([{"role": "user"}], {}, InvalidRequest, "chat.messages[0]"),
         ([1, "a"], {}, InvalidRequest, "chat.messages[0]"),
-        ("\ud800", {}, InvalidRequest, ""),
+        ("\ud800", {}, InvalidRequest, "text"),
     ],
 )
 async def test_a_wrong_request_says_which_field(fronts, client, prompt, options, error, field):
@@ -174,6 +176,7 @@ async def test_a_wrong_request_says_which_field(fronts, client, prompt, options,
 
     assert type(raised.value) is error
     assert raised.value.field == field
+    assert raised.value.message.startswith(field)
     assert fronts.router.submitted == []
 
 

@@ -1,13 +1,14 @@
 """Streams to workers, and what happens when they break; the workers are played by the test."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from fleet.adapters import grpc_workers
 from fleet.control.messages import MemberJoined
-from fleet.ids import WorkerId
+from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import KvChanged, LoadReported, WorkerEvent, WorkerJoined, WorkerLeft
 from fleet.router.ports import WorkerUnreachable
 from fleet.v1 import worker_pb2 as pb
@@ -94,6 +95,17 @@ async def test_a_worker_that_reports_its_load_is_alive():
         for _ in range(6):
             await asyncio.sleep(SHORT / 3)
             await nothing_but_load(events, peer)
+
+
+async def test_a_router_that_stood_still_does_not_take_it_for_silence_of_its_workers():
+    async with a_grpc_world(heartbeat_timeout_seconds=SHORT) as world:
+        events = world.workers.events()
+        peer = await world.join(a_description())
+        await joined(events)
+
+        time.sleep(SHORT * 2)  # all of it stands still, as a process that was stopped
+
+        await nothing_but_load(events, peer)
 
 
 @pytest.mark.parametrize("sequence", [1, 5])
@@ -259,16 +271,34 @@ async def test_events_that_nobody_takes_do_not_pile_up(monkeypatch):
         assert loads == list(range(200))
 
 
-async def test_a_worker_too_far_behind_counts_as_unreachable(monkeypatch):
+async def test_a_worker_too_far_behind_counts_as_unreachable_and_is_given_up(monkeypatch):
     monkeypatch.setattr(grpc_workers, "SENDS_WAITING", 3)
-    async with a_grpc_world() as world:
+    async with a_grpc_world(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
+        events = world.workers.events()
         await world.join(a_description())
-        await joined(world.workers.events())
+        await joined(events)
 
         for number in range(3):  # without an await in between nothing is sent
             world.workers.start(WorkerId("w1"), a_start(request_id=f"r{number}"))
         with pytest.raises(WorkerUnreachable):
             world.workers.start(WorkerId("w1"), a_start(request_id="one too many"))
+
+        assert await take(events) == LEFT
+        await joined(events)  # on a new stream
+
+
+async def test_a_cancellation_that_cannot_be_sent_ends_the_stream_and_with_it_the_work(monkeypatch):
+    monkeypatch.setattr(grpc_workers, "SENDS_WAITING", 3)
+    async with a_grpc_world(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
+        events = world.workers.events()
+        await world.join(a_description())
+        await joined(events)
+        for number in range(3):
+            world.workers.start(WorkerId("w1"), a_start(request_id=f"r{number}"))
+
+        world.workers.cancel(WorkerId("w1"), RequestId("r0"))
+
+        assert await take(events) == LEFT
 
 
 def _announcement(peer: GrpcPeer, worker_id: str):

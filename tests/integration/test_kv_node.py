@@ -11,6 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from kvstore import server
 from kvstore.client import StoreClient
 from kvstore.errors import StoreNotStarted
 from kvstore.monotonic import MonotonicClock
@@ -183,6 +185,28 @@ async def test_a_slow_watcher_is_cut_and_can_watch_again():
                 assert set(names((await again.read()).stored)) == last
             again.cancel()
             client.close()
+
+
+async def test_a_watcher_that_looks_whether_the_node_lives_is_not_cut(monkeypatch):
+    monkeypatch.setattr(server, "MIN_PING_MS", 800)  # in proportion: routers would need a quarter of a minute
+    pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # gRPC pings no more often than that
+    with a_short_folder() as folder:
+        async with (
+            open_node(settings(folder), MonotonicClock()) as endpoints,
+            grpc.aio.insecure_channel(endpoints.listen[0], options=list(pings.items())) as channel,
+        ):
+            watch = pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest())
+
+            async def cut() -> None:
+                while await watch.read() is not grpc.aio.EOF:
+                    pass
+
+            with pytest.raises(TimeoutError):  # it is quiet, and stays
+                await asyncio.wait_for(cut(), 4.5)  # the fourth ping in a row is one too many
+
+
+def test_routers_ping_a_node_no_more_often_than_it_allows():
+    assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] > server.MIN_PING_MS
 
 
 def test_leases_end_even_when_nobody_calls():

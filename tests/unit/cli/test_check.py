@@ -2,9 +2,9 @@
 
 import pytest
 
-from fleet.cli.check import Answer, blocks_came, judge
+from fleet.cli.check import Answer, blocks_came, complaint, judge
 from fleet.clock import MILLISECOND, Nanos
-from fleet.requests import TOKEN_BYTES, KvOrigin, KvPhase, KvReport, Source
+from fleet.requests import KvOrigin, KvPhase, KvReport, Source
 from fleet.roles import KvPath, Phase
 
 BLOCK = 32
@@ -24,51 +24,52 @@ def an_answer(tokens=(1, 2, 3), *, moved=2, source=Source.STORE, held=0, compute
     )
 
 
-def a_prompt(tokens=80):
-    return bytes(tokens * TOKEN_BYTES)
+def complain(answer, *, path=KvPath.STORE, tokens=80):
+    return complaint(path, tokens, BLOCK, an_answer(), answer)
 
 
 def test_the_same_tokens_and_moved_blocks_are_good():
-    verdict = judge(KvPath.STORE, [a_prompt()] * 2, BLOCK, [an_answer()] * 2, [an_answer()] * 2)
+    assert complain(an_answer()) is None
+
+
+def test_one_other_token_is_bad():
+    assert complain(an_answer((1, 2, 4))) == "token 2 differs"
+
+
+def test_a_shorter_answer_is_bad():
+    assert complain(an_answer((1, 2))) == "another number of tokens"
+
+
+def test_equal_tokens_that_the_decode_worker_computed_itself_are_bad():
+    wrong = complain(an_answer(moved=0, computed=3))
+
+    assert wrong == "no block moved by store; of the decode phase's blocks were 3 computed"
+
+
+def test_blocks_that_came_another_way_do_not_count():
+    assert complain(an_answer(source=Source.STORE), path=KvPath.DIRECT) is not None
+
+
+def test_a_request_that_failed_is_bad():
+    assert complain(None) == "no answer"
+
+
+def test_a_verdict_sums_up():
+    verdict = judge(KvPath.STORE, [an_answer()] * 3, [an_answer(), an_answer((1, 2, 4)), None], [])
 
     assert verdict.ok
-    assert (verdict.prompts, verdict.identical) == (2, 2)
+    assert (verdict.prompts, verdict.identical) == (3, 1)
     assert (verdict.blocks_moved, verdict.bytes_moved) == (4, 4 * 4096)
     assert (verdict.ttft_ms, verdict.tpot_ms) == (10, 3)
 
 
-def test_one_other_token_is_bad():
-    verdict = judge(KvPath.STORE, [a_prompt()], BLOCK, [an_answer((1, 2, 3))], [an_answer((1, 2, 4))])
-
-    assert not verdict.ok
-    assert verdict.identical == 0
+def test_one_complaint_is_enough_for_a_bad_verdict():
+    assert not judge(KvPath.STORE, [an_answer()], [an_answer()], ["token 2 differs"]).ok
 
 
-def test_equal_tokens_that_the_decode_worker_computed_itself_are_bad():
-    verdict = judge(KvPath.STORE, [a_prompt()], BLOCK, [an_answer()], [an_answer(moved=0, computed=3)])
+def test_a_cluster_that_did_not_start_counts_nothing():
+    verdict = judge(KvPath.DIRECT, [an_answer()], [None], ["no answer"])
 
-    assert verdict.identical == 1
-    assert not verdict.ok
-
-
-def test_blocks_that_came_another_way_do_not_count():
-    verdict = judge(KvPath.DIRECT, [a_prompt()], BLOCK, [an_answer()], [an_answer(source=Source.STORE)])
-
-    assert not verdict.ok
-    assert verdict.blocks_moved == 0
-
-
-def test_a_request_that_failed_is_bad():
-    verdict = judge(KvPath.STORE, [a_prompt()] * 2, BLOCK, [an_answer()] * 2, [an_answer(), None])
-
-    assert not verdict.ok
-    assert verdict.identical == 1
-
-
-def test_a_cluster_that_did_not_start_is_bad_and_counts_nothing():
-    verdict = judge(KvPath.DIRECT, [a_prompt()], BLOCK, [an_answer()], [None])
-
-    assert not verdict.ok
     assert (verdict.identical, verdict.blocks_moved, verdict.ttft_ms, verdict.tpot_ms) == (0, 0, 0, 0)
 
 

@@ -219,6 +219,32 @@ def test_a_request_that_its_first_token_ends_needs_no_decode_worker(finish):
     assert router.booked("d1") == router.booked("p1") == (0, 0, 0)
 
 
+@pytest.mark.parametrize("kv_path", KvPath)
+def test_an_end_drawn_by_chance_counts_only_where_its_token_does(kv_path):
+    router = Driver()
+    for worker_id, role in PAIR:
+        router.join(worker_id, role, kv_paths=(KvPath.STORE, KvPath.DIRECT))
+    sampling = Sampling(temperature=1.0, max_tokens=8)
+    prefill = the(Dispatch, router.send(a_long_arrival(sampling=sampling, kv_path=kv_path)))
+
+    after = router.step(prefill, 2, finish=Finish.STOP, kv=a_report(LONG), handoff=a_handoff(kv_path=kv_path))
+
+    if kv_path is KvPath.STORE:
+        assert the(Complete, after).finish is Finish.STOP
+    else:  # the decode worker draws again, and the end gets one chance as on one worker
+        assert dispatched(after).tokens == a_prompt(LONG)
+
+
+def test_a_model_whose_workers_all_drain_is_not_served():
+    router = Driver(("w1", Role.BOTH), ("w2", Role.BOTH))
+
+    router.send(WorkerDraining(worker_id=WorkerId("w1")))
+    assert [card.name for card in router.machine.models()] == ["tiny"]
+    router.send(WorkerDraining(worker_id=WorkerId("w2")))
+
+    assert router.machine.models() == ()
+
+
 def test_a_request_goes_only_where_its_answer_fits_too():
     router = Driver()
     router.join("short", max_model_len=104)

@@ -178,7 +178,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         finish = Finish.STOP if stop else Finish.LENGTH if last else None
         prompt_tokens = len(work.start.tokens) // 4
         handed = None
-        if work.start.phase is Phase.PREFILL and finish is Finish.LENGTH and handoff:  # one in ten hands nothing over
+        if work.start.phase is Phase.PREFILL and handoff:  # one in ten hands nothing over
             handed = a_handoff(kv_path=work.start.kv_path, prefill_worker=work.worker_id, num_tokens=prompt_tokens)
         if finish is not None:
             del self.running[name]

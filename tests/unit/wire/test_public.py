@@ -1,5 +1,6 @@
 import struct
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,6 +121,13 @@ def test_an_event_arrives_as_it_was_sent(event):
 
 def test_an_event_of_a_newer_server_is_skipped():
     assert decode_event(pb.GenerateResponse()) is None
+
+
+def test_an_event_that_contradicts_itself_is_refused():
+    phase = pb.KvPhase(phase="aggregated", prompt_blocks=3, origins=[pb.KvOrigin(source="computed", blocks=2)])
+
+    with pytest.raises(ValueError, match="do not add up to its 3 blocks"):
+        decode_event(pb.GenerateResponse(finished=pb.Finished(kv=pb.KvProof(phases=[phase]))))
 
 
 def test_a_request_without_a_name_gets_the_one_made_for_it():

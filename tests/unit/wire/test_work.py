@@ -32,6 +32,7 @@ from fleet.work import (
     Start,
     Step,
 )
+from tests.builders import a_start
 
 U32 = st.integers(0, 2**32 - 1)
 POSITIVE = st.integers(1, 2**32 - 1)
@@ -222,3 +223,9 @@ def test_a_malformed_message_of_a_worker_is_refused_by_field(message, field):
         decode_worker_message(message)
 
     assert refused.value.field == field
+
+
+def test_a_deadline_beyond_what_the_message_can_say_is_sent_as_the_latest_it_can():
+    wire = encode_router_message(a_start(timeout_ms=2**40))
+
+    assert decode_router_message(wire) == a_start(timeout_ms=2**32 - 1)

@@ -85,6 +85,14 @@ def test_a_worker_that_still_starts_takes_no_work():
     assert rejection(machine.handle(asked(a_start()), START)).reason is Reason.NO_WORKER
 
 
+def test_a_worker_that_was_drained_before_its_engine_ran_stays_drained():
+    machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=4)
+
+    assert machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START) == [Gone(cancelled=0)]
+    assert machine.handle(Ready(), START) == []
+    assert machine.phase is LifePhase.GONE
+
+
 def test_draining_refuses_new_work_and_finishes_what_runs():
     machine = a_machine()
     machine.handle(asked(a_start()), START)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 FORMAT_VERSION = 1  # part of the folder's name; goes up when the code below changes what it builds
@@ -112,7 +112,8 @@ def build_tiny_model(cache_dir: Path, *, tokenizer_only: bool = False) -> Path:
         _write_json(building / "config.json", CONFIG)
         _write_json(building / "generation_config.json", GENERATION_CONFIG)
         if not tokenizer_only:
-            save_file(dict(_weights()), building / "model.safetensors", metadata={"format": "pt"})
+            weights = save(dict(_weights()), metadata={"format": "pt"})
+            (building / "model.safetensors").write_bytes(weights)
         _publish(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -157,7 +158,8 @@ def _write_tokenizer(folder: Path, text: list[str]) -> None:
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
     bos = SPECIAL_TOKENS[BOS]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, BOS)])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Written here, since the library's own `save` raises a bare Exception when the disk is full.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
 
 

@@ -1,7 +1,7 @@
 """Promises of the model that is made on the spot."""
 
-import errno
 import json
+import resource
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from fleet.adapters import tiny_model
 from fleet.adapters.text_codec import load_codec
 from fleet.adapters.tiny_model import SPECIAL_TOKENS, VOCABULARY, build_tiny_model
 from fleet.requests import ChatMessage
@@ -69,21 +68,22 @@ def test_the_tokenizer_alone_is_enough_until_the_model_is_there(tmp_path):
     assert build_tiny_model(tmp_path, tokenizer_only=True) == whole
 
 
-def test_a_build_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
-    def run_out_of_space(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(tiny_model, "save_file", run_out_of_space)
-
-    with pytest.raises(OSError, match="No space left"):
-        build_tiny_model(tmp_path)
-
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_two_processes_may_build_at_once(tmp_path):
     with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as processes:
         folders = list(processes.map(build_tiny_model, [tmp_path] * 3))
 
     assert len(set(folders)) == 1
     assert [path.name for path in tmp_path.iterdir()] == [folders[0].name]  # nothing half-built is left
+
+
+@pytest.mark.parametrize("tokenizer_only", [True, False])
+def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path, tokenizer_only):
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10 if tokenizer_only else 1 << 20, most))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            build_tiny_model(tmp_path, tokenizer_only=tokenizer_only)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    assert list(tmp_path.iterdir()) == []

@@ -185,7 +185,20 @@ def plain_vllm(model_dir: Path, log: Path) -> Iterator[Server]:
 def fleet_cluster(kv_path: str, folder: Path) -> Iterator[Server]:
     ready = folder / f"{kv_path}.json"
     port = free_port()
-    command = [sys.executable, "-m", "fleet.cli.main", "up", "--http-port", str(port), "--grpc-port", "0"]
+    topology = folder / f"{kv_path}.toml"
+    topology.write_text("[router]\nheartbeat_timeout_seconds = 60\n")  # NIXL starves its neighbours on few cores
+    command = [
+        sys.executable,
+        "-m",
+        "fleet.cli.main",
+        "up",
+        "--config",
+        str(topology),
+        "--http-port",
+        str(port),
+        "--grpc-port",
+        "0",
+    ]
     command += ["--kv-paths", kv_path, "--ready-file", str(ready)]
     with (folder / f"{kv_path}.log").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)

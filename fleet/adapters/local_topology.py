@@ -39,7 +39,7 @@ READY_WITHIN = Nanos(30 * SECOND)  # of a router or store: a second, unless the 
 WORKER_DRAIN = Nanos(5 * SECOND)  # on Ctrl-C people wait; the router has drained before
 STOP_WITHIN = Nanos(20 * SECOND)  # vLLM takes a few seconds to end its processes
 
-START_STORE, START_REST = range(2)
+START_STORE, START_ROUTER, START_WORKERS = range(3)  # a router that cannot start must see no worker register elsewhere
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
 ROUTER = "router"
@@ -86,7 +86,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         _process(
             Child(
                 name=ROUTER,
-                start_stage=START_REST,
+                start_stage=START_ROUTER,
                 stop_stage=STOP_ROUTER,
                 ready_within=READY_WITHIN,
                 stop_within=STOP_WITHIN,
@@ -100,7 +100,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     for worker in workers:
         child = Child(
             name=worker.worker_id,
-            start_stage=START_REST,
+            start_stage=START_WORKERS,
             stop_stage=STOP_WORKERS,
             ready_within=ready_within,
             stop_within=Nanos(WORKER_DRAIN + STOP_WITHIN),

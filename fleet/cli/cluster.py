@@ -29,7 +29,11 @@ class Cluster(Struct, frozen=True):
     pids: dict[str, int]
 
     def write_ready_file(self, path: Path) -> None:
-        """Say as JSON how the cluster is reached and who it is; whoever sees the file sees all of it."""
+        """Say as JSON how the cluster is reached and who it is; whoever sees the file sees all of it.
+
+        Raises:
+            ConfigurationRefused: It cannot be written there.
+        """
         content = {
             "http": f"http://{self.plan.http}",
             "grpc": self.plan.grpc,
@@ -37,8 +41,12 @@ class Cluster(Struct, frozen=True):
             "pids": {"supervisor": os.getpid(), **self.pids},
         }
         complete = path.with_name(f".{path.name}.{os.getpid()}")
-        complete.write_text(json.dumps(content, indent=2) + "\n")
-        complete.replace(path)
+        try:
+            complete.write_text(json.dumps(content, indent=2) + "\n")
+            complete.replace(path)
+        except OSError as error:
+            complete.unlink(missing_ok=True)
+            raise ConfigurationRefused(f"--ready-file: {path}: {error.strerror}") from error
 
 
 class Surroundings(Struct, frozen=True, kw_only=True):

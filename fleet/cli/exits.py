@@ -1,5 +1,6 @@
-"""Exit statuses of the command `fleet`; 2, for a misused command line, is argparse's own."""
+"""Exit statuses of the command `fleet`."""
 
 DONE = 0
 FAILED = 1
+MISUSED = 2  # a command line
 REFUSED = 3  # a configuration

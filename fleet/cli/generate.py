@@ -11,6 +11,7 @@ from fleet.cli.status import add_address
 from fleet.client import Client, FleetError, KvPath, Placement, Result
 
 DEFAULT_TOKENS = 128
+LONGEST_TIMEOUT = 86_400  # seconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, which is greedy")
     parser.add_argument("--placement", type=Placement, choices=tuple(Placement), default=Placement.AUTO)
     parser.add_argument("--kv-path", type=KvPath, choices=tuple(KvPath), help="the way of the blocks, if disaggregated")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer")
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="for the whole answer")
     parser.add_argument(
         "--chat", action="store_true", help="send the text as a user's message, through the chat template"
     )
@@ -61,6 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
     for line in summary(result):
         print(line, file=sys.stderr)
     return DONE
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {LONGEST_TIMEOUT}")
+    return seconds
 
 
 def summary(result: Result) -> Iterator[str]:

@@ -1,15 +1,18 @@
 """The command `fleet`.
 
 Rules: data goes to standard output, everything else to standard error. Exit status 0: done; 1: failed; 2: misused (argparse's
-own); 3: a configuration was refused. Only the module of the sub-command that was asked for is imported.
+own); 3: a configuration was refused. Whatever goes wrong is one line. Only the module of the sub-command that was asked for
+is imported.
 """
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from fleet.cli.exits import FAILED, REFUSED
+from fleet.cli.exits import FAILED, MISUSED, REFUSED
 from fleet.errors import ConfigurationRefused
 
 COMMANDS = {
@@ -21,14 +24,36 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong; `--help` has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(MISUSED, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line; returns the exit status, except that argparse exits by itself with 0 (help) or 2 (misuse)."""
-    parser = argparse.ArgumentParser(prog="fleet", description="Disaggregated serving of large language models.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except ConfigurationRefused as error:
+        print(f"fleet: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return FAILED
+    except BrokenPipeError:  # the reader of our output has gone; nothing must be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return status
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="fleet", description="Disaggregated serving of large language models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     chosen = next((argument for argument in argv if not argument.startswith("-")), None)
     module = None
     for name, summary in COMMANDS.items():
@@ -38,13 +63,7 @@ def run(argv: Sequence[str]) -> int:
             module.configure(command)
     arguments = parser.parse_args(argv)
     assert module is not None, "argparse lets only known commands pass"
-    try:
-        status: int = module.run(arguments)
-    except ConfigurationRefused as error:
-        print(f"fleet: {error}", file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return FAILED
+    status: int = module.run(arguments)
     return status
 
 

@@ -48,6 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     topology = _topology(arguments)
+    if arguments.ready_file is not None and not arguments.ready_file.absolute().parent.is_dir():
+        raise ConfigurationRefused(f"--ready-file: {arguments.ready_file}: its folder does not exist")
     surroundings = Surroundings(
         relative_to=Path() if arguments.model or not arguments.config else arguments.config.parent,
         logs=arguments.log_dir,
@@ -147,6 +149,9 @@ def _port(text: str) -> int:
 
 def _kv_paths(text: str) -> tuple[KvPath, ...]:
     try:
-        return tuple(KvPath(each.strip()) for each in text.split(","))
+        paths = tuple(KvPath(each.strip()) for each in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(KvPath)}") from None
+    if len(set(paths)) != len(paths):
+        raise argparse.ArgumentTypeError(f"{text!r} names a way twice")
+    return paths

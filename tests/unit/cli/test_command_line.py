@@ -37,18 +37,42 @@ def test_help_loads_no_part_of_the_system():
         ["up", "--decode", "many"],
         ["up", "--http-port", "65536"],
         ["up", "--kv-paths", "store,pigeon"],
+        ["up", "--kv-paths", "store,store"],
+        ["up", "--bogus"],
+        ["generate", "text", "--timeout", "nan"],
+        ["generate", "text", "--timeout", "0"],
         ["serve", "router"],
         ["serve", "planner", "--config", "x"],
         ["generate"],
         ["generate", "text", "--max-tokens", "x"],
     ],
 )
-def test_a_misused_command_line_exits_2(argv, capsys):
+def test_a_misused_command_line_exits_2_with_one_line(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         run(argv)
 
     assert exit_.value.code == 2
-    assert capsys.readouterr().out == ""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+
+
+def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path, capsys):
+    assert run(["up", "--engine", "simulated", "--ready-file", str(tmp_path / "missing" / "ready.json")]) == 3
+
+    assert "--ready-file" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_ends_the_command_without_a_traceback():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m fleet.cli.main --help | true; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
 
 
 def test_a_refused_configuration_exits_3_with_one_line(tmp_path, capsys):

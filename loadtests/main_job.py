@@ -124,7 +124,8 @@ class Target:
         response = connection.getresponse()
         if response.status != 200:
             raise SystemExit(f"{self.name}: HTTP {response.status}: {response.read(500)!r}")
-        arrivals: list[float] = []
+        texts: list[float] = []
+        events: list[float] = []
         fleet: dict[str, Any] = {}
         while line := response.readline():
             if not line.startswith(b"data: {"):
@@ -132,14 +133,16 @@ class Target:
             now = time.perf_counter()
             event = json.loads(line[6:])
             fleet = event.get("fleet") or fleet
-            if event.get("choices") and event["choices"][0].get("text"):
-                arrivals.append(now)
+            if event.get("choices"):
+                events.append(now)
+                if event["choices"][0].get("text"):
+                    texts.append(now)
         connection.close()
-        assert arrivals, f"{self.name}: an answer without text"
-        # Text may arrive later than its token where a character is incomplete, so the mean is over tokens, not events.
+        assert texts, f"{self.name}: an answer without text"
+        # Events and tokens are not one to one (incomplete characters, several tokens at once): the mean is over tokens.
         return Answer(
-            ttft_ms=(arrivals[0] - started) * 1e3,
-            tpot_ms=(arrivals[-1] - arrivals[0]) * 1e3 / (ANSWER_TOKENS - 1),
+            ttft_ms=(texts[0] - started) * 1e3,
+            tpot_ms=(events[-1] - events[0]) * 1e3 / (ANSWER_TOKENS - 1),
             fleet=fleet,
         )
 

@@ -69,3 +69,7 @@ class Exhausted(StoreError):
 
 class TierFailed(StoreError):
     """A tier could not read or write; its blocks are misses until it works again."""
+
+
+class UndecodableBlock(StoreError):
+    """Bytes of a backing tier are not what its codec made for that block: damaged, another's, or sealed with another key."""

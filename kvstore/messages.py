@@ -64,6 +64,34 @@ class Outcome(StrEnum):
     CORRUPT = "corrupt"  # the checksum is wrong
 
 
+class Fetched(Struct, frozen=True):
+    """What a backing tier answers for one block."""
+
+    outcome: Outcome
+    crc32c: int = 0  # of the bytes that were put into the destination; 0 unless MOVED
+
+
+GONE = Fetched(Outcome.GONE)
+CORRUPT = Fetched(Outcome.CORRUPT)
+
+
+class TierStatus(Struct, frozen=True, kw_only=True):
+    """What a backing tier says of itself. Counters since it was opened; it may hold blocks from before."""
+
+    name: str  # "ssd", "redis", "s3", "peer"
+    blocks: int = 0  # held now, as far as the tier knows
+    bytes: int = 0  # that they occupy there
+    capacity_bytes: int = 0  # 0: not known, or not ours to say
+    hits: int = 0  # blocks fetched
+    misses: int = 0  # blocks asked for and not there, corrupt ones included
+    bytes_read: int = 0
+    bytes_written: int = 0
+    refused: int = 0  # blocks not taken: no space, no budget
+    evicted: int = 0
+    corrupt: int = 0  # blocks whose bytes failed their checksum or could not be decoded
+    failures: int = 0  # operations that raised `TierFailed` or ran past their deadline
+
+
 class BlockChanges(Struct, frozen=True, kw_only=True):
     """What became readable and what ceased to be, in one namespace. No name is in both."""
 

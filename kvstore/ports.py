@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvstore.buffers import Block, ByteArray, MutableBlock
 from kvstore.clock import Nanos
-from kvstore.messages import Address, BlockKey, Outcome, Slot
+from kvstore.messages import Address, BlockKey, Fetched, Outcome, Slot, TierStatus
 
 
 class Tier(Protocol):
@@ -60,6 +60,86 @@ class MemoryTier(Tier, Protocol):
 
     def view(self, address: Address) -> ByteArray:
         """The block's bytes, without copying; they are another block's after a discard."""
+        ...
+
+
+class BackingTier(Protocol):
+    """A level below a node's memory (SSD, Redis, an object store, another node): whole blocks by name.
+
+    A cache: it may lose any block at any time, decides by itself where bytes lie and what has to go, and answers a
+    read with the bytes that were written under that name or not at all. It verifies whatever it reads. Calls block,
+    may come from several threads, and keep to their deadline as far as the system lets them; a caller on an event loop
+    makes them in threads, and counts on buffers being in use until the call returns, however late.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of the kind of tier, in metrics and events: "ssd", "redis", "s3", "peer"."""
+        ...
+
+    def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
+        """How many leading blocks of this chain the tier probably holds.
+
+        Raises:
+            TierFailed: It cannot be asked now.
+        """
+        ...
+
+    def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
+        """Keep blocks; says which are there now, be it from before.
+
+        Args:
+            keys: Names.
+            blocks: Their bytes, contiguous, one a key; must not change during the call.
+            deadline: What was not written by then is False.
+
+        Raises:
+            TierFailed: Nothing can be written now; blocks that were written before it are kept, or not.
+        """
+        ...
+
+    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+        """Fetch blocks; the content of `into` is void wherever the answer is not MOVED.
+
+        Args:
+            keys: Names.
+            into: One contiguous buffer a key, of the length that the block was put with.
+            deadline: What has not arrived by then is GONE.
+
+        Raises:
+            TierFailed: Nothing can be read now.
+        """
+        ...
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """Forget blocks, because their bytes were found bad. Never raises; unknown ones are ignored."""
+        ...
+
+    def status(self) -> TierStatus: ...
+
+    def close(self) -> None:
+        """Let files and connections go; what is held stays where it is."""
+        ...
+
+
+class Codec(Protocol):
+    """How a block's bytes are kept in a backing tier: as they are, smaller, or sealed. Bound to one namespace; thread-safe."""
+
+    @property
+    def codec_id(self) -> int:
+        """0 to 255, kept with each block, so that what another setting wrote is a miss and not garbage."""
+        ...
+
+    def encode(self, key: BlockKey, block: ByteArray) -> ByteArray:
+        """The bytes to keep; may be `block` itself."""
+        ...
+
+    def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:
+        """Fill `into` with the block.
+
+        Raises:
+            UndecodableBlock: These bytes were not made by this codec for this key.
+        """
         ...
 
 

@@ -1,0 +1,505 @@
+"""What moves between a node's pool and the tiers below it: what is wanted comes up, what is worth keeping goes down. Pure.
+
+Rules:
+
+1. The pool's machine is the only one that leases and evicts. Blocks that come up get places reserved in it, blocks that
+   go down are pinned in it, both without a deadline: a thread may hang in the middle of a copy for as long as a disk
+   does, and until it says that it is through, its bytes belong to it.
+2. A load follows one chain from the first block that the pool does not have. Tiers are asked in order, the fastest
+   first, a batch at a time; a batch is readable as soon as it is there. A load ends at the first block that no tier has
+   (nobody could use what lies behind a hole), when the pool has no room, or when its deadline is over. Then nothing more is
+   begun; what is under way still arrives.
+3. Blocks that are already on their way are not fetched twice: who asks for them joins the load and may lengthen it.
+4. A load is begun only where it is predicted to be over before the patience of the one who asks is, which is the time
+   that computing the blocks again would take.
+5. Nobody ever waits for blocks to go down. The queue of a tier is bounded; what does not fit is dropped and counted.
+6. A tier that fails is fenced by a breaker: its blocks are misses, until one attempt after a pause finds it well.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from kvstore.block import ChainHash
+from kvstore.breaker import Breaker
+from kvstore.clock import SECOND, Nanos
+from kvstore.messages import NODE, Address, BlockChanges, BlockKey, Fetched, Outcome, Reservation, ReservationId, Slot
+from kvstore.movement import CopyId, Fetch, Find, Keep, LoadId, Movement, Pinned, TierCounters
+
+BATCH_BYTES = 8 << 20
+"""That move at a time: enough for a disk's full speed, little enough for the first blocks of a load to be there soon."""
+
+MAX_LOADS = 64
+MAX_LOAD_BLOCKS = 4096  # one load; a longer chain goes on with the next request
+MAX_COPIES = 2  # batches that go down to one tier at a time
+FETCH_AT_LEAST = Nanos(1 * SECOND)  # that a batch gets once it is begun, however little patience is left
+KEEP_WITHIN = Nanos(30 * SECOND)
+PACE_LASTS = Nanos(30 * SECOND)
+"""A tier's measured speed counts for this long; then it is tried again, however slow it was."""
+
+
+class Pool(Protocol):
+    """What is needed of `kvstore.machine.BlockMachine`."""
+
+    def block_bytes(self, digest: bytes) -> int: ...
+
+    def is_present(self, key: BlockKey) -> bool:
+        """Whether the block is readable, or being written."""
+        ...
+
+    def reserve(
+        self,
+        digest: bytes,
+        names: Sequence[ChainHash],
+        *,
+        owner: str,
+        lease: Nanos | None,
+        now: Nanos,
+        tenant: bytes = b"",
+    ) -> Reservation: ...
+
+    def publish(
+        self, reservation_id: ReservationId, checksums: Mapping[int, int], *, owner: str, now: Nanos
+    ) -> int: ...
+
+    def writable(self, digest: bytes, slot: Slot) -> Address | None: ...
+
+    def pin(self, keys: Sequence[BlockKey], now: Nanos) -> Pinned:
+        """Keep those of the blocks that are readable where they are; their order of eviction stays what it is."""
+        ...
+
+    def unpin(self, pin_id: int, now: Nanos) -> None: ...
+
+
+class Admission(Protocol):
+    """Which blocks a tier should have."""
+
+    def admits(self, key: BlockKey, size_bytes: int, now: Nanos) -> bool:
+        """Note that a block was written or used; says whether it is worth keeping in the tier."""
+        ...
+
+
+class Everything:
+    """Writes through: each block goes down as soon as it is there."""
+
+    def admits(self, key: BlockKey, size_bytes: int, now: Nanos) -> bool:  # noqa: ARG002 - as it says
+        return True
+
+
+class TierRule(Struct, frozen=True, kw_only=True):
+    """How the hierarchy treats one tier."""
+
+    name: str
+    admission: Admission | None  # None: nothing goes down
+    queue_blocks: int = 4096  # that may wait to go down
+    remember_blocks: int = 1 << 20  # that are known to be there, so that they are not offered again
+
+
+class Hierarchy:
+    """See the module. After every call, `commands()` has to be performed, and `changes()` told."""
+
+    def __init__(self, pool: Pool, rules: Sequence[TierRule]):
+        """Nothing moves yet.
+
+        Args:
+            pool: Of this node.
+            rules: Of the tiers below it, in the order in which they are asked.
+        """
+        self._pool = pool
+        self._tiers = [_Tier(index, rule) for index, rule in enumerate(rules)]
+        self._loads: dict[LoadId, _Load] = {}
+        self._coming: dict[BlockKey, _Load] = {}
+        self._copies: dict[CopyId, _Copy] = {}
+        self._hung: dict[LoadId, Reservation] = {}  # places that a thread may still write to, of loads that have ended
+        self._last_id = 0
+        self._commands: list[Movement] = []
+        self._changes: list[BlockChanges] = []
+        self.refused = 0  # loads that `MAX_LOADS` kept from beginning
+
+    # Coming up
+
+    def coming(self, digest: bytes, names: Sequence[ChainHash]) -> int:
+        """How many of these leading blocks, none of which is in the pool yet, are on their way or being looked for."""
+        for count, name in enumerate(names):
+            if BlockKey(digest, name) not in self._coming:
+                return count
+        return len(names)
+
+    def want(
+        self, digest: bytes, chain: Sequence[ChainHash], held: int, patience: Nanos, now: Nanos, tenant: bytes = b""
+    ) -> int:
+        """Somebody would use blocks of a chain beyond those in the pool.
+
+        Args:
+            digest: Of the namespace.
+            chain: Names from the start.
+            held: How many of them are in the pool.
+            patience: How long the blocks are worth waiting for: as long as computing them again would take.
+            now: The present.
+            tenant: Who pays for their places.
+
+        Returns:
+            How many blocks after the held ones are on their way or being looked for.
+        """
+        missing = chain[held : held + MAX_LOAD_BLOCKS]
+        if not missing or patience <= 0 or not self._tiers:
+            return 0
+        deadline = Nanos(now + patience)
+        load = self._coming.get(BlockKey(digest, missing[0]))
+        if load is None:
+            if len(self._loads) >= MAX_LOADS:
+                self.refused += 1
+                return 0
+            ours = [BlockKey(digest, name) for name in missing]
+            ours = ours[: next((i for i, key in enumerate(ours) if key in self._coming), None)]  # the rest has a load
+            load = _Load(self._next_load(), digest, tuple(chain[: held + len(ours)]), held, deadline, tenant)
+            self._loads[load.id] = load
+            self._coming.update(dict.fromkeys(ours, load))
+            self._look(load, 0, now)
+        else:
+            load.deadline = max(load.deadline, deadline)
+        return self.coming(digest, missing)
+
+    def found(self, load_id: LoadId, count: int, now: Nanos) -> None:
+        """A tier has said how many of the blocks of a `Find` it holds."""
+        load = self._loads.get(load_id)
+        if load is None:
+            return  # too late
+        tier = self._tiers[load.tier]
+        tier.reading.succeeded()
+        if count == 0:
+            self._look(load, load.tier + 1, now)
+            return
+        block_bytes = self._pool.block_bytes(load.digest)
+        if tier.pace.seconds(count * block_bytes, now) > (load.deadline - now) / SECOND:
+            tier.counters.too_slow += 1
+            self._look(load, load.tier + 1, now)
+            return
+        count = min(count, _batch_blocks(block_bytes))
+        reservation = self._pool.reserve(
+            load.digest, load.chain[: load.position + count], owner=NODE, lease=None, now=now, tenant=load.tenant
+        )
+        run = [place for place in reservation.reserved if place.index >= load.position]
+        if not run or run[0].index != load.position:  # no room, or somebody else has just begun to write there
+            self._abandon(reservation, now)
+            self._look(load, load.tier, now) if run else self._end(load)
+            return
+        run = [place for index, place in enumerate(run) if place.index == load.position + index]
+        load.reservation = reservation
+        load.places = tuple(place.index for place in run)
+        load.began = now
+        addresses = tuple(self._address(load.digest, place.slot) for place in run)
+        self._commands.append(Fetch(load.id, tier.index, addresses, Nanos(max(load.deadline, now + FETCH_AT_LEAST))))
+
+    def fetched(self, load_id: LoadId, answers: Sequence[Fetched], now: Nanos) -> None:
+        """A `Fetch` is through: what of it came."""
+        load = self._loads.get(load_id)
+        if load is None:
+            self._release(load_id, now)
+            return
+        tier = self._tiers[load.tier]
+        tier.reading.succeeded()
+        good = next((i for i, answer in enumerate(answers) if answer.outcome is not Outcome.MOVED), len(answers))
+        tier.pace.measured(good * self._pool.block_bytes(load.digest), now - load.began, now)
+        tier.counters.loaded += good
+        for index in load.places[:good]:
+            tier.know(BlockKey(load.digest, load.chain[index]))
+        for index in load.places[good:]:
+            tier.forget(BlockKey(load.digest, load.chain[index]))
+        self._publish(load, answers[:good], now)
+        # A block that this tier promised and did not have may be in the next one.
+        self._look(load, 0 if good == len(answers) else load.tier + 1, now)
+
+    # Going down
+
+    def noted(self, digest: bytes, names: Iterable[ChainHash], now: Nanos) -> None:
+        """Blocks of the pool were written or used: offer them to the tiers that should have them."""
+        size_bytes = self._pool.block_bytes(digest)
+        keys = [BlockKey(digest, name) for name in names]
+        for tier in self._tiers:
+            if tier.rule.admission is None:
+                continue
+            for key in keys:
+                if key not in tier.known and tier.rule.admission.admits(key, size_bytes, now):
+                    tier.enqueue(key)
+            self._keep(tier, now)
+
+    def kept(self, copy_id: CopyId, answers: Sequence[bool], now: Nanos) -> None:
+        """A `Keep` is through: what of it the tier has now."""
+        copy = self._copies.pop(copy_id)
+        tier = self._tiers[copy.tier]
+        tier.writing.succeeded()
+        tier.copying -= 1
+        self._pool.unpin(copy.pinned.pin_id, now)
+        there = [a.key for a, kept in zip(copy.pinned.addresses, answers, strict=True) if kept]
+        for key in there:
+            tier.know(key)
+        tier.counters.kept += len(there)
+        self._tell(tier, stored=there)
+        self._keep(tier, now)
+
+    # Both
+
+    def failed(self, movement: Movement, started: Nanos, now: Nanos) -> None:
+        """A command could not be performed, or not in time. Its buffers are free again."""
+        tier = self._tiers[movement.tier]
+        tier.failed(tier.writing if isinstance(movement, Keep) else tier.reading, started, now)
+        if isinstance(movement, Keep):
+            copy = self._copies.pop(movement.copy_id)
+            tier.copying -= 1
+            self._pool.unpin(copy.pinned.pin_id, now)
+            self._keep(tier, now)
+            return
+        load = self._loads.get(movement.load_id)
+        if load is None:
+            self._release(movement.load_id, now)
+            return
+        if isinstance(movement, Fetch):
+            self._publish(load, (), now)
+        self._look(load, load.tier + 1, now)
+
+    def late(self, movement: Movement, started: Nanos, now: Nanos) -> None:
+        """A command has not come back in time. Its answer or failure is still awaited: until then its bytes are in use."""
+        tier = self._tiers[movement.tier]
+        tier.failed(tier.writing if isinstance(movement, Keep) else tier.reading, started, now)
+        if isinstance(movement, Keep):
+            return
+        load = self._loads[movement.load_id]
+        if load.reservation is not None:
+            self._hung[load.id], load.reservation = load.reservation, None
+        self._end(load)
+
+    def gone(self, tier: int, keys: Sequence[BlockKey]) -> None:
+        """A tier has let blocks go by itself."""
+        for key in keys:
+            self._tiers[tier].forget(key)
+        self._tell(self._tiers[tier], removed=keys)
+
+    def tick(self, now: Nanos) -> None:
+        """Time has passed: a tier that was fenced may be tried again."""
+        for tier in self._tiers:
+            self._keep(tier, now)
+
+    def commands(self) -> list[Movement]:
+        """What has to be done, in order; each is handed out once."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def changes(self) -> list[BlockChanges]:
+        """What watchers have to learn; each change is handed out once."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def counters(self, tier: int) -> TierCounters:
+        return self._tiers[tier].counters
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing moves, and nothing waits to."""
+        return not self._loads and not self._copies and not self._hung and not any(tier.queue for tier in self._tiers)
+
+    def check(self) -> None:
+        """Asserts what always holds; for tests."""
+        assert len(self._loads) <= MAX_LOADS
+        for load in self._loads.values():
+            for name in load.chain[load.position :]:
+                assert self._coming[BlockKey(load.digest, name)] is load
+        assert set(self._coming.values()) <= set(self._loads.values())
+        for tier in self._tiers:
+            assert tier.copying == sum(copy.tier == tier.index for copy in self._copies.values()) <= MAX_COPIES
+            assert len(tier.queue) <= tier.rule.queue_blocks
+            assert len(tier.known) <= tier.rule.remember_blocks
+
+    # Loads
+
+    def _look(self, load: "_Load", tier_index: int, now: Nanos) -> None:
+        """Ask the tiers from this one on for the next blocks of a load; end it when none is left to ask."""
+        while load.position < len(load.chain) and self._pool.is_present(
+            BlockKey(load.digest, load.chain[load.position])
+        ):
+            self._advance(load, 1)  # somebody else has brought it, or is about to
+        if load.position == len(load.chain) or now >= load.deadline:
+            self._end(load)
+            return
+        batch = _batch_blocks(self._pool.block_bytes(load.digest))
+        for tier in self._tiers[tier_index:]:
+            if not tier.reading.allows(now):
+                continue
+            load.tier = tier.index
+            keys = tuple(BlockKey(load.digest, name) for name in load.chain[load.position : load.position + batch])
+            self._commands.append(Find(load.id, tier.index, keys, load.deadline))
+            return
+        self._end(load)
+
+    def _publish(self, load: "_Load", answers: Sequence[Fetched], now: Nanos) -> None:
+        """Make what came readable, and give the other places back."""
+        assert load.reservation is not None
+        reservation, load.reservation = load.reservation, None
+        checksums = {index: answer.crc32c for index, answer in zip(load.places, answers, strict=False)}
+        self._pool.publish(reservation.reservation_id, checksums, owner=NODE, now=now)
+        self._advance(load, len(answers))
+
+    def _address(self, digest: bytes, slot: Slot) -> Address:
+        address = self._pool.writable(digest, slot)
+        assert address is not None, "a place that was reserved a moment ago"
+        return address
+
+    def _release(self, load_id: LoadId, now: Nanos) -> None:
+        """A thread is through with what it did for a load that has ended."""
+        if (reservation := self._hung.pop(load_id, None)) is not None:
+            self._abandon(reservation, now)
+
+    def _abandon(self, reservation: Reservation, now: Nanos) -> None:
+        if reservation.reserved:
+            self._pool.publish(reservation.reservation_id, {}, owner=NODE, now=now)
+
+    def _advance(self, load: "_Load", blocks: int) -> None:
+        for name in load.chain[load.position : load.position + blocks]:
+            del self._coming[BlockKey(load.digest, name)]
+        load.position += blocks
+
+    def _end(self, load: "_Load") -> None:
+        self._advance(load, len(load.chain) - load.position)
+        del self._loads[load.id]
+
+    # Copies
+
+    def _keep(self, tier: "_Tier", now: Nanos) -> None:
+        """Begin to copy what waits for a tier, as far as it may."""
+        while tier.queue and tier.copying < MAX_COPIES and tier.writing.allows(now):
+            first = next(iter(tier.queue))
+            limit = _batch_blocks(self._pool.block_bytes(first.digest))
+            keys: list[BlockKey] = []
+            while tier.queue and len(keys) < limit:
+                key = next(iter(tier.queue))
+                if key.digest != first.digest:
+                    break
+                del tier.queue[key]
+                keys.append(key)
+            pinned = self._pool.pin(keys, now)
+            if not pinned.addresses:
+                continue  # all evicted while they waited
+            copy = _Copy(CopyId(self._next_id()), tier.index, pinned)
+            self._copies[copy.id] = copy
+            tier.copying += 1
+            self._commands.append(Keep(copy.id, tier.index, pinned.addresses, Nanos(now + KEEP_WITHIN)))
+
+    def _tell(self, tier: "_Tier", *, stored: Sequence[BlockKey] = (), removed: Sequence[BlockKey] = ()) -> None:
+        for digest in dict.fromkeys(key.digest for key in (*stored, *removed)):
+            self._changes.append(
+                BlockChanges(
+                    digest=digest,
+                    stored=tuple(key.name for key in stored if key.digest == digest),
+                    removed=tuple(key.name for key in removed if key.digest == digest),
+                    tier=tier.rule.name,
+                )
+            )
+
+    def _next_load(self) -> LoadId:
+        return LoadId(self._next_id())
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+
+class _Load:
+    """One chain on its way up. `position` is the first block that is not in the pool yet."""
+
+    __slots__ = ("began", "chain", "deadline", "digest", "id", "places", "position", "reservation", "tenant", "tier")
+
+    def __init__(
+        self,
+        load_id: LoadId,
+        digest: bytes,
+        chain: tuple[ChainHash, ...],
+        position: int,
+        deadline: Nanos,
+        tenant: bytes,
+    ):
+        self.id = load_id
+        self.digest = digest
+        self.chain = chain
+        self.position = position
+        self.deadline = deadline
+        self.tenant = tenant
+        self.tier = 0  # that was asked last
+        self.reservation: Reservation | None = None  # of the batch under way
+        self.places: tuple[int, ...] = ()  # indexes into the chain of the batch under way
+        self.began = Nanos(0)
+
+
+class _Copy(Struct, frozen=True):
+    """One batch on its way down."""
+
+    id: CopyId
+    tier: int
+    pinned: Pinned
+
+
+class _Tier:
+    """What is known of one tier."""
+
+    def __init__(self, index: int, rule: TierRule):
+        self.index = index
+        self.rule = rule
+        self.reading = Breaker()
+        self.writing = Breaker()  # apart: a full disk can still be read
+        self.pace = Pace()
+        self.counters = TierCounters()
+        self.queue: OrderedDict[BlockKey, None] = OrderedDict()  # to go down
+        self.known: OrderedDict[BlockKey, None] = OrderedDict()  # there, as far as we know
+        self.copying = 0
+
+    def enqueue(self, key: BlockKey) -> None:
+        if key in self.queue:
+            return
+        if len(self.queue) >= self.rule.queue_blocks:
+            self.counters.dropped += 1
+            return
+        self.queue[key] = None
+
+    def know(self, key: BlockKey) -> None:
+        self.known[key] = None
+        self.known.move_to_end(key)
+        if len(self.known) > self.rule.remember_blocks:
+            self.known.popitem(last=False)
+
+    def forget(self, key: BlockKey) -> None:
+        self.known.pop(key, None)
+
+    def failed(self, breaker: Breaker, started: Nanos, now: Nanos) -> None:
+        self.counters.failures += 1
+        self.counters.fenced += breaker.closed
+        breaker.failed(started, now)
+
+
+class Pace:
+    """How fast a tier has been of late: nanoseconds a byte over the last batches, what they waited included."""
+
+    SHARE = 0.25  # of the newest batch in the average
+
+    def __init__(self) -> None:
+        self._nanos_a_byte = 0.0
+        self._measured_at: Nanos | None = None
+
+    def measured(self, num_bytes: int, took: int, now: Nanos) -> None:
+        if not num_bytes:
+            return
+        newest = took / num_bytes
+        old = self._nanos_a_byte if self._is_fresh(now) else newest
+        self._nanos_a_byte = old + self.SHARE * (newest - old)
+        self._measured_at = now
+
+    def seconds(self, num_bytes: int, now: Nanos) -> float:
+        """What that many bytes will take, as far as we know; 0 where nothing is known (any more)."""
+        return num_bytes * self._nanos_a_byte / SECOND if self._is_fresh(now) else 0.0
+
+    def _is_fresh(self, now: Nanos) -> bool:
+        return self._measured_at is not None and now - self._measured_at < PACE_LASTS
+
+
+def _batch_blocks(block_bytes: int) -> int:
+    return max(1, BATCH_BYTES // block_bytes)

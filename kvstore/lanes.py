@@ -1,0 +1,53 @@
+"""Threads for calls that may hang: a few at a time, none of which keeps the process from ending."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+Task = Callable[[], None]
+
+
+class Lanes:
+    """`asyncio.to_thread` with threads of its own, which are daemons: a disk that hangs holds up nobody else, and no exit."""
+
+    def __init__(self, name: str, threads: int):
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = threads
+        for index in range(threads):
+            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True).start()
+
+    async def run(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns or raises, called in a thread. Cancelling the caller does not end the call."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Result] = loop.create_future()
+
+        def settle(set_outcome: Callable[[], None]) -> None:
+            if not done.cancelled():
+                set_outcome()
+
+        def task() -> None:
+            try:
+                result = act()
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                failure = error
+                outcome: Callable[[], None] = lambda: done.set_exception(failure)  # noqa: E731
+            else:
+                outcome = lambda: done.set_result(result)  # noqa: E731
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, outcome)
+
+        self._tasks.put(task)
+        return await done
+
+    def close(self) -> None:
+        """Threads end after the calls that were made before; nobody waits for them."""
+        for _ in range(self._threads):
+            self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()

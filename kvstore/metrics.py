@@ -1,0 +1,116 @@
+"""What a node says of itself to Prometheus: its counters by tier, and how long its tiers take.
+
+Names follow Prometheus' rules: base units, `_total` for counters. The pool is the tier "cpu". Nothing is counted twice:
+counters are read from the machine and the tiers when somebody asks.
+"""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvstore.messages import POOL_TIER, Stats, TierStatus
+
+# Seconds, three steps a decade: from a look into an index in memory to a disk that hangs.
+LATENCY_BUCKETS = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
+
+COUNTERS = {
+    "hits": "Blocks that were asked for and there",
+    "misses": "Blocks that were asked for and not there, corrupt ones included",
+    "bytes_read": "Bytes of the blocks that were there",
+    "bytes_written": "Bytes of the blocks that were taken",
+    "refused": "Blocks that were not taken: no space, no quota, no budget",
+    "evicted": "Blocks that made room for others",
+    "corrupt": "Blocks whose bytes were found bad",
+    "failures": "Operations that failed or ran past their deadline",
+}
+GAUGES = {
+    "blocks": "Blocks held now",
+    "bytes": "Bytes that they occupy",
+    "capacity_bytes": "Room for them; 0 where it is not known",
+}
+
+
+class NodeMetrics:
+    """All metrics of one node process."""
+
+    def __init__(self, registry: CollectorRegistry, stats: Callable[[], Stats]):
+        """Registers everything.
+
+        Args:
+            registry: Whoever serves it may call from another thread.
+            stats: A snapshot, safe to call from there; raises TimeoutError when the node has no time.
+        """
+        self.registry = registry
+        self._seconds = Histogram(
+            "kvstore_tier_operation_seconds",
+            "Batches of blocks looked for, fetched or kept in a tier below the pool",
+            ["tier", "operation"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        registry.register(_StatsCollector(stats))
+
+    def moved(self, tier: str, operation: str, seconds: float) -> None:
+        """A tier has answered."""
+        self._seconds.labels(tier, operation).observe(seconds)
+
+
+class _StatsCollector:
+    def __init__(self, stats: Callable[[], Stats]):
+        self._stats = stats
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: names would have to be known before the node runs."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        tiers = (_pool(stats), *stats.tiers)
+        for name, about in COUNTERS.items():
+            family: Metric = CounterMetricFamily(f"kvstore_tier_{name}", about, labels=["tier"])
+            for tier in tiers:
+                family.add_metric([tier.name], getattr(tier, name))
+            yield family
+        for name, about in GAUGES.items():
+            family = GaugeMetricFamily(f"kvstore_tier_{name}", about, labels=["tier"])
+            for tier in tiers:
+                family.add_metric([tier.name], getattr(tier, name))
+            yield family
+        yield GaugeMetricFamily("kvstore_pinned_blocks", "Blocks that a lease or a hold keeps in place", stats.pinned)
+        yield GaugeMetricFamily("kvstore_held_bytes", "Bytes that sessions hold while they wait", stats.held_bytes)
+        yield CounterMetricFamily("kvstore_expired", "Leases and reservations that ended by themselves", stats.expired)
+
+
+def _pool(stats: Stats) -> TierStatus:
+    return TierStatus(
+        name=POOL_TIER,
+        blocks=stats.blocks,
+        bytes=stats.bytes,
+        capacity_bytes=stats.capacity_bytes,
+        hits=stats.hits,
+        misses=stats.misses,
+        bytes_read=stats.bytes_matched,
+        bytes_written=stats.bytes_written,
+        refused=stats.refused,
+        evicted=stats.evicted,
+        corrupt=stats.corrupt,
+    )

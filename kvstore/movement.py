@@ -1,0 +1,59 @@
+"""Values of what moves between a node's pool and the tiers below it."""
+
+from typing import NewType
+
+from msgspec import Struct
+
+from kvstore.clock import Nanos
+from kvstore.messages import Address, BlockKey
+
+LoadId = NewType("LoadId", int)
+CopyId = NewType("CopyId", int)
+
+
+class Find(Struct, frozen=True):
+    """Command: ask a tier how many of these leading blocks it holds; the answer goes to `Hierarchy.found`."""
+
+    load_id: LoadId
+    tier: int
+    keys: tuple[BlockKey, ...]
+    deadline: Nanos
+
+
+class Fetch(Struct, frozen=True):
+    """Command: fetch blocks into reserved places of the pool; the answer goes to `Hierarchy.fetched`."""
+
+    load_id: LoadId
+    tier: int
+    addresses: tuple[Address, ...]
+    deadline: Nanos
+
+
+class Keep(Struct, frozen=True):
+    """Command: have a tier keep blocks that are pinned in the pool; the answer goes to `Hierarchy.kept`."""
+
+    copy_id: CopyId
+    tier: int
+    addresses: tuple[Address, ...]
+    deadline: Nanos
+
+
+Movement = Find | Fetch | Keep
+
+
+class Pinned(Struct, frozen=True):
+    """Blocks of the pool that stay where they are until `unpin`."""
+
+    pin_id: int
+    addresses: tuple[Address, ...]
+
+
+class TierCounters(Struct, kw_only=True):
+    """What the hierarchy did with one tier since the node started. Changed in place by its owner only."""
+
+    loaded: int = 0  # blocks that came up
+    kept: int = 0  # blocks that went down
+    dropped: int = 0  # blocks that should have gone down, and for which the queue had no room
+    too_slow: int = 0  # loads not begun, because computing the blocks again was predicted to be faster
+    failures: int = 0  # movements that failed
+    fenced: int = 0  # times that a failure closed the tier for a while

@@ -1,0 +1,151 @@
+"""The async shell of the hierarchy: performs its movements in threads and tells it what came of them.
+
+Rules:
+
+1. Between an answer of a tier and what the hierarchy decides on it there is no `await`.
+2. A movement that is late is a failure of its tier, and nobody waits for it any longer. But what it reads or writes in
+   the pool stays taken until its thread has come back (rule 1 of `kvstore.hierarchy`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from kvstore.block import ChainHash
+from kvstore.buffers import ByteArray
+from kvstore.clock import Clock, Nanos, seconds
+from kvstore.errors import TierFailed
+from kvstore.hierarchy import Hierarchy
+from kvstore.lanes import Lanes
+from kvstore.messages import Address, BlockChanges, TierStatus
+from kvstore.movement import Fetch, Find, Keep, Movement
+from kvstore.ports import BackingTier, MemoryTier
+
+LANES = 4  # threads a tier
+LATE_SECONDS = 0.5  # after its deadline, a call that has not come back is not waited for
+
+Answer = Callable[[Nanos], None]
+"""Tells the hierarchy what came of a movement; the argument is the present."""
+
+log = logging.getLogger(__name__)
+
+
+class Mover:
+    """See the module. Whoever has called the hierarchy calls `settle`."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        tiers: Sequence[BackingTier],
+        pool: MemoryTier,
+        clock: Clock,
+        tasks: asyncio.TaskGroup,
+        on_answer: Callable[[], None],
+        on_moved: Callable[[str, str, float], None] = lambda *_: None,
+    ):
+        """Nothing moves yet.
+
+        Args:
+            hierarchy: Decides.
+            tiers: In its order.
+            pool: Where the bytes are.
+            clock: For deadlines.
+            tasks: Owns the movements under way.
+            on_answer: Called after each answer of a tier, once the hierarchy has decided on it.
+            on_moved: Told the tier, the kind of movement and its seconds, once it has come back.
+        """
+        self._hierarchy = hierarchy
+        self._tiers = tiers
+        self._pool = pool
+        self._clock = clock
+        self._tasks = tasks
+        self._on_answer = on_answer
+        self._on_moved = on_moved
+        self._lanes = [Lanes(f"kvstore-{tier.name}", LANES) for tier in tiers]
+        self._well = [True] * len(tiers)  # for the log
+
+    def settle(self) -> None:
+        """Begin what the hierarchy has decided."""
+        while movements := self._hierarchy.commands():
+            for movement in movements:
+                if isinstance(movement, Find) and self._tiers[movement.tier].finds_in_memory:
+                    self._hear(movement.tier, self._call(movement))
+                else:
+                    self._tasks.create_task(self._perform(movement))
+
+    def held(self) -> list[BlockChanges]:
+        """What the tiers hold, as far as they know without asking anybody."""
+        changes = []
+        for tier in self._tiers:
+            names: dict[bytes, list[ChainHash]] = {}
+            for key in tier.held():
+                names.setdefault(key.digest, []).append(key.name)
+            changes += [BlockChanges(digest=each, stored=tuple(names[each]), tier=tier.name) for each in names]
+        return changes
+
+    def status(self) -> tuple[TierStatus, ...]:
+        """Of all tiers, in order; what was dropped on the way down, and calls that were late, are counted here."""
+        return tuple(
+            replace(
+                status,
+                refused=status.refused + self._hierarchy.counters(index).dropped,
+                failures=max(status.failures, self._hierarchy.counters(index).failures),
+            )
+            for index, status in enumerate(tier.status() for tier in self._tiers)
+        )
+
+    def close(self) -> None:
+        """Threads that hang are left behind; they end with the process."""
+        for lanes in self._lanes:
+            lanes.close()
+
+    async def _perform(self, movement: Movement) -> None:
+        started = self._clock.now()
+        call = self._tasks.create_task(self._lanes[movement.tier].run(partial(self._call, movement)))
+        try:
+            await asyncio.wait([call], timeout=seconds(max(movement.deadline - started, 0)) + LATE_SECONDS)
+            if not call.done():
+                self._hierarchy.late(movement, started, self._clock.now())
+                self._fell_ill(movement.tier, "it does not answer in time")
+                self._on_answer()
+            answer = await call
+            self._on_moved(
+                self._tiers[movement.tier].name, type(movement).__name__.lower(), seconds(self._clock.now() - started)
+            )
+            self._hear(movement.tier, answer)
+        except TierFailed as error:
+            self._hierarchy.failed(movement, started, self._clock.now())
+            self._fell_ill(movement.tier, str(error))
+        self._on_answer()
+
+    def _call(self, movement: Movement) -> Answer:
+        """Have the tier do it, in whatever thread this is; what it returns tells the hierarchy."""
+        tier = self._tiers[movement.tier]
+        match movement:
+            case Find(load_id=load_id, keys=keys, deadline=deadline):
+                return partial(self._hierarchy.found, load_id, tier.find(keys, deadline))
+            case Fetch(load_id=load_id, addresses=addresses, deadline=deadline):
+                fetched = tier.get([each.key for each in addresses], self._views(addresses), deadline)
+                return partial(self._hierarchy.fetched, load_id, fetched)
+            case Keep(copy_id=copy_id, addresses=addresses, deadline=deadline):
+                kept = tier.put([each.key for each in addresses], self._views(addresses), deadline)
+                return partial(self._hierarchy.kept, copy_id, kept)
+
+    def _views(self, addresses: Sequence[Address]) -> list[ByteArray]:
+        return [self._pool.view(address) for address in addresses]
+
+    def _hear(self, tier: int, answer: Answer) -> None:
+        answer(self._clock.now())
+        if gone := self._tiers[tier].gone():
+            self._hierarchy.gone(tier, gone)
+        if not self._well[tier]:
+            self._well[tier] = True
+            log.info("tier works again", extra={"tier": self._tiers[tier].name})
+
+    def _fell_ill(self, tier: int, cause: str) -> None:
+        if self._well[tier]:
+            self._well[tier] = False
+            log.warning("tier fails", extra={"tier": self._tiers[tier].name, "cause": cause})

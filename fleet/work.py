@@ -56,7 +56,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     finish: Finish | None = None
-    kv: KvReport | None = None  # with the finish, unless cancelled
+    kv: KvReport | None = None  # with the first tokens; again with the finish, unless cancelled, which counts
     handoff: Handoff | None = None  # with the finish of prefill work
 
 

@@ -16,7 +16,7 @@ import socket
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -30,7 +30,18 @@ from kvstore.buffers import Block, MutableBlock, crc32c, pieces
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import InvalidArgument, LayoutMismatch, StoreUnreachable
 from kvstore.layout import Namespace
-from kvstore.messages import NO_RESERVATION, Counters, DataPath, LeaseId, Match, Outcome, Reservation, Slot, Stats
+from kvstore.messages import (
+    NO_RESERVATION,
+    Counters,
+    DataPath,
+    Held,
+    LeaseId,
+    Match,
+    Outcome,
+    Reservation,
+    Slot,
+    Stats,
+)
 from kvstore.monotonic import MonotonicClock
 from kvstore.session import Session, refusal, shake_hands
 from kvstore.v1 import blocks_pb2 as pb
@@ -47,6 +58,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
 )
+
+LOOK_AGAIN_SECONDS = 0.002  # between looks at a load; a batch of it takes longer than that from any disk
 
 WRITE_BATCH = 32  # blocks asked for at a time, so that a source that has to copy does not copy the whole chain at once
 
@@ -81,7 +94,7 @@ class StoreClient:
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._breaker = Breaker()
         self._void: deque[str] = deque(maxlen=16)  # incarnations that are known to be over
-        self._closed = False
+        self._ended = threading.Event()
         self._handshake = threading.Lock()
         self._counting = threading.Lock()
         self._counters = Counters()
@@ -138,13 +151,33 @@ class StoreClient:
     def namespace(self) -> Namespace:
         return self._namespace
 
-    def match(self, hashes: Sequence[ChainHash], *, lease_seconds: float) -> Match:
-        """The longest held prefix of a chain, pinned.
+    @property
+    def answers(self) -> bool:
+        """Whether the node did when it was last called."""
+        return self._breaker.closed
+
+    def match(
+        self,
+        hashes: Sequence[ChainHash],
+        *,
+        lease_seconds: float,
+        patience_seconds: float = 0,
+        tenant: bytes = b"",
+        deadline: Nanos | None = None,
+    ) -> Match:
+        """The longest prefix of a chain that is in the node's memory, pinned.
+
+        What follows it may lie in a slower tier. With patience the node begins to fetch that, and says how many blocks
+        are on their way (`Match.loading`): match again to find them.
 
         Args:
             hashes: The chain from its start.
             lease_seconds: For how long at most; the node's own limit counts where it is shorter. 0 looks only:
                 the blocks may be evicted before they are read, and nothing is counted.
+            patience_seconds: How long blocks of slower tiers are worth waiting for: as long as computing them again
+                would take. 0: begin nothing.
+            tenant: Salt of the chain: who pays for the places of what is fetched, and is counted.
+            deadline: When to give up, where that is earlier than the client would by itself; so for all calls.
         """
         asked = list(hashes[: wire.MAX_HASHES])
         nothing = Match(incarnation=self._session.incarnation)
@@ -159,22 +192,47 @@ class StoreClient:
                 hashes=names,
                 lease_ms=lease // MILLISECOND,
                 incarnation=session.incarnation,
-                owner=self._owner,
+                patience_ms=nanos(patience_seconds) // MILLISECOND,
+                tenant=tenant,
             )
             return wire.parse_match(self._stub.Match(request, timeout=timeout_seconds), session.incarnation, asked)
 
-        match = self._call(call) or nothing
+        found = self._call(call, deadline)
+        match = nothing if found is None else found  # an empty one is false, and may say what is on its way
         if lease_seconds:
             self._count(hits=len(match), misses=len(hashes) - len(match))
         return match
 
-    def read(self, match: Match, indices: Sequence[int], destinations: Sequence[MutableBlock]) -> list[bool]:
+    def match_patiently(
+        self, hashes: Sequence[ChainHash], *, lease_seconds: float, patience_seconds: float, tenant: bytes = b""
+    ) -> Match:
+        """As `match`, after what lies in slower tiers has been fetched; waits no longer than the patience."""
+        deadline = Nanos(self._clock.now() + nanos(patience_seconds))
+        found = self.match(hashes, lease_seconds=lease_seconds, patience_seconds=patience_seconds, tenant=tenant)
+        if not found.loading:
+            return found
+        while self._clock.now() < deadline and not self._ended.wait(LOOK_AGAIN_SECONDS):
+            if not self.match(hashes, lease_seconds=0, tenant=tenant).loading:
+                break
+        complete = self.match(hashes, lease_seconds=lease_seconds, tenant=tenant)
+        self.release(found.lease_id)  # it kept the beginning in place while the rest was fetched
+        return complete
+
+    def read(
+        self,
+        match: Match,
+        indices: Sequence[int],
+        destinations: Sequence[MutableBlock],
+        *,
+        deadline: Nanos | None = None,
+    ) -> list[bool]:
         """Copy matched blocks out; checksums are verified on the copies.
 
         Args:
             match: From `match`, of this client or of another one of the same node and namespace.
             indices: Which of its blocks.
             destinations: Where to; one block a index, in one buffer or in a list of consecutive pieces.
+            deadline: See `match`.
 
         Returns:
             Which blocks are there now. Where it says False, the destination's content is void.
@@ -186,7 +244,7 @@ class StoreClient:
         if session is None:
             self._count(lost=len(slots))
             return [False] * len(slots)
-        outcomes = session.transport.get(slots, destinations, self._transfer_deadline(len(slots)))
+        outcomes = session.transport.get(slots, destinations, _earlier(deadline, self._transfer_deadline(len(slots))))
         corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is Outcome.CORRUPT]
         if corrupt:
             self._condemn(match, corrupt)
@@ -196,13 +254,53 @@ class StoreClient:
         )
         return [outcome is Outcome.MOVED for outcome in outcomes]
 
-    def release(self, *lease_ids: LeaseId) -> None:
+    def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None:
         """End leases early. May be called from any process; a lease that has ended is fine."""
         held = [lease_id for lease_id in lease_ids if lease_id]
         if held:
-            self._call(lambda _, timeout: self._stub.Release(pb.ReleaseRequest(lease_ids=held), timeout=timeout))
+            request = pb.ReleaseRequest(lease_ids=held)
+            self._call(lambda _, timeout: self._stub.Release(request, timeout=timeout), deadline)
 
-    def write(self, hashes: Sequence[ChainHash], sources: Callable[[int], Block] | Sequence[Block]) -> int:
+    def hold(self, session: str, hashes: Sequence[ChainHash], *, seconds: float) -> Held | None:
+        """Keep the held prefix of a chain from eviction while its session waits for something else, a tool for instance.
+
+        Ends by itself, with `release_hold`, or when the same session holds anew. A session that goes on matches first
+        and releases then, so that its blocks are pinned at any time. None when the node does not answer.
+
+        Args:
+            session: Whose chain it is; the same name in another namespace is another hold.
+            hashes: The chain from its start.
+            seconds: For how long at most; the node's own limit counts where it is shorter.
+        """
+        asked = b"".join(hashes[: wire.MAX_HASHES])
+        if not asked:
+            return Held(blocks=0)
+
+        def call(current: Session, timeout_seconds: float) -> Held:
+            request = pb.HoldRequest(
+                digest=self._namespace.digest,
+                hashes=asked,
+                incarnation=current.incarnation,
+                session=session,
+                hold_ms=max(min(nanos(seconds), current.max_hold) // MILLISECOND, 1),
+            )
+            return wire.parse_hold(self._stub.Hold(request, timeout=timeout_seconds))
+
+        return self._call(call)
+
+    def release_hold(self, session: str) -> None:
+        """End a hold early; one that has ended is fine."""
+        request = pb.ReleaseHoldRequest(digest=self._namespace.digest, session=session)
+        self._call(lambda _, timeout: self._stub.ReleaseHold(request, timeout=timeout))
+
+    def write(
+        self,
+        hashes: Sequence[ChainHash],
+        sources: Callable[[int], Block] | Sequence[Block],
+        *,
+        tenant: bytes = b"",
+        deadline: Nanos | None = None,
+    ) -> int:
         """Store blocks; those already held, or being written by another, are skipped.
 
         Args:
@@ -210,6 +308,8 @@ class StoreClient:
                 keeps the start of a chain from being evicted before its end.
             sources: The block of an index into `hashes`, asked for only when it is written; one buffer, or a list of
                 consecutive pieces. Must not change during the call.
+            tenant: Salt of the chain; whose quota the blocks count against.
+            deadline: See `match`.
 
         Returns:
             Blocks newly published.
@@ -218,14 +318,14 @@ class StoreClient:
             return 0
         asked = hashes[: wire.MAX_HASHES]
         started = self._clock.now()
-        found = self._reserve(asked)
+        found = self._reserve(asked, tenant, deadline)
         if found is None:
             self._count(dropped=len(hashes))
             return 0
         session, reservation = found
         source = sources if callable(sources) else sources.__getitem__
-        deadline = min(Nanos(started + session.max_reservation), self._transfer_deadline(len(reservation.reserved)))
-        written: list[pb.Published] = []
+        until = min(Nanos(started + session.max_reservation), self._transfer_deadline(len(reservation.reserved)))
+        written: dict[int, int] = {}
         for start in range(0, len(reservation.reserved), WRITE_BATCH):
             batch = reservation.reserved[start : start + WRITE_BATCH]
             blocks = [source(reserved.index) for reserved in batch]
@@ -235,11 +335,11 @@ class StoreClient:
                 for reserved, checksum in zip(batch, checksums, strict=True)
             ]
             for reserved, slot, outcome in zip(
-                batch, slots, session.transport.put(slots, blocks, deadline), strict=True
+                batch, slots, session.transport.put(slots, blocks, _earlier(deadline, until)), strict=True
             ):
                 if outcome is Outcome.MOVED:
-                    written.append(pb.Published(index=reserved.index, crc32c=slot.crc32c))
-        published = self._publish(reservation, written) if reservation.reserved else 0
+                    written[reserved.index] = slot.crc32c
+        published = self._publish(reservation, written, deadline) if reservation.reserved else 0
         self._count(
             bytes_written=published * self._namespace.block_bytes,
             dropped=len(reservation.reserved) - published + reservation.refused + len(hashes) - len(asked),
@@ -257,7 +357,7 @@ class StoreClient:
 
     def close(self) -> None:
         """Calls in other threads end with misses. Leases stay until released or over."""
-        self._closed = True
+        self._ended.set()
         self._channel.close()
         self._session.transport.close()
 
@@ -269,7 +369,9 @@ class StoreClient:
     ) -> None:
         self.close()
 
-    def _reserve(self, hashes: Sequence[ChainHash]) -> tuple[Session, Reservation] | None:
+    def _reserve(
+        self, hashes: Sequence[ChainHash], tenant: bytes, deadline: Nanos | None = None
+    ) -> tuple[Session, Reservation] | None:
         names = b"".join(hashes)
 
         def call(session: Session, timeout_seconds: float) -> tuple[Session, Reservation]:
@@ -279,15 +381,21 @@ class StoreClient:
                 lease_ms=session.max_reservation // MILLISECOND,
                 incarnation=session.incarnation,
                 owner=self._owner,
+                tenant=tenant,
             )
             return session, wire.parse_reservation(self._stub.Reserve(request, timeout=timeout_seconds))
 
-        return self._call(call)
+        return self._call(call, deadline)
 
-    def _publish(self, reservation: Reservation, written: list[pb.Published]) -> int:
+    def _publish(self, reservation: Reservation, written: Mapping[int, int], deadline: Nanos | None) -> int:
         assert reservation.reservation_id != NO_RESERVATION
-        request = pb.PublishRequest(reservation_id=reservation.reservation_id, published=written, owner=self._owner)
-        response = self._call(lambda _, timeout: self._stub.Publish(request, timeout=timeout))
+        request = pb.PublishRequest(
+            reservation_id=reservation.reservation_id,
+            indices=written.keys(),
+            crc32c=written.values(),
+            owner=self._owner,
+        )
+        response = self._call(lambda _, timeout: self._stub.Publish(request, timeout=timeout), deadline)
         return response.published if response is not None else 0
 
     def _condemn(self, match: Match, indices: list[int]) -> None:
@@ -299,11 +407,11 @@ class StoreClient:
         )
         self._call(lambda _, timeout: self._stub.Condemn(request, timeout=timeout))
 
-    def _call(self, act: Callable[[Session, float], Answer]) -> Answer | None:
+    def _call(self, act: Callable[[Session, float], Answer], until: Nanos | None = None) -> Answer | None:
         """The node's answer; None when there is none in time, or the breaker is open."""
         started = self._clock.now()
-        deadline = Nanos(started + self._call_timeout)
-        if self._closed or not self._breaker.allows(started):
+        deadline = _earlier(until, Nanos(started + self._call_timeout))
+        if self._ended.is_set() or not self._breaker.allows(started):
             return None
         for _ in range(2):  # the second time after shaking hands again (rule 3)
             session = self._current(deadline)
@@ -334,7 +442,7 @@ class StoreClient:
                 self._failed(started, f"{code.name}: {error.details()}")
 
     def _failed(self, started: Nanos, reason: str) -> None:
-        if self._closed:
+        if self._ended.is_set():
             return
         self._count(failures=1)
         if self._breaker.closed:
@@ -375,7 +483,7 @@ class StoreClient:
         if session.incarnation == incarnation:
             return session
         now = self._clock.now()
-        if self._closed or incarnation in self._void or not self._breaker.allows(now):
+        if self._ended.is_set() or incarnation in self._void or not self._breaker.allows(now):
             return None
         self._outdated = True
         renewed = self._current(Nanos(now + self._call_timeout))
@@ -395,3 +503,7 @@ class StoreClient:
         with self._counting:
             changed = {name: getattr(self._counters, name) + count for name, count in more.items()}
             self._counters = msgspec.structs.replace(self._counters, **changed)
+
+
+def _earlier(deadline: Nanos | None, other: Nanos) -> Nanos:
+    return other if deadline is None else min(deadline, other)

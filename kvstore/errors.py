@@ -27,6 +27,10 @@ class StoreNotStarted(StoreError):
     """The node's settings cannot be obeyed on this machine: an address in use, too little memory. Nothing was started."""
 
 
+class BadCredentials(StoreNotStarted):
+    """A file that proves who one is cannot be used, on a node or on a client: a person has to mend the configuration."""
+
+
 class InvalidArgument(StoreError):
     """A request that no node will ever accept.
 

@@ -10,7 +10,8 @@ Rules:
 
 from bisect import bisect_left, insort
 
-from kvstore.settings import PAGE_BYTES
+PAGE_BYTES = 4096
+"""Blocks begin on page boundaries: O_DIRECT, huge pages and DMA all want it."""
 
 
 class Extents:
@@ -104,3 +105,8 @@ class Extents:
 def pages_for(length: int) -> int:
     """Pages that `length` bytes occupy."""
     return -(-length // PAGE_BYTES)
+
+
+def occupied_bytes(length: int) -> int:
+    """What `length` bytes take away from the free ones."""
+    return pages_for(length) * PAGE_BYTES

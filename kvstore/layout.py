@@ -1,6 +1,18 @@
-"""Namespaces: everything besides the tokens that must be equal for a block to be reusable."""
+"""Namespaces: everything besides the tokens that must be equal for a block to be reusable.
+
+A layout is the order of a block's axes, outermost first, one letter each:
+
+    L  layers            H  heads of keys and values        N  tokens
+    D  elements of one head and token                       K  keys, then values
+
+``K`` may be left out: each head and token then has its keys followed by its values, which is what ``K`` written right
+before ``D`` means. So "LHND" is a block whose heads come before its tokens, "LNHD" one whose tokens come first, "LKNHD"
+one with all keys of a layer before all values, and "HLND" one with heads outermost, where a share of the heads is one
+piece. What is in an engine's memory is told in the same letters (`kvstore.repack`).
+"""
 
 import hashlib
+from collections.abc import Mapping
 
 import msgspec
 from msgspec import Struct
@@ -8,6 +20,18 @@ from msgspec import Struct
 from kvstore.block import HashAlgorithm
 
 FORMAT_VERSION = 1
+
+ELEMENT_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8": 1,  # as vLLM says it: e4m3
+    "fp8_e4m3": 1,
+    "fp8_e4m3fnuz": 1,  # other bias, no infinities: not the same numbers as e4m3
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+"""Sizes of the dtypes that are known by name; of others the size follows from the block's."""
 
 
 class Namespace(Struct, frozen=True, kw_only=True):
@@ -39,3 +63,14 @@ class Namespace(Struct, frozen=True, kw_only=True):
     def differences(self, other: "Namespace") -> list[str]:
         """Names of the fields that differ, for the message of a refusal."""
         return [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
+
+    @property
+    def elements(self) -> int:
+        """Of a block."""
+        return self.layers * self.kv_heads * self.block_tokens * self.head_dim
+
+    @property
+    def element_bytes(self) -> int | None:
+        """Of one value; None when `block_bytes` does not follow from the other fields."""
+        size, rest = divmod(self.block_bytes, self.elements)
+        return size if size and not rest and size == ELEMENT_BYTES.get(self.dtype, size) else None

@@ -6,68 +6,62 @@ Rules:
    matched under a lease, and goes by eviction or because its bytes were found bad. `kvstore.lifecycle` says what may follow what.
 2. Every reservation and every lease has an owner and a deadline. What is not published or released by then is
    reclaimed, so a process that died holds nothing for longer. Only the owner of a reservation can publish it; a lease
-   may be released by anyone who knows its id, since the process that reads is often not the one that matched.
+   may be released by anyone who knows its id, since the process that reads is often not the one that matched. Only what
+   the node itself reserves or pins may have no deadline: its own threads move bytes there, and say when they are through.
 3. A publication ends its reservation: places that it does not name are free again.
 4. A place gets a new generation each time it is given to a block. Generations and ids begin at a number that differs
    between two starts of a node, so those of an earlier start never fit.
 5. Only published blocks without a pin can be evicted. A block that is condemned while pinned is no longer found, but
    its place is not reused until the last pin is gone.
-6. Chains are handed over from their start. What a match or a reservation names is used in reverse order, tail first,
+6. Chains are handed over from their start. What a match or a publication names is used in reverse order, tail first,
    so that a policy which evicts the oldest takes the tail of a chain before what the tail depends on. Holes are
    possible nevertheless; a match stops at the first.
 7. Namespaces keep apart what may not be mixed. One set of weights (model, revision, LoRA) in two layouts at a time is
    a configuration error that would only show as a cache that never hits, so the second is refused.
+8. The policy learns of a use when it is over. A block that it chooses while it is pinned is withdrawn, and admitted
+   again with its last pin; so pinning a chain costs nothing there, unless space is short.
+9. A tenant beyond its quota makes room among its own blocks, or is refused (`kvstore.quotas`). A session that waits may
+   hold its blocks, as far as holds may (`kvstore.holds`).
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.block import ChainHash
 from kvstore.clock import Nanos
-from kvstore.deadlines import Deadlines
-from kvstore.errors import Exhausted
-from kvstore.extents import Extents, pages_for
+from kvstore.extents import Extents, occupied_bytes
+from kvstore.holds import Holds
 from kvstore.layout import Namespace
 from kvstore.lifecycle import READABLE, State, Step, advance
 from kvstore.messages import (
     NO_LEASE,
     NO_RESERVATION,
+    NODE,
+    SLOT,
     Address,
     BlockChanges,
     BlockKey,
     Claim,
     Discard,
+    Held,
     Leased,
     LeaseId,
     Reservation,
     ReservationId,
     Reserved,
     Slot,
+    Slots,
     Stats,
     TierCommand,
 )
-from kvstore.namespaces import Namespaces, StoredBlock
+from kvstore.movement import Pinned
+from kvstore.namespaces import Namespaces, OpenNamespace, StoredBlock
 from kvstore.ports import Eviction
-from kvstore.settings import PAGE_BYTES
+from kvstore.quotas import Account, Quotas
+from kvstore.terms import Lease, Terms, Writing
 
-
-class _Lease:
-    __slots__ = ("blocks", "owner")
-
-    def __init__(self, owner: str, blocks: tuple[StoredBlock, ...]):
-        self.owner = owner
-        self.blocks = blocks
-
-
-class _Writing:
-    """One reservation: the chain that was asked for, and the blocks to write by index into it."""
-
-    __slots__ = ("blocks", "digest", "names", "owner")
-
-    def __init__(self, owner: str, digest: bytes, names: tuple[ChainHash, ...], blocks: dict[int, StoredBlock]):
-        self.owner = owner
-        self.digest = digest
-        self.names = names
-        self.blocks = blocks
+EVICTED_REPORT = 65_536
+"""Evicted blocks that are remembered until somebody asks for them; beyond that, the oldest are forgotten."""
 
 
 class BlockMachine:
@@ -84,6 +78,8 @@ class BlockMachine:
         epoch: int,
         max_leases: int = 65_536,
         max_namespaces: int = 256,
+        max_held_bytes: int = 0,
+        quotas: Quotas | None = None,
     ):
         """Starts empty.
 
@@ -91,22 +87,24 @@ class BlockMachine:
             capacity_bytes: Size of the tier; a rest that fills no page stays unused.
             eviction: Has admitted nothing yet.
             epoch: 1 to 2³¹-1, different at every start of the node (rule 4).
-            max_leases: Leases and reservations at a time.
+            max_leases: Leases, holds and reservations of clients at a time.
             max_namespaces: Open at a time.
+            max_held_bytes: That all holds together may keep.
+            quotas: Of tenants; none by default.
         """
         assert 0 < epoch < 1 << 31, epoch
         self._extents = Extents(capacity_bytes)
         self._eviction = eviction
-        self._max_leases = max_leases
-        self._last_id = epoch << 32
+        self._quotas = quotas
+        self._holds = Holds(max_held_bytes)
+        self._terms = Terms(epoch, max_leases)
         self._namespaces = Namespaces(self._extents.capacity_bytes, max_namespaces)
         self._by_offset: dict[int, StoredBlock] = {}
-        self._leases: dict[LeaseId, _Lease] = {}
-        self._writing: dict[ReservationId, _Writing] = {}
-        self._deadlines = Deadlines()
         self._commands: list[TierCommand] = []
         self._changed: dict[bytes, dict[ChainHash, bool]] = {}  # namespace -> name -> stored (else removed)
+        self._evicted_keys: deque[BlockKey] = deque(maxlen=EVICTED_REPORT)
         self._pinned = self._hits = self._misses = self._written = self._evicted = self._corrupt = self._expired = 0
+        self._refused = self._bytes_matched = self._bytes_written = 0
 
     # Namespaces
 
@@ -123,9 +121,15 @@ class BlockMachine:
         """
         return self._namespaces.get(digest).namespace
 
+    def block_bytes(self, digest: bytes) -> int:
+        """Of each block of that namespace. Raises as `namespace` does."""
+        return self.namespace(digest).block_bytes
+
     # Reading
 
-    def match(self, digest: bytes, names: Sequence[ChainHash], *, owner: str, lease: Nanos, now: Nanos) -> Leased:
+    def match(
+        self, digest: bytes, names: Sequence[ChainHash], *, lease: Nanos, now: Nanos, tenant: bytes = b""
+    ) -> Leased:
         """Slots of the longest readable prefix, pinned for `lease` nanoseconds; 0 looks only.
 
         Raises:
@@ -134,79 +138,111 @@ class BlockMachine:
         """
         self.expire(now)
         opened = self._namespaces.use(digest, now)
-        found: list[StoredBlock] = []
-        for name in names:
-            block = opened.blocks.get(name)
-            if block is None or block.state not in READABLE:
-                break
-            found.append(block)
-        slots = tuple(block.slot for block in found)
+        found = opened.prefix(names)
+        slots = Slots(b"".join([block.slot for block in found]))
         if lease == 0:
             return Leased(lease_id=NO_LEASE, slots=slots)
         if found:
-            self._require_room_for_a_lease()
-        self._hits += len(found)
-        self._misses += len(names) - len(found)
+            self._terms.require_room()
+        self._count_match(opened, len(found), len(names) - len(found), tenant)
         if not found:
-            return Leased(lease_id=NO_LEASE, slots=())
-        for block in found:
-            self._pin(block)
-        lease_id = LeaseId(self._next_id())
-        self._leases[lease_id] = _Lease(owner, tuple(found))
-        self._deadlines.add(Nanos(now + lease), lease_id)
-        return Leased(lease_id=lease_id, slots=slots)
+            return Leased(lease_id=NO_LEASE, slots=slots)
+        return Leased(lease_id=self._lease(Lease(found, is_use=True), Nanos(now + lease)), slots=slots)
 
     def release(self, lease_ids: Iterable[LeaseId], now: Nanos) -> None:
         """End leases early; those that have ended already are ignored."""
         self.expire(now)
         for lease_id in lease_ids:
-            self._end_lease(lease_id, now)
+            if (lease := self._terms.lease(lease_id)) is not None and lease.hold is None:
+                self._terms.end(lease_id)
+                self._end(lease, now)
 
     def readable(self, digest: bytes, slot: Slot) -> Address | None:
         """Where to read; None when the slot is another block's by now, or not of this namespace."""
-        block = self._by_offset.get(slot.offset)
-        if block is None or block.state not in READABLE or not _is(block, digest, slot):
-            return None
-        return block.address
+        block = self._at(digest, slot)
+        return block.address if block is not None and block.state in READABLE else None
+
+    # Holding
+
+    def hold(self, digest: bytes, names: Sequence[ChainHash], *, session: str, span: Nanos, now: Nanos) -> Held:
+        """Keep the longest readable prefix from eviction for a session that waits, as far as holds may.
+
+        Takes the place of the session's former hold in that namespace, if there is one.
+
+        Raises:
+            NamespaceUnknown: It was never opened; nothing is held.
+            Exhausted: Too many leases; the former hold is over, and nothing is held.
+        """
+        assert span > 0, span
+        self.release_hold(digest, session, now)
+        opened = self._namespaces.use(digest, now)
+        found = opened.prefix(names)
+        fitting = self._holds.fitting(found)
+        refused = len(found) - fitting
+        del found[fitting:]
+        if found:
+            self._terms.require_room()
+            key = (digest, session)
+            lease_id = self._lease(Lease(found, is_use=False, hold=key), Nanos(now + span))
+            self._holds.begin(key, found, lease_id)
+        return Held(blocks=len(found), refused=refused)
+
+    def release_hold(self, digest: bytes, session: str, now: Nanos) -> int:
+        """End a session's hold early; returns of how many blocks, 0 when it has ended."""
+        self.expire(now)
+        lease_id = self._holds.lease_of((digest, session))
+        if lease_id is None:
+            return 0
+        lease = self._terms.lease(lease_id)
+        assert lease is not None
+        self._terms.end(lease_id)
+        self._end(lease, now)
+        return len(lease.blocks)
 
     # Writing
 
     def reserve(
-        self, digest: bytes, names: Sequence[ChainHash], *, owner: str, lease: Nanos, now: Nanos
+        self,
+        digest: bytes,
+        names: Sequence[ChainHash],
+        *,
+        owner: str,
+        lease: Nanos | None,
+        now: Nanos,
+        tenant: bytes = b"",
     ) -> Reservation:
         """Places for those blocks of a chain that nobody holds or writes, as far as there is space (rule 6).
+
+        Args:
+            digest: Of the namespace.
+            names: The chain from its start.
+            owner: Who writes.
+            lease: For how long at most; None, for the node only: until it publishes.
+            now: The present.
+            tenant: Whose quota the new blocks count against.
 
         Raises:
             NamespaceUnknown: It was never opened; nothing was reserved.
             Exhausted: Too many reservations; nothing was reserved.
         """
-        assert lease > 0, lease
+        assert lease is None or lease > 0, lease
         self.expire(now)
         opened = self._namespaces.use(digest, now)
-        self._require_room_for_a_lease()
-        refused = 0
-        held = [block for name in names if (block := opened.blocks.get(name)) is not None and block.state in READABLE]
-        for block in held:  # while the rest of the chain looks for space, it must not push out its own beginning
-            self._pin(block)
-        blocks: dict[int, StoredBlock] = {}
-        for index, name in enumerate(names):
-            if name in opened.blocks:
-                continue
-            block = self._place(BlockKey(digest, name), opened.namespace.block_bytes) if not refused else None
-            if block is None:
-                refused += 1
-                continue
-            opened.blocks[name] = block
-            blocks[index] = block
-        for block in reversed(held):
-            self._unpin(block, now)
+        if lease is None:
+            assert owner == NODE, owner
+        else:
+            self._terms.require_room()
+        account = self._quotas.account(tenant) if self._quotas is not None else None
+        held = [block for block in map(opened.readable.get, names) if block is not None]
+        self._pin(held)  # while the rest of the chain looks for space, it must not push out its own beginning
+        blocks, reserved, refused = self._place_missing(opened, names, account)
+        self._unpin(held, now, is_use=False)
+        self._refused += refused
         if not blocks:
             return Reservation(reservation_id=NO_RESERVATION, reserved=(), refused=refused)
-        reservation_id = ReservationId(self._next_id())
-        self._writing[reservation_id] = _Writing(owner, digest, tuple(names), blocks)
-        self._deadlines.add(Nanos(now + lease), reservation_id)
-        reserved = tuple(Reserved(index, block.slot) for index, block in blocks.items())
-        return Reservation(reservation_id=reservation_id, reserved=reserved, refused=refused)
+        until = Nanos(now + lease) if lease is not None else None
+        reservation_id = ReservationId(self._terms.grant(Writing(owner, opened, tuple(names), blocks), until))
+        return Reservation(reservation_id=reservation_id, reserved=tuple(reserved), refused=refused)
 
     def publish(self, reservation_id: ReservationId, checksums: Mapping[int, int], *, owner: str, now: Nanos) -> int:
         """Make written blocks readable and end their reservation (rule 3).
@@ -221,49 +257,91 @@ class BlockMachine:
             Blocks published; 0 when the reservation has ended or is another's.
         """
         self.expire(now)
-        writing = self._writing.get(reservation_id)
+        writing = self._terms.writing(reservation_id)
         if writing is None or writing.owner != owner:
             return 0
-        del self._writing[reservation_id]
-        changed = self._changed.setdefault(writing.digest, {})
+        self._terms.end(reservation_id)
+        opened = writing.opened
+        changed = self._changed.setdefault(opened.digest, {})
         published = 0
         for index, block in writing.blocks.items():
             if index not in checksums:
-                self._drop(block, Step.ABANDON)
+                self._abandon(opened, block)
                 continue
-            block.crc32c = checksums[index]
+            name = block.key.name
+            block.has_bytes(checksums[index])
             block.state = advance(block.state, Step.PUBLISH)
+            del opened.writing[name]
+            opened.readable[name] = block
+            changed[name] = True
             published += 1
-            changed[block.address.key.name] = True
-        opened = self._namespaces.get(writing.digest)
         for name in reversed(writing.names):  # the new blocks, and the use of those they continue (rule 6)
-            block_now = opened.blocks.get(name)
-            if block_now is not None and block_now.state is State.HELD:
-                self._eviction.admit(block_now.address.key, block_now.address.length, now)
+            there = opened.readable.get(name)
+            if there is not None and not there.pins:
+                self._admit(there, now)
         self._written += published
+        self._bytes_written += published * opened.namespace.block_bytes
         return published
 
     def writable(self, digest: bytes, slot: Slot) -> Address | None:
         """Where to write; None when the reservation has ended, or is not of this namespace."""
-        block = self._by_offset.get(slot.offset)
-        if block is None or block.state is not State.RESERVED or not _is(block, digest, slot):
-            return None
-        return block.address
+        block = self._at(digest, slot)
+        return block.address if block is not None and block.state is State.RESERVED else None
+
+    # For the node itself
+
+    def pin(self, keys: Sequence[BlockKey], now: Nanos) -> Pinned:
+        """Keep those of the blocks that are readable where they are until `unpin`; that is no use of them."""
+        self.expire(now)
+        found = [block for key in keys if (block := self._namespaces.find(key)) is not None]
+        pin_id = self._lease(Lease(found, is_use=False), None)
+        return Pinned(pin_id, tuple([block.address for block in found]))
+
+    def unpin(self, pin_id: int, now: Nanos) -> None:
+        """What was pinned may go again."""
+        self.expire(now)
+        lease = self._terms.lease(pin_id)
+        assert lease is not None, f"{pin_id} is not pinned"
+        self._terms.end(pin_id)
+        self._end(lease, now)
+
+    def is_present(self, key: BlockKey) -> bool:
+        """Whether a block is readable, or being written."""
+        return self._namespaces.find(key) is not None or self.is_being_written(key)
+
+    def is_being_written(self, key: BlockKey) -> bool:
+        return self._namespaces.written(key) is not None
+
+    def missing(self, digest: bytes, names: Iterable[ChainHash]) -> list[ChainHash]:
+        """Those that are neither readable nor being written, in order.
+
+        Raises:
+            NamespaceUnknown: It was never opened.
+        """
+        opened = self._namespaces.get(digest)
+        return [name for name in names if name not in opened.readable and name not in opened.writing]
+
+    def evicted(self) -> list[BlockKey]:
+        """What made room for others since this was last asked, oldest first; the last `EVICTED_REPORT` of it."""
+        keys = list(self._evicted_keys)
+        self._evicted_keys.clear()
+        return keys
 
     # Upkeep
 
     def condemn(self, digest: bytes, name: ChainHash, generation: int, now: Nanos) -> bool:
         """Drop a block whose bytes are bad; False when it is not that block's generation any more."""
         self.expire(now)
-        block = self._namespaces.get(digest).blocks.get(name)
-        if block is None or block.address.generation != generation or block.state not in READABLE:
+        opened = self._namespaces.get(digest)
+        block = opened.readable.get(name)
+        if block is None or block.generation != generation:
             return False
-        if block.state is State.PINNED:
-            block.state = advance(block.state, Step.CONDEMN)
-            self._forget(block)
-        else:
-            self._eviction.withdraw(block.address.key)
-            self._drop(block, Step.CONDEMN)
+        if block in self._holds:
+            self._let_go(block, now)
+        block.state = advance(block.state, Step.CONDEMN)
+        self._forget(opened, block)
+        if not block.pins:
+            self._free(block)
         self._corrupt += 1
         return True
 
@@ -273,16 +351,14 @@ class BlockMachine:
         Raises:
             NamespaceUnknown: It was never opened.
         """
-        block = self._namespaces.get(digest).blocks.get(name)
-        return block.slot if block is not None and block.state in READABLE else None
+        block = self._namespaces.get(digest).readable.get(name)
+        return block.unpacked if block is not None else None
 
     def expire(self, now: Nanos) -> None:
         """Reclaim what leases and reservations that ended by `now` were holding."""
-        for ended in self._deadlines.due(now):
-            if self._end_lease(LeaseId(ended), now) or self._end_reservation(ReservationId(ended)):
-                self._expired += 1
-        if self._deadlines.is_cluttered(len(self._leases) + len(self._writing)):
-            self._deadlines.keep(self._leases.keys() | self._writing.keys())
+        for ended in self._terms.due(now):
+            self._end(ended, now)
+            self._expired += 1
 
     def commands(self) -> list[TierCommand]:
         """What the tier has to do, in order; each is handed out once."""
@@ -304,18 +380,11 @@ class BlockMachine:
 
     def held(self) -> list[BlockChanges]:
         """All readable blocks, one item a namespace: the dump that a watcher begins with."""
-        return [
-            BlockChanges(
-                digest=opened.namespace.digest,
-                stored=tuple(name for name, block in opened.blocks.items() if block.state in READABLE),
-            )
-            for opened in self._namespaces
-        ]
+        return [BlockChanges(digest=opened.digest, stored=tuple(opened.readable)) for opened in self._namespaces]
 
     def stats(self) -> Stats:
-        readable = self._pinned + len(self._eviction) - self._condemned()
         return Stats(
-            blocks=readable,
+            blocks=sum(len(opened.readable) for opened in self._namespaces),
             bytes=self._extents.capacity_bytes - self._extents.free_bytes,
             capacity_bytes=self._extents.capacity_bytes,
             hits=self._hits,
@@ -325,132 +394,227 @@ class BlockMachine:
             corrupt=self._corrupt,
             expired=self._expired,
             pinned=self._pinned,
+            bytes_matched=self._bytes_matched,
+            bytes_written=self._bytes_written,
+            refused=self._refused,
+            leases=len(self._terms) - self._terms.reservations,
+            reservations=self._terms.reservations,
+            held_bytes=self._holds.bytes,
+            tenants=tuple(account.stats for account in self._quotas) if self._quotas is not None else (),
         )
 
     def check(self) -> None:
         """Asserts the rules, over everything there is. Slow: for tests, and for idle moments."""
         self._extents.check()
+        self._terms.check()
         pins: dict[int, int] = {}
-        for lease in self._leases.values():
-            for block in lease.blocks:
-                pins[block.address.generation] = pins.get(block.address.generation, 0) + 1
-        reserved = {block.address.generation for writing in self._writing.values() for block in writing.blocks.values()}
-        areas = [(offset, length) for offset, length in self._extents.free_extents()]
-        admitted = pinned = 0
+        reserved: set[int] = set()
+        held: set[StoredBlock] = set()
+        for what in self._terms:
+            if isinstance(what, Writing):
+                reserved |= {block.generation for block in what.blocks.values()}
+                continue
+            for block in what.blocks:
+                pins[block.generation] = pins.get(block.generation, 0) + 1
+            held |= set(what.blocks) if what.hold is not None else set()
+        areas = self._extents.free_extents()
+        charged: dict[int, int] = {}
+        admitted: dict[int, int] = {}
         for offset, block in self._by_offset.items():
-            address = block.address
+            address, state = block.address, block.state
             assert address.offset == offset
-            areas.append((offset, pages_for(address.length) * PAGE_BYTES))
+            areas.append((offset, occupied_bytes(address.length)))
             assert block.pins == pins.get(address.generation, 0), "a pin without a lease, or the other way round"
-            assert (block.pins > 0) == (block.state in (State.PINNED, State.CONDEMNED))
-            assert (address.generation in reserved) == (block.state is State.RESERVED)
-            assert (address.key in self._eviction and self._found(address.key) is block) == (block.state is State.HELD)
-            assert (self._found(address.key) is block) == (block.state is not State.CONDEMNED)
-            assert block.state is not State.GONE
-            admitted += block.state is State.HELD
-            pinned += block.pins > 0
-        assert admitted == len(self._eviction), "the policy knows blocks that are not there"
-        assert pinned == self._pinned
-        assert sum(len(opened.blocks) for opened in self._namespaces) + self._condemned() == len(self._by_offset)
+            assert (block.pins > 0) == (state in (State.PINNED, State.CONDEMNED))
+            assert (address.generation in reserved) == (state is State.RESERVED)
+            assert (self._namespaces.find(block.key) is block) == (state in READABLE)
+            assert (self._namespaces.written(block.key) is block) == (state is State.RESERVED)
+            assert state is not State.GONE
+            for policy in self._policies(block):
+                known = state in READABLE and block.key in policy
+                assert known or state is not State.HELD, "a block that never goes"
+                admitted[id(policy)] = admitted.get(id(policy), 0) + known
+            if block.account is not None:
+                charged[id(block.account)] = charged.get(id(block.account), 0) + occupied_bytes(block.length)
+        assert sum(block.pins > 0 for block in self._by_offset.values()) == self._pinned
+        assert admitted.get(id(self._eviction), 0) == len(self._eviction), "the policy knows blocks that are not there"
+        for account in self._quotas or ():
+            assert account.bytes == charged.pop(id(account), 0) <= account.limit_bytes
+            assert admitted.get(id(account.eviction), 0) == len(account.eviction)
+        assert not charged, "an account was forgotten that has blocks"
+        self._holds.check(held)
+        assert len(self._evicted_keys) <= EVICTED_REPORT
+        assert all(opened.readable.keys().isdisjoint(opened.writing) for opened in self._namespaces)
         end = 0
         for offset, length in sorted(areas):
             assert offset == end, "space is lost, or given away twice"
             end = offset + length
         assert end == self._extents.capacity_bytes
-        assert all(ends in self._deadlines for ends in (*self._leases, *self._writing)), "something would never end"
-        assert len(self._leases) + len(self._writing) <= self._max_leases
 
     # Blocks
 
-    def _place(self, key: BlockKey, length: int) -> StoredBlock | None:
-        """A new block; makes room if it must. None when nothing more may go."""
+    def _place_missing(
+        self, opened: OpenNamespace, names: Sequence[ChainHash], account: Account | None
+    ) -> tuple[dict[int, StoredBlock], list[Reserved], int]:
+        """New blocks by index, from the start of a chain as far as there is space; and how many found none."""
+        blocks: dict[int, StoredBlock] = {}
+        reserved: list[Reserved] = []
+        length = opened.namespace.block_bytes
+        refused = 0
+        for index, name in enumerate(names):
+            if name in opened.readable or name in opened.writing:
+                continue
+            offset = None if refused else self._find_room(length, account)
+            if offset is None:
+                refused += 1
+                continue
+            key = BlockKey(opened.digest, name)
+            generation = self._terms.next_id()
+            block = StoredBlock(key, SLOT.pack(offset, generation, 0), length, account)
+            blocks[index] = self._by_offset[offset] = opened.writing[name] = block
+            reserved.append(Reserved(index, Slot(offset, generation)))
+            self._commands.append(Claim(Address(key=key, offset=offset, length=length, generation=generation)))
+            if account is not None:
+                account.bytes += occupied_bytes(length)
+        if account is not None:
+            account.refused += refused
+        return blocks, reserved, refused
+
+    def _find_room(self, length: int, account: Account | None) -> int | None:
+        """Offset of a free extent; makes room if it must. None when nothing more may go."""
+        if account is not None and not self._make_room_within(account, length):
+            return None
         while (offset := self._extents.take(length)) is None:
-            victim = self._eviction.choose()
-            if victim is None:
+            if not self._evict_one(self._eviction):
                 return None
-            self._eviction.withdraw(victim)
-            self._drop(self._namespaces.get(victim.digest).blocks[victim.name], Step.EVICT)
-            self._evicted += 1
-        block = StoredBlock(Address(key=key, offset=offset, length=length, generation=self._next_id()))
-        self._by_offset[offset] = block
-        self._commands.append(Claim(block.address))
-        return block
+        return offset
 
-    def _pin(self, block: StoredBlock) -> None:
-        block.pins += 1
-        if block.pins == 1:
-            block.state = advance(block.state, Step.PIN)
-            self._eviction.withdraw(block.address.key)
-            self._pinned += 1
+    def _make_room_within(self, account: Account, length: int) -> bool:
+        """Have a tenant give up its own until a block more fits its quota."""
+        size_bytes = occupied_bytes(length)
+        if size_bytes > account.limit_bytes:
+            return False  # it never will
+        while account.bytes + size_bytes > account.limit_bytes:
+            if not self._evict_one(account.eviction):
+                return False
+            account.evicted += 1
+        return True
 
-    def _unpin(self, block: StoredBlock, now: Nanos) -> None:
-        block.pins -= 1
-        if block.pins:
-            return
-        self._pinned -= 1
-        if block.state is State.CONDEMNED:
-            block.state = advance(block.state, Step.UNPIN)
+    def _evict_one(self, policy: Eviction) -> bool:
+        """Drop what the policy chooses; False when nothing may go."""
+        while (key := policy.choose()) is not None:
+            opened = self._namespaces.get(key.digest)
+            block = opened.readable[key.name]
+            if block.pins:
+                policy.withdraw(key)  # admitted again with its last pin (rule 8)
+                continue
+            block.state = advance(block.state, Step.EVICT)
+            self._forget(opened, block)
             self._free(block)
-        else:
-            block.state = advance(block.state, Step.UNPIN)
-            self._eviction.admit(block.address.key, block.address.length, now)
+            self._evicted += 1
+            self._evicted_keys.append(key)
+            return True
+        return False
 
-    def _drop(self, block: StoredBlock, step: Step) -> None:
-        """The end of a block that nobody has pinned; the policy does not know it (any more)."""
-        was_readable = block.state in READABLE
-        block.state = advance(block.state, step)
-        if was_readable:
-            self._forget(block)
-        else:
-            del self._namespaces.get(block.address.key.digest).blocks[block.address.key.name]
-        self._free(block)
+    def _admit(self, block: StoredBlock, now: Nanos) -> None:
+        self._eviction.admit(block.key, block.length, now)
+        if block.account is not None:
+            block.account.eviction.admit(block.key, block.length, now)
 
-    def _forget(self, block: StoredBlock) -> None:
-        """The block is not found any more, and watchers learn it."""
-        key = block.address.key
-        del self._namespaces.get(key.digest).blocks[key.name]
+    def _readmit(self, block: StoredBlock, now: Nanos) -> None:
+        """To the policies that chose it while it was pinned; for the others nothing has happened."""
+        for policy in self._policies(block):
+            if block.key not in policy:
+                policy.admit(block.key, block.length, now)
+
+    def _forget(self, opened: OpenNamespace, block: StoredBlock) -> None:
+        """A readable block is not found any more, nor may it be chosen, and watchers learn it."""
+        key = block.key
+        if key in self._eviction:
+            self._eviction.withdraw(key)
+        if block.account is not None and key in block.account.eviction:
+            block.account.eviction.withdraw(key)
+        del opened.readable[key.name]
         self._changed.setdefault(key.digest, {})[key.name] = False
+
+    def _abandon(self, opened: OpenNamespace, block: StoredBlock) -> None:
+        """It was never written."""
+        block.state = advance(block.state, Step.ABANDON)
+        del opened.writing[block.key.name]
+        self._free(block)
 
     def _free(self, block: StoredBlock) -> None:
         address = block.address
         del self._by_offset[address.offset]
         self._extents.give_back(address.offset, address.length)
+        if block.account is not None:
+            block.account.bytes -= occupied_bytes(block.length)
         self._commands.append(Discard(address))
+
+    def _at(self, digest: bytes, slot: Slot) -> StoredBlock | None:
+        block = self._by_offset.get(slot.offset)
+        if block is None or block.generation != slot.generation or block.key.digest != digest:
+            return None
+        return block
+
+    def _policies(self, block: StoredBlock) -> tuple[Eviction, ...]:
+        """Those that may choose the block."""
+        return (self._eviction,) if block.account is None else (self._eviction, block.account.eviction)
 
     # Leases and reservations
 
-    def _end_lease(self, lease_id: LeaseId, now: Nanos) -> bool:
-        lease = self._leases.pop(lease_id, None)
-        if lease is None:
-            return False
-        for block in reversed(lease.blocks):
-            self._unpin(block, now)
-        return True
+    def _lease(self, lease: Lease, until: Nanos | None) -> LeaseId:
+        self._pin(lease.blocks)
+        return LeaseId(self._terms.grant(lease, until))
 
-    def _end_reservation(self, reservation_id: ReservationId) -> bool:
-        writing = self._writing.pop(reservation_id, None)
-        if writing is None:
-            return False
-        for block in writing.blocks.values():
-            self._drop(block, Step.ABANDON)
-        return True
+    def _end(self, what: Lease | Writing, now: Nanos) -> None:
+        """What was granted is over."""
+        if isinstance(what, Writing):
+            for block in what.blocks.values():
+                self._abandon(what.opened, block)
+            return
+        if what.hold is not None:
+            self._holds.end(what.hold, what.blocks)
+        self._unpin(what.blocks, now, is_use=what.is_use)
 
-    def _require_room_for_a_lease(self) -> None:
-        if len(self._leases) + len(self._writing) >= self._max_leases:
-            raise Exhausted(f"{self._max_leases} leases and reservations are open (max_leases)")
+    def _pin(self, blocks: Iterable[StoredBlock]) -> None:
+        pinned = advance(State.HELD, Step.PIN)  # looked up once: what is readable and has no pin is held
+        fresh = 0
+        for block in blocks:
+            if not block.pins:
+                block.state = pinned
+                fresh += 1
+            block.pins += 1
+        self._pinned += fresh
 
-    # The rest
+    def _unpin(self, blocks: Sequence[StoredBlock], now: Nanos, *, is_use: bool) -> None:
+        """Tail first (rule 6)."""
+        for block in reversed(blocks):
+            block.pins -= 1
+            if not block.pins:
+                self._pinned -= 1
+                block.state = advance(block.state, Step.UNPIN)
+            if block.state is State.GONE:
+                self._free(block)
+            elif block.state in READABLE and is_use:
+                self._admit(block, now)
+            elif block.state is State.HELD:
+                self._readmit(block, now)
 
-    def _found(self, key: BlockKey) -> StoredBlock | None:
-        return self._namespaces.get(key.digest).blocks.get(key.name) if key.digest in self._namespaces else None
+    def _let_go(self, block: StoredBlock, now: Nanos) -> None:
+        """Nobody wants to hold bad bytes."""
+        for lease_id in self._holds.leases():
+            lease = self._terms.lease(lease_id)
+            assert lease is not None
+            while block in lease.blocks:
+                lease.blocks.remove(block)
+                self._holds.let_go(block)
+                self._unpin([block], now, is_use=False)
 
-    def _condemned(self) -> int:
-        return len(self._by_offset) - sum(len(opened.blocks) for opened in self._namespaces)
-
-    def _next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
-
-
-def _is(block: StoredBlock, digest: bytes, slot: Slot) -> bool:
-    return block.address.generation == slot.generation and block.address.key.digest == digest
+    def _count_match(self, opened: OpenNamespace, hits: int, misses: int, tenant: bytes) -> None:
+        self._hits += hits
+        self._misses += misses
+        self._bytes_matched += hits * opened.namespace.block_bytes
+        if self._quotas is not None and (account := self._quotas.account(tenant)) is not None:
+            account.hits += hits
+            account.misses += misses

@@ -1,7 +1,9 @@
 """Values of the store: where blocks lie, what was matched, what changed."""
 
+import struct
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import NewType
+from typing import NewType, Self
 
 from msgspec import Struct
 
@@ -17,8 +19,15 @@ NO_RESERVATION = ReservationId(0)
 """What a reservation answers that found nothing to write, or no space."""
 
 
-class BlockKey(Struct, frozen=True, order=True):
-    """What names a block on a node. Positional: there are millions."""
+NODE = "node"
+"""Owner of what a node reserves for itself; no client may call itself that."""
+
+POOL_TIER = "cpu"
+"""Name of a node's memory among its tiers."""
+
+
+class BlockKey(Struct, frozen=True, order=True, gc=False):
+    """What names a block on a node. Positional, and nothing for the garbage collector: there are millions."""
 
     digest: bytes  # of the namespace
     name: ChainHash
@@ -30,6 +39,34 @@ class Slot(Struct, frozen=True):
     offset: int  # bytes from the start of the pool
     generation: int  # changes whenever the place is given to another block
     crc32c: int = 0  # of the block's bytes; 0 while nothing is written
+
+    def pack(self) -> bytes:
+        """As in `Slots`."""
+        return SLOT.pack(self.offset, self.generation, self.crc32c)
+
+
+SLOT = struct.Struct("<QQI")  # offset, generation, CRC-32C
+
+
+class Slots(Struct, frozen=True, gc=False):
+    """A sequence of slots in the form in which they travel: a match of hundreds is one string, not hundreds of objects."""
+
+    packed: bytes = b""  # `SLOT`, one after the other
+
+    @classmethod
+    def of(cls, slots: Iterable[Slot]) -> Self:
+        return cls(b"".join(slot.pack() for slot in slots))
+
+    def __len__(self) -> int:
+        return len(self.packed) // SLOT.size
+
+    def __getitem__(self, index: int) -> Slot:
+        if not 0 <= index < len(self):
+            raise IndexError(f"slot {index} of {len(self)}")
+        return Slot(*SLOT.unpack_from(self.packed, index * SLOT.size))
+
+    def __iter__(self) -> Iterator[Slot]:
+        return (Slot(*fields) for fields in SLOT.iter_unpack(self.packed))
 
 
 class Address(Struct, frozen=True, kw_only=True):
@@ -50,7 +87,8 @@ class Match(Struct, frozen=True, kw_only=True):
     incarnation: str  # of the node
     lease_id: LeaseId = NO_LEASE
     names: tuple[ChainHash, ...] = ()
-    slots: tuple[Slot, ...] = ()
+    slots: Slots = Slots()
+    loading: int = 0  # blocks right after these that are on their way up from lower tiers; match again to see them
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -93,11 +131,12 @@ class TierStatus(Struct, frozen=True, kw_only=True):
 
 
 class BlockChanges(Struct, frozen=True, kw_only=True):
-    """What became readable and what ceased to be, in one namespace. No name is in both."""
+    """What became readable and what ceased to be, in one namespace and tier. No name is in both."""
 
     digest: bytes
     stored: tuple[ChainHash, ...] = ()
     removed: tuple[ChainHash, ...] = ()
+    tier: str = POOL_TIER
 
 
 class Claim(Struct, frozen=True):
@@ -134,7 +173,14 @@ class Leased(Struct, frozen=True, kw_only=True):
     """What the machine answers to a match."""
 
     lease_id: LeaseId
-    slots: tuple[Slot, ...]
+    slots: Slots
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """What came of a request to hold a session's chain."""
+
+    blocks: int  # leading blocks that are kept from eviction now
+    refused: int = 0  # blocks after them that are there, but would exceed what holds may keep
 
 
 class Counters(Struct, frozen=True, kw_only=True):
@@ -150,6 +196,18 @@ class Counters(Struct, frozen=True, kw_only=True):
     failures: int = 0  # calls that the node did not answer
 
 
+class TenantStats(Struct, frozen=True, kw_only=True):
+    """What a tenant with a quota has, and what came of it. Counters since its last account was opened."""
+
+    tenant: str  # first 16 hexadecimal digits of the SHA-256 of its salt, which is a secret
+    bytes: int  # that its blocks occupy
+    quota_bytes: int
+    hits: int  # blocks matched under a lease
+    misses: int
+    evicted: int  # blocks that made room for others of the same tenant
+    refused: int  # blocks not taken, because the quota was full of blocks in use
+
+
 class Stats(Struct, frozen=True, kw_only=True):
     """Counters since the node started, and what it holds now."""
 
@@ -163,6 +221,14 @@ class Stats(Struct, frozen=True, kw_only=True):
     corrupt: int  # blocks condemned
     expired: int  # reservations and leases that ended by themselves
     pinned: int  # blocks pinned now
+    bytes_matched: int = 0  # of the hits
+    bytes_written: int = 0  # of the blocks published
+    refused: int = 0  # blocks that were to be written, and for which there was no space
+    leases: int = 0  # open now, holds included
+    reservations: int = 0  # open now
+    held_bytes: int = 0  # kept by holds now
+    tiers: tuple[TierStatus, ...] = ()  # below the pool
+    tenants: tuple[TenantStats, ...] = ()  # that have a quota and used it of late
 
 
 class DataPath(StrEnum):

@@ -1,43 +1,75 @@
 """Which namespaces are open on a node, and which may not be opened beside them (rule 7 of `kvstore.machine`)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
+from typing import cast
+
+from msgspec import Struct
 
 from kvstore.block import ChainHash
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import Exhausted, InvalidArgument, NamespaceInUse, NamespaceUnknown
 from kvstore.layout import Namespace
 from kvstore.lifecycle import State
-from kvstore.messages import Address, Slot
+from kvstore.messages import SLOT, Address, BlockKey, Slot
+from kvstore.quotas import Account
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
 """A layout that nobody used for this long no longer stands in the way of another; covers a worker's restart."""
 
 
-class StoredBlock:
-    """One block, from its reservation to its end. Only the machine changes it."""
+class StoredBlock(Struct, gc=False, eq=False):
+    """One block, from its reservation to its end. Only the machine changes it.
 
-    __slots__ = ("address", "crc32c", "pins", "state")
+    There are millions: hence one string for the slot, in the form in which it travels, and nothing for the garbage
+    collector to walk through (it refers to no block, so there are no cycles).
+    """
 
-    def __init__(self, address: Address):
-        self.address = address
-        self.state = State.RESERVED
-        self.pins = 0
-        self.crc32c = 0
+    key: BlockKey
+    slot: bytes  # `kvstore.messages.SLOT`
+    length: int  # bytes
+    account: Account | None  # that pays for it
+    state: State = State.RESERVED
+    pins: int = 0
 
     @property
-    def slot(self) -> Slot:
-        return Slot(self.address.offset, self.address.generation, self.crc32c)
+    def generation(self) -> int:
+        return self.unpacked.generation
+
+    @property
+    def unpacked(self) -> Slot:
+        return Slot(*SLOT.unpack(self.slot))
+
+    @property
+    def address(self) -> Address:
+        offset, generation, _ = SLOT.unpack(self.slot)
+        return Address(key=self.key, offset=offset, length=self.length, generation=generation)
+
+    def has_bytes(self, crc32c: int) -> None:
+        """They are there, and that is their checksum."""
+        self.slot = self.slot[:-4] + crc32c.to_bytes(4, "little")
 
 
 class OpenNamespace:
     """One namespace and the blocks that can be found in it, or are being written."""
 
-    __slots__ = ("blocks", "namespace", "used")
+    __slots__ = ("digest", "namespace", "readable", "used", "writing")
 
     def __init__(self, namespace: Namespace, used: Nanos):
         self.namespace = namespace
+        self.digest = namespace.digest
         self.used = used
-        self.blocks: dict[ChainHash, StoredBlock] = {}
+        self.readable: dict[ChainHash, StoredBlock] = {}
+        self.writing: dict[ChainHash, StoredBlock] = {}
+
+    def prefix(self, names: Iterable[ChainHash]) -> list[StoredBlock]:
+        """The readable blocks up to the first that is not. Runs without a step of Python a block: it is the lookup."""
+        find: Callable[[ChainHash], StoredBlock | None] = self.readable.get
+        return cast("list[StoredBlock]", list(takewhile(bool, map(find, names))))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.readable and not self.writing
 
 
 class Namespaces:
@@ -87,6 +119,16 @@ class Namespaces:
         opened.used = now
         return opened
 
+    def find(self, key: BlockKey) -> StoredBlock | None:
+        """The readable block of that name."""
+        opened = self._opened.get(key.digest)
+        return opened.readable.get(key.name) if opened is not None else None
+
+    def written(self, key: BlockKey) -> StoredBlock | None:
+        """The block of that name that is being written."""
+        opened = self._opened.get(key.digest)
+        return opened.writing.get(key.name) if opened is not None else None
+
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._opened
 
@@ -94,7 +136,7 @@ class Namespaces:
         return iter(self._opened.values())
 
     def _forget_an_empty_one(self) -> None:
-        empty = [digest for digest, opened in self._opened.items() if not opened.blocks]
+        empty = [digest for digest, opened in self._opened.items() if opened.is_empty]
         if not empty:
             raise Exhausted(f"{self._limit} namespaces hold blocks (max_namespaces)")
         del self._opened[min(empty, key=lambda digest: self._opened[digest].used)]

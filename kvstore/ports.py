@@ -77,6 +77,11 @@ class BackingTier(Protocol):
         """Of the kind of tier, in metrics and events: "ssd", "redis", "s3", "peer"."""
         ...
 
+    @property
+    def finds_in_memory(self) -> bool:
+        """Whether `find` answers in microseconds and never waits, so that an event loop may call it."""
+        ...
+
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         """How many leading blocks of this chain the tier probably holds.
 
@@ -113,6 +118,14 @@ class BackingTier(Protocol):
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Forget blocks, because their bytes were found bad. Never raises; unknown ones are ignored."""
+        ...
+
+    def gone(self) -> list[BlockKey]:
+        """Blocks that the tier has let go since the last call, as far as it knows."""
+        ...
+
+    def held(self) -> list[BlockKey]:
+        """Blocks that it holds, as far as it knows without asking anybody; for routers that begin to watch."""
         ...
 
     def status(self) -> TierStatus: ...

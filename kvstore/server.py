@@ -12,15 +12,21 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, start_http_server
 
 from kvstore import sockets
+from kvstore.backing import Backing
 from kvstore.clock import Clock
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.eviction.lru import LruEviction
+from kvstore.hierarchy import Hierarchy
 from kvstore.host import host_id
 from kvstore.machine import BlockMachine
-from kvstore.messages import StoreEndpoints
+from kvstore.messages import Stats, StoreEndpoints
+from kvstore.metrics import NodeMetrics
 from kvstore.monotonic import MonotonicClock
+from kvstore.mover import Mover
+from kvstore.quotas import Quotas
 from kvstore.service import BlockStoreService, Identity
 from kvstore.settings import StoreSettings
 from kvstore.tiers.shared_memory import SharedMemoryTier
@@ -31,6 +37,7 @@ from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from kvstore.wire import MAX_MESSAGE_BYTES
 
 TICK_SECONDS = 0.25  # how late an expiry may be noticed when nobody calls
+SNAPSHOT_SECONDS = 2.0  # that whoever asks for the metrics waits for the event loop
 GRACE_SECONDS = 0.5  # for calls in progress when the node stops
 MIN_PING_MS = 4000
 """How often a client may ping a connection that is quiet; one that does so more often is cut off. Routers ping each 5 s, to
@@ -65,7 +72,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
     """A node that serves while the context is open."""
     incarnation = uuid.uuid4().hex
     async with contextlib.AsyncExitStack() as stack:
-        tier = await asyncio.to_thread(SharedMemoryTier, settings.capacity_bytes)
+        opened = stack.enter_context(contextlib.ExitStack())
+        tier = await asyncio.to_thread(SharedMemoryTier, settings.capacity_bytes, settings.huge_pages, clock)
         stack.callback(tier.close)
         machine = BlockMachine(
             tier.capacity_bytes,
@@ -73,6 +81,12 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             epoch=1 + secrets.randbelow((1 << 31) - 1),
             max_leases=settings.max_leases,
             max_namespaces=settings.max_namespaces,
+            max_held_bytes=int(tier.capacity_bytes * settings.max_held_share),
+            quotas=Quotas(
+                lambda _: LruEviction(),
+                default_bytes=settings.tenant_quota_bytes,
+                by_tenant={bytes.fromhex(salt): quota for salt, quota in settings.tenant_quotas.items()},
+            ),
         )
         plane = DataPlane(machine, tier, clock)
         stack.callback(plane.close)
@@ -93,9 +107,17 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket=shm_socket,
             data_address=data_address,
         )
-        service = BlockStoreService(settings, identity, machine, tier, clock)
+        backing = await asyncio.to_thread(Backing.open, settings.tiers, machine.namespace, clock, opened)
+        hierarchy = Hierarchy(machine, backing.rules)
+        service = BlockStoreService(settings, identity, machine, tier, hierarchy, backing.open_namespace, clock)
+        tasks = await stack.enter_async_context(_tasks())
+        metrics = NodeMetrics(CollectorRegistry(), _snapshots(service.stats))
+        mover = Mover(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
+        stack.callback(mover.close)
+        service.attach(mover)
+        if settings.metrics_listen:
+            _serve_metrics(settings.metrics_listen, metrics.registry, stack)
         listen = await stack.enter_async_context(_control_plane(settings.listen, service))
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())  # last: it would wrap what is raised above
         stack.callback(tasks.create_task(_pass_time(service, plane, clock)).cancel)
         if listener is not None:
             handout = MemoryHandout(listener, tier, lambda digest: _knows(machine, digest))
@@ -107,6 +129,38 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket=shm_socket,
             data_address=data_address,
         )
+
+
+def _snapshots(stats: Callable[[], Stats]) -> Callable[[], Stats]:
+    """The node's statistics, for other threads: taken on its event loop."""
+    loop = asyncio.get_running_loop()
+
+    async def take() -> Stats:
+        return stats()
+
+    return lambda: asyncio.run_coroutine_threadsafe(take(), loop).result(SNAPSHOT_SECONDS)
+
+
+def _serve_metrics(address: str, registry: CollectorRegistry, stack: contextlib.AsyncExitStack) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        server, _ = start_http_server(int(port), host.strip("[]"), registry)
+    except OSError as error:
+        raise StoreNotStarted(f"metrics_listen: {address} cannot be bound: {error.strerror or error}") from error
+    stack.callback(server.server_close)
+    stack.push_async_callback(asyncio.to_thread, server.shutdown)
+
+
+@contextlib.asynccontextmanager
+async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises a single failure as it is, so that callers can tell why a node did not start."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) > 1:
+            raise
+        raise group.exceptions[0] from None
 
 
 @contextlib.asynccontextmanager

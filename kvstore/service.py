@@ -1,23 +1,30 @@
-"""The BlockStore service: asks the machine, has the tier do what it says, tells the watchers, answers.
+"""The BlockStore service: asks the machine, has the pool do what it says, tells the watchers, answers.
 
-Everything runs on one event loop and nothing waits between a decision and its performance, so a client never learns of
+What happens in the pool also goes to the hierarchy of the tiers below it, and what clients miss is asked of them. Everything
+runs on one event loop and nothing waits between a decision and its performance, so a client never learns of
 a slot before the slot is stamped.
 """
 
+import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvstore import wire
 from kvstore.block import ChainHash
 from kvstore.buffers import crc32c
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos
 from kvstore.errors import Restarted, StoreError
+from kvstore.hierarchy import Hierarchy
+from kvstore.layout import Namespace
 from kvstore.machine import BlockMachine
-from kvstore.messages import Claim, Discard, LeaseId, ReservationId, Slot
+from kvstore.messages import Claim, Discard, LeaseId, ReservationId, Slot, Stats
+from kvstore.mover import Mover
 from kvstore.ports import MemoryTier
 from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
@@ -26,6 +33,10 @@ from kvstore.watchers import TooSlow, Watchers
 
 Answer = TypeVar("Answer")
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+MAX_UNNOTED = 4096
+"""Uses that may wait to be counted; only a node that is overwhelmed loses some, and what goes down is a matter of taste."""
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -42,20 +53,48 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     """One node's control plane."""
 
     def __init__(
-        self, settings: StoreSettings, identity: Identity, machine: BlockMachine, tier: MemoryTier, clock: Clock
+        self,
+        settings: StoreSettings,
+        identity: Identity,
+        machine: BlockMachine,
+        tier: MemoryTier,
+        hierarchy: Hierarchy,
+        on_open: Callable[[Namespace], None],
+        clock: Clock,
     ):
+        """Serves once a mover is attached, who carries out what the hierarchy decides."""
         self._identity = identity
         self._machine = machine
         self._tier = tier
+        self._hierarchy = hierarchy
+        self._on_open = on_open
         self._clock = clock
+        self._used: deque[tuple[bytes, list[ChainHash]]] = deque(maxlen=MAX_UNNOTED)
         self._max_lease = nanos(settings.max_lease_seconds)
         self._max_reservation = nanos(settings.reservation_seconds)
+        self._max_hold = nanos(settings.max_hold_seconds)
         self._watchers = Watchers(settings.watch_queue)
+
+    def attach(self, mover: Mover) -> None:
+        self._mover = mover
 
     def tick(self) -> None:
         """Time has passed: reclaim what has ended."""
+        now = self._clock.now()
+        self._machine.expire(now)
+        self._hierarchy.tick(now)
+        self.settle()
+
+    def settle(self) -> None:
+        """Do what machine and hierarchy have decided, until nothing is left to do."""
+        self._perform()
+        self._mover.settle()
+        self._perform()  # a tier that answered at once has had places reserved
+
+    def stats(self) -> Stats:
+        """Of this moment."""
         self._machine.expire(self._clock.now())
-        self._settle()
+        return replace(self._machine.stats(), tiers=self._mover.status())
 
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloResponse:  # noqa: N802 - named by the protocol
         return await self._answer(context, lambda now: self._hello(request, now))
@@ -72,6 +111,12 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:  # noqa: N802 - named by the protocol
         return await self._answer(context, lambda now: self._publish(request, now))
 
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> pb.HoldResponse:  # noqa: N802 - named by the protocol
+        return await self._answer(context, lambda now: self._hold(request, now))
+
+    async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Context) -> pb.ReleaseHoldResponse:  # noqa: N802 - named by the protocol
+        return await self._answer(context, lambda now: self._release_hold(request, now))
+
     async def Condemn(self, request: pb.CondemnRequest, context: Context) -> pb.CondemnResponse:  # noqa: N802 - named by the protocol
         return await self._answer(context, lambda now: self._condemn(request, now))
 
@@ -82,7 +127,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         await context.send_initial_metadata(())  # an empty store says nothing else for a while
         sequence = 0
         try:
-            async with aclosing(self._watchers.watch(self._machine.held())) as stream:
+            async with aclosing(self._watchers.watch([*self._machine.held(), *self._mover.held()])) as stream:
                 async for changes in stream:
                     sequence += 1
                     yield wire.changes_message(sequence, changes)
@@ -90,28 +135,33 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too slow for the changes; watch again")
 
     def _hello(self, request: pb.HelloRequest, now: Nanos) -> pb.HelloResponse:
-        self._machine.open(wire.parse_hello(request), now)
+        namespace = wire.parse_hello(request)
+        self._machine.open(namespace, now)
+        self._on_open(namespace)
         return pb.HelloResponse(
             store_id=self._identity.store_id,
             incarnation=self._identity.incarnation,
             host_id=self._identity.host_id,
             shm_socket=self._identity.shm_socket,
-            pool_bytes=self._tier.capacity_bytes,
             tcp_address=self._identity.data_address,
             max_lease_ms=self._max_lease // MILLISECOND,
             max_reservation_ms=self._max_reservation // MILLISECOND,
+            max_hold_ms=self._max_hold // MILLISECOND,
         )
 
     def _match(self, request: pb.MatchRequest, now: Nanos) -> pb.MatchResponse:
         self._require_incarnation(request.incarnation)
-        leased = self._machine.match(
-            wire.parse_digest(request.digest),
-            wire.parse_hashes(request.hashes),
-            owner=request.owner,
-            lease=wire.parse_lease(request.lease_ms, 0, self._max_lease),
-            now=now,
-        )
-        return wire.match_message(leased)
+        digest, names = wire.parse_digest(request.digest), wire.parse_hashes(request.hashes)
+        tenant = wire.parse_tenant(request.tenant)
+        lease = wire.parse_lease(request.lease_ms, 0, self._max_lease)
+        leased = self._machine.match(digest, names, lease=lease, now=now, tenant=tenant)
+        held = len(leased.slots)
+        if held and lease:
+            self._note(digest, names[:held])
+        if patience := wire.parse_patience(request.patience_ms):
+            self._hierarchy.want(digest, names, held, patience, now, tenant)
+            self.settle()  # a tier that knows at once that it has nothing keeps nobody waiting
+        return wire.match_message(leased, self._hierarchy.coming(digest, names[held:]))
 
     def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:
         self._machine.release([LeaseId(lease_id) for lease_id in request.lease_ids], now)
@@ -122,18 +172,34 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         reservation = self._machine.reserve(
             wire.parse_digest(request.digest),
             wire.parse_hashes(request.hashes),
-            owner=request.owner,
+            owner=wire.parse_owner(request.owner),
             lease=wire.parse_lease(request.lease_ms, 1, self._max_reservation),
             now=now,
+            tenant=wire.parse_tenant(request.tenant),
         )
         return wire.reservation_message(reservation)
 
     def _publish(self, request: pb.PublishRequest, now: Nanos) -> pb.PublishResponse:
         checksums = wire.parse_checksums(request)
         published = self._machine.publish(
-            ReservationId(request.reservation_id), checksums, owner=request.owner, now=now
+            ReservationId(request.reservation_id), checksums, owner=wire.parse_owner(request.owner), now=now
         )
         return pb.PublishResponse(published=published)
+
+    def _hold(self, request: pb.HoldRequest, now: Nanos) -> pb.HoldResponse:
+        self._require_incarnation(request.incarnation)
+        held = self._machine.hold(
+            wire.parse_digest(request.digest),
+            wire.parse_hashes(request.hashes),
+            session=wire.parse_session(request.session),
+            span=wire.parse_lease(request.hold_ms, 1, self._max_hold, "hold_ms"),
+            now=now,
+        )
+        return wire.hold_message(held)
+
+    def _release_hold(self, request: pb.ReleaseHoldRequest, now: Nanos) -> pb.ReleaseHoldResponse:
+        digest, session = wire.parse_digest(request.digest), wire.parse_session(request.session)
+        return pb.ReleaseHoldResponse(released=self._machine.release_hold(digest, session, now))
 
     def _condemn(self, request: pb.CondemnRequest, now: Nanos) -> pb.CondemnResponse:
         digest = wire.parse_digest(request.digest)
@@ -143,9 +209,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
                 dropped += self._machine.condemn(digest, name, generation, now)
         return pb.CondemnResponse(dropped=dropped)
 
-    def _stats(self, now: Nanos) -> pb.StatsResponse:
-        self._machine.expire(now)
-        return wire.stats_message(self._machine.stats(), self._identity.store_id)
+    def _stats(self, now: Nanos) -> pb.StatsResponse:  # noqa: ARG002 - as all answers
+        return wire.stats_message(self.stats(), self._identity.store_id)
 
     def _is_bad(self, digest: bytes, name: ChainHash) -> bool:
         """A client that read badly, or lies, costs nobody a good block."""
@@ -164,17 +229,32 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         try:
             answer = act(self._clock.now())
         except StoreError as error:
-            self._settle()
+            self.settle()
             code, field = wire.status_of(error)
             await context.abort(code, str(error), ((wire.FIELD_KEY, field),) if field else ())
-        self._settle()
+        self.settle()
         return answer
 
-    def _settle(self) -> None:
+    def _note(self, digest: bytes, names: list[ChainHash]) -> None:
+        """Have the hierarchy learn of a use after whoever waits has its answer."""
+        if not self._used:
+            asyncio.get_running_loop().call_soon(self._note_all)
+        self._used.append((digest, names))
+
+    def _note_all(self) -> None:
+        now = self._clock.now()
+        while self._used:
+            self._hierarchy.noted(*self._used.popleft(), now)
+        self.settle()
+
+    def _perform(self) -> None:
         for command in self._machine.commands():
             match command:
                 case Claim(address=address):
                     self._tier.claim(address)
                 case Discard(address=address):
                     self._tier.discard(address)
-        self._watchers.tell(self._machine.changes())
+        changes = self._machine.changes()
+        for each in changes:
+            self._hierarchy.noted(each.digest, each.stored, self._clock.now())
+        self._watchers.tell([*changes, *self._hierarchy.changes()])

@@ -28,6 +28,7 @@ class Session(Struct, frozen=True, kw_only=True):
     incarnation: str
     max_lease: Nanos
     max_reservation: Nanos
+    max_hold: Nanos
     path: DataPath
     transport: Transport
 
@@ -64,6 +65,7 @@ def shake_hands(
             incarnation=hello.incarnation,
             max_lease=Nanos(hello.max_lease_ms * MILLISECOND),
             max_reservation=Nanos(hello.max_reservation_ms * MILLISECOND),
+            max_hold=Nanos(hello.max_hold_ms * MILLISECOND),
             path=path,
             transport=transport,
         )

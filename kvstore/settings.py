@@ -1,11 +1,24 @@
 """Settings of a KV store node."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
-PAGE_BYTES = 4096
-"""Blocks begin on page boundaries: O_DIRECT, huge pages and DMA all want it."""
+from kvstore.extents import PAGE_BYTES
+from kvstore.tiers.redis import RedisSettings
+from kvstore.tiers.ssd.settings import SsdSettings
+
+AnyTier = SsdSettings | RedisSettings
+"""Settings of a tier below a node's memory, told apart by their `kind`."""
+
+TenantSalt = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class HugePages(StrEnum):
+    AUTO = "auto"  # reserved ones where enough are free, else what the system gives transparently, else small ones
+    NEVER = "never"
+    REQUIRE = "require"  # reserved ones; the node does not start without
 
 
 class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,8 +49,31 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_leases: Annotated[int, Meta(ge=1)] = 65_536
     """Leases and reservations at a time, so that a client that never releases cannot exhaust the node."""
 
+    max_hold_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 600
+    """Longest time that a session may hold its blocks while it waits for a tool or a person."""
+
+    max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    """Part of the pool that holds may keep, all together; what exceeds it is refused. A quarter: waiting sessions
+    must not leave the running ones without room."""
+
+    tenant_quota_bytes: Annotated[int, Meta(ge=0)] = 0
+    """What the blocks of one tenant may occupy; beyond it, its own oldest make room. 0: no limit. Chains without a salt
+    belong to no tenant and have no quota."""
+
+    tenant_quotas: dict[TenantSalt, Annotated[int, Meta(ge=0)]] = {}
+    """Exceptions from `tenant_quota_bytes`: bytes by the tenant's salt, in 64 hexadecimal digits. 0: no limit."""
+
+    huge_pages: HugePages = HugePages.AUTO
+    """Whether the pool lies in pages of 2 MiB, which saves page tables and misses of the TLB."""
+
     max_namespaces: Annotated[int, Meta(ge=1)] = 256
     """Models, layouts and adapters at a time."""
+
+    tiers: tuple[AnyTier, ...] = ()
+    """Below the pool, in the order in which they are asked: the fastest first."""
+
+    metrics_listen: str = ""
+    """``host:port`` where Prometheus finds the node's metrics. Empty: nowhere; the control plane tells them in any case."""
 
     watch_queue: Annotated[int, Meta(ge=1)] = 1024
     """Messages that may wait for a slow watcher before its stream is cut."""
@@ -48,8 +84,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for index, address in enumerate(self.listen):
             if not address.startswith("unix:"):
                 _host_port(f"listen[{index}]", address)
-        if self.data_listen:
-            _host_port("data_listen", self.data_listen)
+        for field in ("data_listen", "metrics_listen"):
+            if address := getattr(self, field):
+                _host_port(field, address)
 
 
 def _host_port(field: str, address: str) -> None:

@@ -7,6 +7,8 @@ worse than none: it watches again and gets a new dump.
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+from msgspec.structs import replace
+
 from kvstore.messages import BlockChanges
 
 NAMES_A_MESSAGE = 4096  # 64 KiB
@@ -74,11 +76,11 @@ def _cut(changes: BlockChanges) -> list[BlockChanges]:
     if len(stored) + len(removed) <= NAMES_A_MESSAGE:
         return [changes]
     parts = [
-        BlockChanges(digest=changes.digest, stored=stored[i : i + NAMES_A_MESSAGE])
+        replace(changes, stored=stored[i : i + NAMES_A_MESSAGE], removed=())
         for i in range(0, len(stored), NAMES_A_MESSAGE)
     ]
     parts += [
-        BlockChanges(digest=changes.digest, removed=removed[i : i + NAMES_A_MESSAGE])
+        replace(changes, stored=(), removed=removed[i : i + NAMES_A_MESSAGE])
         for i in range(0, len(removed), NAMES_A_MESSAGE)
     ]
     return parts

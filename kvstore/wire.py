@@ -1,10 +1,13 @@
 """Between `kvstore.v1` messages and the values of this package; checks what comes in, field by field."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
+from msgspec import Struct
 
-from kvstore.block import HASH_BYTES, ChainHash, HashAlgorithm, split
+from kvstore.block import HASH_BYTES, SALT_BYTES, ChainHash, HashAlgorithm, split
 from kvstore.clock import MILLISECOND, Nanos
 from kvstore.errors import (
     Exhausted,
@@ -16,7 +19,22 @@ from kvstore.errors import (
     StoreError,
 )
 from kvstore.layout import FORMAT_VERSION, Namespace
-from kvstore.messages import BlockChanges, Leased, LeaseId, Match, Reservation, ReservationId, Reserved, Slot, Stats
+from kvstore.messages import (
+    NODE,
+    SLOT,
+    BlockChanges,
+    Held,
+    Leased,
+    LeaseId,
+    Match,
+    Reservation,
+    ReservationId,
+    Reserved,
+    Slots,
+    Stats,
+    TenantStats,
+    TierStatus,
+)
 from kvstore.v1 import blocks_pb2 as pb
 
 DIGEST_BYTES = 16
@@ -24,8 +42,9 @@ MAX_HASHES = 65_536
 """In one request: 1 MiB of names, 2 million tokens at 32 a block."""
 
 MAX_TEXT = 512  # characters of a name
+MAX_PATIENCE_MS = 60_000
 MAX_MESSAGE_BYTES = 16 << 20
-"""Of a gRPC message: 65,536 slots take 2 MiB, and a dump is cut into pieces."""
+"""Of a gRPC message: 65,536 slots take 1.3 MiB, and a dump is cut into pieces."""
 
 FIELD_KEY = "kvstore-field"
 """Trailing metadata that names the offending field."""
@@ -125,7 +144,7 @@ def parse_hashes(hashes: bytes) -> list[ChainHash]:
         raise InvalidArgument("hashes", f"{len(hashes)} bytes is not a multiple of {HASH_BYTES}") from error
 
 
-def parse_lease(lease_ms: int, least_ms: int, limit: Nanos) -> Nanos:
+def parse_lease(lease_ms: int, least_ms: int, limit: Nanos, field: str = "lease_ms") -> Nanos:
     """How long to hold.
 
     Raises:
@@ -133,19 +152,59 @@ def parse_lease(lease_ms: int, least_ms: int, limit: Nanos) -> Nanos:
     """
     limit_ms = limit // MILLISECOND
     if not least_ms <= lease_ms <= limit_ms:
-        raise InvalidArgument("lease_ms", f"{lease_ms} is not within {least_ms}..{limit_ms}")
+        raise InvalidArgument(field, f"{lease_ms} is not within {least_ms}..{limit_ms}")
     return Nanos(lease_ms * MILLISECOND)
+
+
+def parse_patience(patience_ms: int) -> Nanos:
+    """How long blocks of lower tiers are worth waiting for; more than any tier could make use of is as good as this."""
+    return Nanos(min(patience_ms, MAX_PATIENCE_MS) * MILLISECOND)
+
+
+def parse_tenant(tenant: bytes) -> bytes:
+    """The salt of a tenant's chains, or nothing.
+
+    Raises:
+        InvalidArgument: It has neither 0 nor 32 bytes.
+    """
+    if len(tenant) not in (0, SALT_BYTES):
+        raise InvalidArgument("tenant", f"{len(tenant)} bytes instead of 0 or {SALT_BYTES}")
+    return tenant
+
+
+def parse_owner(owner: str) -> str:
+    """Who reserves.
+
+    Raises:
+        InvalidArgument: It is too long, or says that it is the node itself.
+    """
+    if len(owner) > MAX_TEXT or owner == NODE:
+        raise InvalidArgument("owner", f"must have at most {MAX_TEXT} characters and not be {NODE!r}")
+    return owner
+
+
+def parse_session(session: str) -> str:
+    """For whom to hold.
+
+    Raises:
+        InvalidArgument: It is empty or too long.
+    """
+    if not 0 < len(session) <= MAX_TEXT:
+        raise InvalidArgument("session", f"must have 1 to {MAX_TEXT} characters, not {len(session)}")
+    return session
 
 
 def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
     """CRC-32C by index.
 
     Raises:
-        InvalidArgument: An index twice.
+        InvalidArgument: An index twice, or not as many checksums as indices.
     """
-    checksums = {published.index: published.crc32c for published in request.published}
-    if len(checksums) != len(request.published):
-        raise InvalidArgument("published", "an index is there twice")
+    if len(request.crc32c) != len(request.indices):
+        raise InvalidArgument("crc32c", f"{len(request.crc32c)} for {len(request.indices)} indices")
+    checksums = dict(zip(request.indices, request.crc32c, strict=True))
+    if len(checksums) != len(request.indices):
+        raise InvalidArgument("indices", "an index is there twice")
     return checksums
 
 
@@ -161,27 +220,26 @@ def parse_condemned(request: pb.CondemnRequest) -> list[tuple[ChainHash, int]]:
     return list(zip(names, request.generations, strict=True))
 
 
-def slot_message(slot: Slot) -> pb.Slot:
-    return pb.Slot(offset=slot.offset, crc32c=slot.crc32c, generation=slot.generation)
-
-
-def match_message(leased: Leased) -> pb.MatchResponse:
-    return pb.MatchResponse(lease_id=leased.lease_id, slots=[slot_message(slot) for slot in leased.slots])
+def match_message(leased: Leased, loading: int = 0) -> pb.MatchResponse:
+    return pb.MatchResponse(lease_id=leased.lease_id, slots=leased.slots.packed, loading=loading)
 
 
 def parse_match(response: pb.MatchResponse, incarnation: str, names: Sequence[ChainHash]) -> Match:
-    slots = tuple(_slot(slot) for slot in response.slots)
+    slots = Slots(_whole(response.slots))
     return Match(
-        incarnation=incarnation, lease_id=LeaseId(response.lease_id), names=tuple(names[: len(slots)]), slots=slots
+        incarnation=incarnation,
+        lease_id=LeaseId(response.lease_id),
+        names=tuple(names[: len(slots)]),
+        slots=slots,
+        loading=response.loading,
     )
 
 
 def reservation_message(reservation: Reservation) -> pb.ReserveResponse:
     return pb.ReserveResponse(
         reservation_id=reservation.reservation_id,
-        reserved=[
-            pb.Reserved(index=reserved.index, slot=slot_message(reserved.slot)) for reserved in reservation.reserved
-        ],
+        indices=[reserved.index for reserved in reservation.reserved],
+        slots=Slots.of(reserved.slot for reserved in reservation.reserved).packed,
         refused=reservation.refused,
     )
 
@@ -189,24 +247,57 @@ def reservation_message(reservation: Reservation) -> pb.ReserveResponse:
 def parse_reservation(response: pb.ReserveResponse) -> Reservation:
     return Reservation(
         reservation_id=ReservationId(response.reservation_id),
-        reserved=tuple(Reserved(reserved.index, _slot(reserved.slot)) for reserved in response.reserved),
+        reserved=tuple(map(Reserved, response.indices, Slots(_whole(response.slots)))),
         refused=response.refused,
     )
 
 
+def hold_message(held: Held) -> pb.HoldResponse:
+    return pb.HoldResponse(held=held.blocks, refused=held.refused)
+
+
+def parse_hold(response: pb.HoldResponse) -> Held:
+    return Held(blocks=response.held, refused=response.refused)
+
+
 def changes_message(sequence: int, changes: BlockChanges) -> pb.BlockChanges:
     return pb.BlockChanges(
-        sequence=sequence, digest=changes.digest, stored=b"".join(changes.stored), removed=b"".join(changes.removed)
+        sequence=sequence,
+        digest=changes.digest,
+        stored=b"".join(changes.stored),
+        removed=b"".join(changes.removed),
+        tier=changes.tier,
     )
 
 
 def stats_message(stats: Stats, store_id: str) -> pb.StatsResponse:
-    return pb.StatsResponse(store_id=store_id, **{name: getattr(stats, name) for name in stats.__struct_fields__})
+    return pb.StatsResponse(
+        store_id=store_id,
+        tiers=[pb.TierStats(**_fields(tier)) for tier in stats.tiers],
+        tenants=[pb.TenantStats(**_fields(tenant)) for tenant in stats.tenants],
+        **{name: value for name, value in _fields(stats).items() if name not in _ROWS},
+    )
 
 
 def parse_stats(response: pb.StatsResponse) -> Stats:
-    return Stats(**{name: getattr(response, name) for name in Stats.__struct_fields__})
+    return Stats(
+        tiers=tuple(TierStatus(**_named(row, TierStatus)) for row in response.tiers),
+        tenants=tuple(TenantStats(**_named(row, TenantStats)) for row in response.tenants),
+        **{name: value for name, value in _named(response, Stats).items() if name not in _ROWS},
+    )
 
 
-def _slot(slot: pb.Slot) -> Slot:
-    return Slot(slot.offset, slot.generation, slot.crc32c)
+_ROWS = ("tiers", "tenants")
+
+
+def _fields(value: Struct) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__struct_fields__}
+
+
+def _named(message: Message, kind: type[Struct]) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in kind.__struct_fields__}
+
+
+def _whole(slots: bytes) -> bytes:
+    """A node that sends torn records is another version's: nothing is to be had from it."""
+    return slots[: len(slots) - len(slots) % SLOT.size]

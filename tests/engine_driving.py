@@ -50,6 +50,7 @@ class Driven:
         self.tokens: dict[RequestId, tuple[int, ...]] = {}
         self.ends: dict[RequestId, Progress | Rejected] = {}
         self.logprobs: dict[RequestId, list] = {}
+        self.told: dict[RequestId, list[KvReport]] = {}
         self.cached: set[bytes] = set()
         self.steps = 0
         self._submitted: set[RequestId] = set()
@@ -60,6 +61,7 @@ class Driven:
             self._submitted.add(start.request_id)
             self.tokens[start.request_id] = ()
             self.logprobs[start.request_id] = []
+            self.told[start.request_id] = []
             self.engine.submit(start)
 
     async def end_of(self, start: Start) -> Progress | Rejected:
@@ -115,6 +117,8 @@ class Driven:
             return
         self.tokens[output.request_id] += output.token_ids
         self.logprobs[output.request_id] += output.logprobs
+        if output.kv is not None:
+            self.told[output.request_id].append(output.kv)
         if output.finish is not None:
             self.ends[output.request_id] = output
 

@@ -34,6 +34,7 @@ class FakeRouter:
         self.hold_after: int | None = None  # steps, then nothing until `release`
         self.release = asyncio.Event()
         self.pause_seconds = 0.0  # between steps
+        self.cached_blocks = 0  # of the prompt
         self.submitted: list[Arrived] = []
         self.completed: list[RequestId] = []
         self.cancelled: list[RequestId] = []
@@ -73,6 +74,8 @@ class FakeStream:
         self._steps = 0
         self._finish: Finish | None = None
         self._complete = False
+        self.kv: tuple[KvPhase, ...] = ()
+        self.cached_tokens = 0
 
     async def __aenter__(self) -> Self:
         if self._router.refuse is not None:
@@ -97,13 +100,11 @@ class FakeStream:
             raise StopAsyncIteration
         if self._finish is not None:
             self._complete = True
-            report = a_report(len(self._arrived.tokens) // TOKEN_BYTES)
-            phase = KvPhase(phase=Phase.AGGREGATED, worker_id="w1", report=report)
             return Complete(
                 request_id=self._arrived.request_id,
                 finish=self._finish,
-                kv=(phase,),
-                cached_tokens=report.cached_tokens,
+                kv=self.kv,
+                cached_tokens=self.cached_tokens,
             )
         if router.bug is not None:
             raise router.bug
@@ -118,6 +119,9 @@ class FakeStream:
 
     def _next(self) -> Progress:
         router, sampling = self._router, self._arrived.sampling
+        report = a_report(len(self._arrived.tokens) // TOKEN_BYTES, cached_blocks=router.cached_blocks)
+        self.kv = (KvPhase(phase=Phase.AGGREGATED, worker_id="w1", report=report),)
+        self.cached_tokens = report.cached_tokens
         end = min(self._sent + router.step, sampling.max_tokens, len(router.answer))
         tokens = router.answer[self._sent : end]
         for index, token in enumerate(tokens):

@@ -35,6 +35,9 @@ class Engine(Protocol):
     An engine never blocks the event loop. After `submit` a request ends in exactly one `Progress` with a `finish`, or
     one `Rejected`; after `cancel` it ends as well (with `Finish.CANCELLED`, unless it ended before), and the engine
     spends no further step on it. When the engine itself dies, `outputs()` raises `EngineDied`.
+
+    The first `Progress` with tokens says where the blocks of the prompt came from (`kv`), so that it is known however
+    the request ends; the finish says it again, and has the last word.
     """
 
     @property

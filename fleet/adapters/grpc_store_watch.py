@@ -16,6 +16,7 @@ from fleet.ids import StoreId
 from fleet.router.messages import StoreChanged
 from fleet.router.settings import RouterSettings
 from kvstore.block import split
+from kvstore.messages import POOL_TIER
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
@@ -86,6 +87,7 @@ class GrpcStoreWatch:
         return StoreChanged(
             store_id=store_id,
             fingerprint=namespace[1],
+            tier=changes.tier or POOL_TIER,
             stored=tuple(stored),
             removed=tuple(removed),
             reset=first,

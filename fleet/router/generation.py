@@ -7,11 +7,11 @@ for stop strings, count. Rules:
 2. A request ends once: by `Finished`, by a `Refused`, or because its consumer closed the iterator. On every way out the
    router hears at once that nobody waits any more.
 3. Tokens that end generation are the engine's business (`stop_token_ids`), strings that end it are ours: only here is
-   there text.
+   there text. The engine is told to stop and not waited for; where the blocks came from it has said with its first tokens.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
@@ -54,10 +54,17 @@ MAX_TOKENISING = 64  # long prompts waiting for a thread: half a GiB at the larg
 RETRY_AFTER_MS = 1000
 
 
+class Submitted(AsyncIterable[Progress | Complete], Protocol):
+    """What is needed of `fleet.router.server.RequestStream`."""
+
+    kv: tuple[KvPhase, ...]
+    cached_tokens: int
+
+
 class Router(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
-    def submit(self, arrived: Arrived) -> AbstractAsyncContextManager[AsyncIterator[Progress | Complete]]:
+    def submit(self, arrived: Arrived) -> AbstractAsyncContextManager[Submitted]:
         """The request's progress up to `Complete`; leaving the context before that cancels it everywhere.
 
         Raises:
@@ -149,9 +156,9 @@ class Generation:
         )
         complete: Complete | None = None
         last: Delta | None = None
-        async with self._router.submit(self._arrived(request, card.name, tokens, sampling)) as events:
+        async with self._router.submit(self._arrived(request, card.name, tokens, sampling)) as submitted:
             yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens)
-            async for event in events:
+            async for event in submitted:
                 if isinstance(event, Complete):
                     complete = event
                     break
@@ -170,9 +177,9 @@ class Generation:
             usage=Usage(
                 prompt_tokens=prompt_tokens,
                 completion_tokens=answer.num_tokens,
-                cached_tokens=0 if complete is None else complete.cached_tokens,
+                cached_tokens=submitted.cached_tokens,
             ),
-            kv=() if complete is None else complete.kv,
+            kv=submitted.kv,
             text=text,
         )
         measured.finished(finished)

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A *holder* is whatever keeps blocks that can be reused: a worker's engine cache, or one namespace of a store node.
+1. A *holder* is whatever keeps blocks that can be reused: a worker's engine cache, or one namespace in one tier of a
+   store node.
    Every holder has a bit; a block's key maps to the bits of all who hold it. Bits are recycled, so masks stay short.
 2. A key is the first 8 bytes of a chain hash as an integer. Two blocks whose keys collide make the router believe in
    a hit that is not there; engines and store compare all 16 bytes, so this costs a computation and nothing else.
@@ -25,6 +26,7 @@ from typing import NewType
 
 from fleet.ids import StoreId, WorkerId
 from kvstore.block import HASH_BYTES, ChainHash
+from kvstore.messages import POOL_TIER
 
 Holder = NewType("Holder", str)
 
@@ -35,8 +37,8 @@ def engine_cache(worker_id: WorkerId) -> Holder:
     return Holder(f"worker/{worker_id}")
 
 
-def store_namespace(store_id: StoreId, fingerprint: str) -> Holder:
-    return Holder(f"store/{store_id}/{fingerprint}")
+def store_namespace(store_id: StoreId, fingerprint: str, tier: str = POOL_TIER) -> Holder:
+    return Holder(f"store/{store_id}/{fingerprint}/{tier}")
 
 
 def keys_of(hashes: Sequence[ChainHash]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from msgspec import Struct, structs
 
 from fleet.ids import Incarnation, RequestId, WorkerId
-from fleet.requests import TOKEN_BYTES, KvPhase, Sampling, TokenBytes
+from fleet.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes
 from fleet.roles import KvPath, Phase
 from fleet.router.index import keys_of
 from fleet.router.messages import Arrived
@@ -83,8 +83,9 @@ class LiveRequest(Struct, kw_only=True):
     work: Work | None = None
     booked_on: list[WorkerId] = []
     sent: list[int] = []  # tokens that the client has
-    phases: list[KvPhase] = []
-    cached_tokens: int | None = None  # of the prompt; None: no worker has told yet
+    kv: tuple[KvPhase, ...] = ()  # where the blocks came from, as far as workers have told
+    cached_tokens: int = 0  # of the prompt; 0 as well while no worker has told
+    told: dict[RequestId, KvPhase] = {}  # by work
     chains: dict[int, tuple[int, ...]] = {}  # keys of the prompt's full blocks, by block size
 
     @property
@@ -158,9 +159,13 @@ class LiveRequest(Struct, kw_only=True):
         sampling = self.arrived.sampling
         return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None
 
-    def heard(self, phase: KvPhase) -> None:
-        """Note where a phase's blocks came from. A prompt token is cached when no phase has computed it."""
-        self.phases.append(phase)
-        known = phase.report.cached_tokens if self.cached_tokens is None else self.cached_tokens
+    def heard(self, work: Work, report: KvReport) -> None:
+        """Note where the blocks of a piece of work came from; what is told later replaces what was told first.
+
+        A prompt token is cached when no phase has computed it. A worker that was lost after its first tokens counts:
+        what it computed was computed.
+        """
+        self.told[work.id] = KvPhase(phase=work.phase, worker_id=work.worker_id, report=report)
+        self.kv = tuple(self.told.values())
         own_tokens = len(self.arrived.tokens) // TOKEN_BYTES
-        self.cached_tokens = min(known, phase.report.cached_tokens, own_tokens)
+        self.cached_tokens = min(own_tokens, *(phase.report.cached_tokens for phase in self.kv))

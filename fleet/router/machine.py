@@ -22,7 +22,7 @@ from msgspec import structs
 from fleet.clock import MILLISECOND, Nanos
 from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, WorkerId
-from fleet.requests import Finish, KvPhase, ModelCard
+from fleet.requests import Finish, ModelCard
 from fleet.roles import KvPath, Phase, Placement
 from fleet.router.live import LiveRequest, Stage, Turn, Work, advance
 from fleet.router.messages import (
@@ -263,7 +263,7 @@ class RouterMachine:
                 continue
             live = self._live[work.request_id]
             if progress.kv is not None:
-                live.heard(KvPhase(phase=work.phase, worker_id=work.worker_id, report=progress.kv))
+                live.heard(work, progress.kv)
             if progress.finish is Finish.CANCELLED:  # not by us: work that we cancel is forgotten at once
                 self._failed(live, Reason.WORKER_LOST, "the worker gave the request up", now, out)
             elif work.phase is Phase.PREFILL:
@@ -327,7 +327,7 @@ class RouterMachine:
         live.sent.extend(progress.token_ids)
         self._roster[worker_id].bookings.grown(live.id, len(progress.token_ids))
         told = Progress(request_id=live.id, token_ids=progress.token_ids, logprobs=progress.logprobs)
-        out.append(Emit(request_id=live.id, progress=told))
+        out.append(Emit(request_id=live.id, progress=told, kv=live.kv, cached_tokens=live.cached_tokens))
 
     # Failures.
 
@@ -429,9 +429,7 @@ class RouterMachine:
     def _complete(self, live: LiveRequest, finish: Finish, out: list[Command]) -> None:
         self._end(live)
         self._counters.completed += 1
-        out.append(
-            Complete(request_id=live.id, finish=finish, kv=tuple(live.phases), cached_tokens=live.cached_tokens or 0)
-        )
+        out.append(Complete(request_id=live.id, finish=finish, kv=live.kv, cached_tokens=live.cached_tokens))
 
     def _refuse(self, live: LiveRequest, reason: Reason, message: str, out: list[Command], *, field: str = "") -> None:
         self._end(live)

@@ -13,6 +13,7 @@ from fleet.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.requests import Finish, KvPhase, Sampling, TokenBytes
 from fleet.roles import KvPath, Placement
 from fleet.work import Description, KvEvent, Load, Progress, Rejected, Start
+from kvstore.messages import POOL_TIER
 
 
 class WorkerJoined(Struct, frozen=True, kw_only=True):
@@ -43,10 +44,11 @@ class KvChanged(Struct, frozen=True, kw_only=True):
 
 
 class StoreChanged(Struct, frozen=True, kw_only=True):
-    """Changes of what a store node holds in one namespace; `reset` voids what was known of it before."""
+    """Changes of what a tier of a store node holds in one namespace; `reset` voids what was known of all its tiers."""
 
     store_id: StoreId
     fingerprint: str
+    tier: str = POOL_TIER
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
     reset: bool = False
@@ -115,10 +117,12 @@ class CancelWork(Struct, frozen=True, kw_only=True):
 
 
 class Emit(Struct, frozen=True, kw_only=True):
-    """Tokens for the client."""
+    """Tokens for the client, and where its blocks came from as far as workers have told."""
 
     request_id: RequestId
     progress: Progress
+    kv: tuple[KvPhase, ...] = ()
+    cached_tokens: int = 0
 
 
 class Complete(Struct, frozen=True, kw_only=True):

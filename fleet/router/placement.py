@@ -7,7 +7,8 @@ Rules:
        cost = max(0, (backlog + prompt tokens) / block - credit)  +  decode blocks  +  running requests × their weight
 
    in KV blocks. *Backlog* is prefill work booked there and not done; *credit* counts the prompt's leading blocks that
-   need no computing, by where they are (engine 1, store 0.75), and may eat into the backlog but not below zero;
+   need no computing, by where they are (engine 1, the store's memory 0.75, a tier below that 0.5), and may eat into the
+   backlog but not below zero;
    *decode blocks* are the unique blocks that live requests hold there, this one included. (Dynamo's cost function.)
 2. Whether another worker computes the prompt is the `split` rule, and nothing else.
 3. The prefill worker is the cheapest of those that pair with the decode worker, by the same cost without the decode
@@ -75,7 +76,13 @@ class Standing(Struct, frozen=True, kw_only=True):
     new_blocks: int  # unique, that this prompt would add
     requests: int = 0  # booked
     engine_blocks: int = 0  # leading blocks of the prompt in the engine's cache
-    store_blocks: int = 0  # leading blocks beyond those that the worker's store holds
+    store_blocks: int = 0  # leading blocks beyond those that the worker's store holds in memory
+    below_blocks: int = 0  # leading blocks beyond those that it holds in a slower tier
+
+    @property
+    def held_blocks(self) -> int:
+        """Leading blocks that need no computing."""
+        return self.engine_blocks + self.store_blocks + self.below_blocks
 
     @property
     def worker_id(self) -> WorkerId:
@@ -253,7 +260,11 @@ def split(
 def score(standing: Standing, prompt_tokens: int, settings: RouterSettings, *, decoding: bool = True) -> Terms:
     """Cost of a candidate (rule 1); for prefill work without the decode term (rule 3)."""
     prefill = (standing.backlog_tokens + prompt_tokens) / standing.description.block_tokens
-    credit = settings.engine_hit_credit * standing.engine_blocks + settings.store_hit_credit * standing.store_blocks
+    credit = (
+        settings.engine_hit_credit * standing.engine_blocks
+        + settings.store_hit_credit * standing.store_blocks
+        + settings.lower_tier_hit_credit * standing.below_blocks
+    )
     decode = float(standing.active_blocks + standing.new_blocks) if decoding else 0.0
     requests = settings.running_request_blocks * standing.requests
     return Terms(
@@ -275,8 +286,7 @@ def cheapest(terms: Sequence[Terms], chance: Chance) -> int:
 
 def uncached_tokens(standing: Standing, prompt_tokens: int) -> int:
     """Prompt tokens that this worker would have to compute: at least one, since the last one yields the first answer."""
-    held = (standing.engine_blocks + standing.store_blocks) * standing.description.block_tokens
-    return max(1, prompt_tokens - held)
+    return max(1, prompt_tokens - standing.held_blocks * standing.description.block_tokens)
 
 
 def partners(

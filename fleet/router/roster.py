@@ -13,6 +13,7 @@ from fleet.router.placement import Standing, limit
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
 from fleet.work import Description, KvCleared, KvEvent, KvRemoved, KvStored, Load
+from kvstore.messages import POOL_TIER
 
 
 class KnownWorker:
@@ -54,7 +55,7 @@ class Roster:
         self._settings = settings
         self._workers: dict[WorkerId, KnownWorker] = {}
         self._by_model: dict[ModelName, dict[WorkerId, KnownWorker]] = {}
-        self._stores: dict[tuple[StoreId, str], None] = {}
+        self._stores: dict[tuple[StoreId, str], list[str]] = {}  # tiers of a namespace that hold something
         self.index = PrefixIndex()
 
     def __iter__(self) -> Iterator[KnownWorker]:
@@ -98,18 +99,21 @@ class Roster:
 
     def store_changed(self, event: StoreChanged) -> None:
         name = (event.store_id, event.fingerprint)
-        holder = store_namespace(*name)
-        if event.reset and name in self._stores:
-            self.index.cleared(holder)
-        if event.stored and name not in self._stores:
+        tiers = self._stores.setdefault(name, [])
+        if event.reset:
+            for tier in tiers:
+                self.index.cleared(store_namespace(*name, tier))
+        holder = store_namespace(*name, event.tier)
+        if event.stored and event.tier not in tiers:
             self.index.add(holder, capacity=self._settings.max_store_blocks)
-            self._stores[name] = None
-        if name not in self._stores:
-            return
-        self.index.stored(holder, keys_of(event.stored))
-        self.index.removed(holder, keys_of(event.removed))
-        if not self.index.held_by(holder):
-            self.index.remove(holder)
+            tiers.append(event.tier)
+        if event.tier in tiers:
+            self.index.stored(holder, keys_of(event.stored))
+            self.index.removed(holder, keys_of(event.removed))
+        for tier in [tier for tier in tiers if not self.index.held_by(store_namespace(*name, tier))]:
+            self.index.remove(store_namespace(*name, tier))
+            tiers.remove(tier)
+        if not tiers:
             del self._stores[name]
 
     def worth_trying(self, model: ModelName) -> bool:
@@ -128,9 +132,12 @@ class Roster:
             if (leading := overlaps.get(description.block_tokens)) is None:
                 leading = overlaps[description.block_tokens] = self.index.longest(keys)
             engine = leading.get(engine_cache(description.worker_id), 0)
-            stored = 0
+            stored = below = 0
             if description.store_id is not None and KvPath.STORE in description.kv_paths:
-                stored = leading.get(store_namespace(description.store_id, description.fingerprint), 0)
+                namespace = (description.store_id, description.fingerprint)
+                for tier in self._stores.get(namespace, ()):
+                    blocks = leading.get(store_namespace(*namespace, tier), 0)
+                    stored, below = (blocks, below) if tier == POOL_TIER else (stored, max(below, blocks))
             standings.append(
                 Standing(
                     description=description,
@@ -142,6 +149,7 @@ class Roster:
                     requests=len(bookings),
                     engine_blocks=engine,
                     store_blocks=max(0, stored - engine),
+                    below_blocks=max(0, below - max(engine, stored)),
                 )
             )
         return standings
@@ -179,7 +187,11 @@ class Roster:
     def stores(self) -> tuple[StoreSnapshot, ...]:
         return tuple(
             StoreSnapshot(
-                store_id=store_id, fingerprint=name, blocks=self.index.held_by(store_namespace(store_id, name))
+                store_id=store_id,
+                fingerprint=name,
+                tier=tier,
+                blocks=self.index.held_by(store_namespace(store_id, name, tier)),
             )
-            for store_id, name in self._stores
+            for (store_id, name), tiers in self._stores.items()
+            for tier in tiers
         )

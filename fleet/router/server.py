@@ -13,7 +13,7 @@ from typing import Never, Self, assert_never
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.errors import Reason, Refused
 from fleet.ids import RequestId
-from fleet.requests import ModelCard
+from fleet.requests import KvPhase, ModelCard
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
@@ -39,12 +39,15 @@ class RequestStream:
     """One request: entering submits it, iterating yields its tokens and at last `Complete`, leaving early cancels it.
 
     Nothing is started before the context is entered, and nothing runs on after it is left. What waits here unread is
-    bounded by the request's `max_tokens`.
+    bounded by the request's `max_tokens`. `kv` and `cached_tokens` may be read at any time, also after leaving: with the
+    tokens they cover at least the work that these came from.
     """
 
     def __init__(self, arrived: Arrived, server: "RouterServer"):
         self._arrived = arrived
         self._server = server
+        self.kv: tuple[KvPhase, ...] = ()  # where the blocks came from, as far as is known
+        self.cached_tokens = 0  # of the prompt, likewise
         self._waiting: deque[Progress | Complete | Refused] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._over = False
@@ -84,10 +87,12 @@ class RequestStream:
             raise item
         return item
 
-    def put(self, item: Progress | Complete | Refused) -> None:
+    def put(self, item: Emit | Complete | Refused) -> None:
         """For the server: what the machine has for this client."""
-        self._over = not isinstance(item, Progress)
-        self._waiting.append(item)
+        if not isinstance(item, Refused):
+            self.kv, self.cached_tokens = item.kv, item.cached_tokens
+        self._over = not isinstance(item, Emit)
+        self._waiting.append(item.progress if isinstance(item, Emit) else item)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -192,7 +197,7 @@ class RouterServer:
         match command:
             case Emit():
                 if (stream := self._streams.get(command.request_id)) is not None:
-                    stream.put(command.progress)
+                    stream.put(command)
             case Dispatch():
                 return self._dispatch(command)
             case CancelWork():

@@ -61,8 +61,11 @@ class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     store_hit_credit: Annotated[float, Meta(ge=0)] = 0.75
     """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
 
+    lower_tier_hit_credit: Annotated[float, Meta(ge=0)] = 0.5
+    """Credit for a block that the store has to fetch from below its memory first: SSD, Redis, another node."""
+
     max_store_blocks: PositiveInt = 2_000_000
-    """Blocks of a store namespace that the index follows, about 250 bytes each; more are served but not seen."""
+    """Blocks of a store namespace that the index follows in each tier, about 250 bytes each; more are served but not seen."""
 
     explained_requests: PositiveInt = 1024
     """Latest requests whose placement can be explained."""

@@ -52,6 +52,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
 class StoreSnapshot(Struct, frozen=True, kw_only=True):
     store_id: StoreId
     fingerprint: str
+    tier: str
     blocks: int  # that the index knows
 
 

@@ -404,7 +404,7 @@ class Progress(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkLogprobs]: ...
     @_builtins.property
     def kv(self) -> Global___KvPhaseReport:
-        """with the finish only"""
+        """with the first tokens; again with the finish, unless cancelled, which counts"""
 
     @_builtins.property
     def handoff(self) -> Global___Handoff:

@@ -316,6 +316,7 @@ def _progress_from_wire(progress: pb.Progress) -> Progress:
             request_id=RequestId(progress.request_id),
             token_ids=tuple(progress.token_ids),
             logprobs=_logprobs_from_wire(progress.logprobs) if progress.logprobs else (),
+            kv=_report_from_wire(progress.kv) if progress.HasField("kv") else None,
         )
     return Progress(
         request_id=RequestId(progress.request_id),

@@ -1,24 +1,54 @@
-"""The client's end of the TCP data plane: one connection, requests pipelined, everything with a deadline."""
+"""The client's end of the TCP data plane: a few connections, requests in windows, everything with a deadline.
+
+Sockets block, in the system and without Python's lock, until all that was asked for is there or the system's own timer
+ends the wait: one call moves megabytes, where polling before each read would move what a socket buffer holds.
+"""
 
 import contextlib
 import socket
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from kvstore.breaker import Breaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import Outcome, Slot
-from kvstore.transports.frames import MAGIC, OPENING, REPLY, REQUEST, WINDOW, Operation, Status
+from kvstore.transports.authentication import Key, Side, nonce
+from kvstore.transports.frames import (
+    CHALLENGE,
+    ENTRY,
+    MAGIC,
+    OPENING,
+    REPLY,
+    REQUEST,
+    VERDICT,
+    WINDOW,
+    Operation,
+    Status,
+)
+from kvstore.transports.runs import Run
+
+CONNECTIONS = 4
+"""Of one client: as many threads move bytes at a time, and further ones wait for their turn."""
+
+CHUNK_BYTES = 1 << 20  # received at a time, and summed up while they are still in the processor's cache
+
+TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as SO_RCVTIMEO wants them
 
 OUTCOMES = {Status.DONE: Outcome.MOVED, Status.GONE: Outcome.GONE, Status.CORRUPT: Outcome.CORRUPT}
 
+Each = TypeVar("Each")
+
 
 class TcpTransport:
-    """See `kvstore.ports.Transport`. Threads take turns. A broken connection is opened again by the next call."""
+    """See `kvstore.ports.Transport`. Connections that break are replaced by the next calls, as far as a breaker lets them."""
 
-    def __init__(self, address: str, digest: bytes, block_bytes: int, clock: Clock, deadline: Nanos):
+    def __init__(
+        self, address: str, digest: bytes, block_bytes: int, clock: Clock, deadline: Nanos, key: Key | None = None
+    ):
         """Connects and binds to the namespace.
 
         Args:
@@ -27,9 +57,10 @@ class TcpTransport:
             block_bytes: Of the namespace.
             clock: For deadlines.
             deadline: Of the connection.
+            key: That both ends have to prove (`Purpose.DATA`); None: neither does, and a node that asks is refused.
 
         Raises:
-            StoreUnreachable: Nobody answers there in time.
+            StoreUnreachable: Nobody answers there in time, or it is not a node that has the key.
             NamespaceUnknown: The node does not know the namespace.
         """
         host, _, port = address.rpartition(":")
@@ -38,112 +69,141 @@ class TcpTransport:
         self._digest = digest
         self._block_bytes = block_bytes
         self._clock = clock
+        self._key = key
         self._breaker = Breaker()
-        self._turn = threading.Lock()
-        self._socket: socket.socket | None = self._open(deadline)
+        self._room = threading.Semaphore(CONNECTIONS)
+        self._guard = threading.Lock()  # of what follows
+        self._closed = False
+        self._busy: set[socket.socket] = set()
+        self._idle = [self._open(deadline)]
 
     def get(self, slots: Sequence[Slot], into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
-        parts = [self._pieces(block) for block in into]
-        return self._exchange(Operation.GET, slots, parts, deadline)
+        return self._exchange(Operation.GET, slots, [self._pieces(block) for block in into], deadline)
 
     def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
-        parts = [self._pieces(block) for block in blocks]
-        return self._exchange(Operation.PUT, slots, parts, deadline)
+        return self._exchange(Operation.PUT, slots, [self._pieces(block) for block in blocks], deadline)
 
     def close(self) -> None:
-        with self._turn:
-            self._disconnect()
+        """Calls in other threads end with misses."""
+        with self._guard:
+            self._closed = True
+            for connection in self._busy:
+                with contextlib.suppress(OSError):  # broken already
+                    connection.shutdown(socket.SHUT_RDWR)
+            while self._idle:
+                self._idle.pop().close()
 
     def _exchange(
         self, operation: Operation, slots: Sequence[Slot], blocks: Sequence[list[ByteArray]], deadline: Nanos
     ) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+        work = [_Moving(slot, parts) for slot, parts in zip(slots, blocks, strict=True)]
         left = seconds(deadline - self._clock.now())
-        if left > 0 and self._turn.acquire(timeout=left):
+        if left > 0 and self._room.acquire(timeout=left):
             try:
-                wire = self._wire(deadline)
-                if wire is not None:
-                    self._pipeline(operation, list(zip(slots, blocks, strict=True)), outcomes, wire)
+                with self._connection(deadline) as connection:
+                    if connection is not None:
+                        _pipeline(operation, work, _Wire(connection, self._clock, deadline))
             finally:
-                self._turn.release()
-        outcomes.extend([Outcome.GONE] * (len(slots) - len(outcomes)))
-        return outcomes
+                self._room.release()
+        return [each.outcome for each in work]
 
-    def _pipeline(
-        self, operation: Operation, work: list[tuple[Slot, list[ByteArray]]], outcomes: list[Outcome], wire: "_Wire"
-    ) -> None:
-        """Appends an outcome for each block that was dealt with before the connection broke, if it did."""
+    @contextlib.contextmanager
+    def _connection(self, deadline: Nanos) -> Iterator[socket.socket | None]:
+        """A connection to use alone; None when there is none now. A failure inside ends it, and is told to the breaker."""
         started = self._clock.now()
+        connection = self._take(started, deadline)
+        if connection is None:
+            yield None
+            return
         in_step = False
         try:
-            for start in range(0, len(work), WINDOW):
-                window = work[start : start + WINDOW]
-                for slot, parts in window:
-                    head = REQUEST.pack(MAGIC, operation, slot.offset, slot.generation, self._block_bytes, slot.crc32c)
-                    wire.send([head, *(part.data for part in parts)] if operation is Operation.PUT else [head])
-                for slot, parts in window:
-                    outcomes.append(self._outcome(operation, slot, parts, wire))
+            yield connection
             in_step = True
         except (OSError, ValueError):
-            self._breaker.failed(started, self._clock.now())
+            with self._guard:
+                self._breaker.failed(started, self._clock.now())
+                while self._idle:  # of the same node
+                    self._idle.pop().close()
         finally:
-            if not in_step:  # replies that nobody reads would be taken for those of the next requests
-                self._disconnect()
+            with self._guard:
+                self._busy.discard(connection)
+                if in_step and not self._closed:
+                    self._breaker.succeeded()
+                    self._idle.append(connection)
+                else:  # replies that nobody reads would be taken for those of the next requests
+                    connection.close()
 
-    def _outcome(self, operation: Operation, slot: Slot, parts: list[ByteArray], wire: "_Wire") -> Outcome:
-        status, length, sent_crc = wire.reply()
-        outcome = OUTCOMES[status]
-        if operation is Operation.PUT or outcome is not Outcome.MOVED:
-            if length:
-                raise ValueError("bytes after a reply that has none")
-            return outcome
-        if length != self._block_bytes:
-            raise ValueError(f"a block of {length} bytes")
-        for part in parts:
-            wire.receive(part.data)
-        if sent_crc != slot.crc32c:
-            return Outcome.GONE
-        return Outcome.MOVED if crc32c(parts) == slot.crc32c else Outcome.CORRUPT
-
-    def _wire(self, deadline: Nanos) -> "_Wire | None":
-        if self._socket is not None:
-            return _Wire(self._socket, self._clock, deadline)
-        started = self._clock.now()
-        if not self._breaker.allows(started):
-            return None
+    def _take(self, now: Nanos, deadline: Nanos) -> socket.socket | None:
+        with self._guard:
+            if self._closed:
+                return None
+            if self._idle:
+                connection = self._idle.pop()
+                self._busy.add(connection)
+                return connection
+            if not self._breaker.allows(now):
+                return None
         try:
-            self._socket = self._open(deadline)
+            connection = self._open(deadline)
         except (StoreUnreachable, NamespaceUnknown):  # the control plane will find out which, and mend it
-            self._breaker.failed(started, self._clock.now())
+            with self._guard:
+                self._breaker.failed(now, self._clock.now())
             return None
-        self._breaker.succeeded()
-        return _Wire(self._socket, self._clock, deadline)
+        with self._guard:
+            self._busy.add(connection)
+        return connection
 
     def _open(self, deadline: Nanos) -> socket.socket:
         try:
             with contextlib.ExitStack() as undo:
                 timeout_seconds = max(seconds(deadline - self._clock.now()), 0.001)
                 connection = undo.enter_context(socket.create_connection((self._host, self._port), timeout_seconds))
+                connection.settimeout(None)  # the system keeps the time from now on
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                wire = _Wire(connection, self._clock, deadline)
-                wire.send([OPENING.pack(MAGIC, Operation.OPEN, self._digest)])
-                status, _, _ = wire.reply()
-                if status is Status.UNKNOWN:
-                    raise NamespaceUnknown(self._digest)
+                self._introduce(_Wire(connection, self._clock, deadline))
                 undo.pop_all()
                 return connection
         except (OSError, ValueError) as error:
             raise StoreUnreachable(f"no data plane at {self._host}:{self._port}: {error}") from error
 
-    def _disconnect(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+    def _introduce(self, wire: "_Wire") -> None:
+        mine = nonce()
+        wire.send([OPENING.pack(MAGIC, Operation.OPEN, self._digest, mine)])
+        magic, status, theirs = CHALLENGE.unpack(wire.read(CHALLENGE.size))
+        if magic != MAGIC:
+            raise ValueError("that is not a store node")
+        if status == Status.AUTHENTICATE:
+            if self._key is None:
+                raise StoreUnreachable(
+                    f"{self._host}:{self._port} asks for a proof: set this client's secret to the node's"
+                )
+            words = (self._digest, mine, theirs)
+            wire.send([self._key.proof(Side.CLIENT, *words)])
+            magic, status, proof = VERDICT.unpack(wire.read(VERDICT.size))
+            if magic != MAGIC or status == Status.REFUSED:
+                raise StoreUnreachable(f"{self._host}:{self._port} has another secret than this client")
+            if not self._key.proves(proof, Side.NODE, *words):
+                raise StoreUnreachable(f"{self._host}:{self._port} is not the node: it does not prove the secret")
+        elif self._key is not None:
+            raise StoreUnreachable(f"{self._host}:{self._port} proves nothing: set the node's secret to this client's")
+        if status == Status.UNKNOWN:
+            raise NamespaceUnknown(self._digest)
+        if status != Status.DONE:
+            raise ValueError(f"an answer of status {status}")
 
     def _pieces(self, block: Block) -> list[ByteArray]:
         parts = pieces(block)
         assert size_of(parts) == self._block_bytes, (size_of(parts), self._block_bytes)
         return parts
+
+
+class _Moving:
+    """A block on its way, and what has come of it."""
+
+    def __init__(self, slot: Slot, parts: list[ByteArray]):
+        self.slot = slot
+        self.parts = parts
+        self.outcome = Outcome.GONE
 
 
 class _Wire:
@@ -154,29 +214,80 @@ class _Wire:
         self._clock = clock
         self._deadline = deadline
 
-    def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        for part in parts:
-            self._connection.settimeout(self._left())
-            self._connection.sendall(part)
+    def send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        run = Run(memoryview(buffer) for buffer in buffers)
+        while run.left:
+            self._limit(socket.SO_SNDTIMEO)
+            run.advance(self._connection.sendmsg(run.front(run.left)))
 
-    def reply(self) -> tuple[Status, int, int]:
-        head = bytearray(REPLY.size)
-        self.receive(memoryview(head))
-        magic, status, length, checksum = REPLY.unpack(head)
-        if magic != MAGIC:
-            raise ValueError("that is not a store node")
-        return Status(status), length, checksum
-
-    def receive(self, into: memoryview) -> None:
-        while len(into):
-            self._connection.settimeout(self._left())
-            count = self._connection.recv_into(into)
+    def receive(self, buffers: Sequence[memoryview]) -> None:
+        run = Run(buffers)
+        while run.left:
+            self._limit(socket.SO_RCVTIMEO)
+            count = self._connection.recvmsg_into(run.front(run.left), 0, socket.MSG_WAITALL)[0]
             if not count:
                 raise ConnectionError("the node closed the connection")
-            into = into[count:]
+            run.advance(count)
 
-    def _left(self) -> float:
-        left = seconds(self._deadline - self._clock.now())
+    def read(self, size: int) -> bytes:
+        into = bytearray(size)
+        self.receive([memoryview(into)])
+        return bytes(into)
+
+    def _limit(self, option: int) -> None:
+        left = self._deadline - self._clock.now()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
-        return left
+        self._connection.setsockopt(
+            socket.SOL_SOCKET, option, TIMEVAL.pack(left // 1_000_000_000, max(left % 1_000_000_000 // 1000, 1))
+        )
+
+
+def _pipeline(operation: Operation, work: list[_Moving], wire: _Wire) -> None:
+    """Notes the outcome of each block that was dealt with before the connection broke, if it did."""
+    waiting: list[_Moving] = []
+    for window in _cut(work, WINDOW):
+        _ask(operation, window, wire)
+        if waiting:  # one request ahead of the replies
+            _answer(operation, waiting, wire)
+        waiting = window
+    _answer(operation, waiting, wire)
+
+
+def _ask(operation: Operation, window: list[_Moving], wire: _Wire) -> None:
+    heads = [ENTRY.pack(each.slot.offset, each.slot.generation, each.slot.crc32c) for each in window]
+    bodies = [part.data for each in window for part in each.parts] if operation is Operation.PUT else []
+    wire.send([b"".join([REQUEST.pack(MAGIC, operation, len(window)), *heads]), *bodies])
+
+
+def _answer(operation: Operation, window: list[_Moving], wire: _Wire) -> None:
+    reply = wire.read(REPLY.size + len(window))
+    if REPLY.unpack_from(reply) != (MAGIC, len(window)):
+        raise ValueError("that is not the reply to the request")
+    statuses = [_status(each) for each in reply[REPLY.size :]]
+    if operation is Operation.PUT:
+        for each, status in zip(window, statuses, strict=True):
+            each.outcome = OUTCOMES[status]
+        return
+    coming = [each for each, status in zip(window, statuses, strict=True) if status is Status.DONE]
+    for chunk in _cut(coming, max(1, CHUNK_BYTES // size_of(window[0].parts))):
+        wire.receive([part.data for each in chunk for part in each.parts])
+        for each in chunk:
+            if crc32c(each.parts) == each.slot.crc32c:
+                each.outcome = Outcome.MOVED
+    after = [_status(each) for each in wire.read(len(window))]
+    for each, *held in zip(window, statuses, after, strict=True):
+        if each.outcome is not Outcome.MOVED and held == [Status.DONE, Status.DONE]:
+            each.outcome = Outcome.CORRUPT  # although the place was still that block's
+
+
+def _status(value: int) -> Status:
+    status = Status(value)
+    if status not in OUTCOMES:
+        raise ValueError(f"status {status.name} in a reply")
+    return status
+
+
+def _cut(work: list[Each], size: int) -> Iterator[list[Each]]:
+    for start in range(0, len(work), size):
+        yield work[start : start + size]

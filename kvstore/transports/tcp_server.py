@@ -1,36 +1,86 @@
 """The node's end of the TCP data plane.
 
-All on one event loop: nothing changes between a look at the machine and the bytes moved right after it.
+Rules:
+
+1. All on one event loop, and bytes go between sockets and the pool directly. Nothing changes between a look at the
+   machine and the system call right after it; after every pause the look is repeated.
+2. A connection is a generator that reads like the conversation it leads (`kvstore.transports.frames`). It makes system
+   calls that do not block, and yields what its socket has to be ready for before the next one.
+3. After `TURN_BYTES` a connection lets the others go on.
+4. Nothing is kept for a slow client but one request: what it does not take stays in the pool.
 """
 
 import asyncio
+import errno
 import socket
-from typing import cast
+from collections import deque
+from collections.abc import Callable, Generator
+from enum import Enum, auto
+from typing import TypeVar
 
 from kvstore.buffers import crc32c
 from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.machine import BlockMachine
-from kvstore.messages import Address, Slot
+from kvstore.messages import Slot
 from kvstore.ports import MemoryTier
-from kvstore.transports.frames import MAGIC, OPENING, REPLY, REQUEST, Operation, Status
+from kvstore.transports.authentication import PROOF_BYTES, Key, Side, nonce
+from kvstore.transports.frames import (
+    CHALLENGE,
+    ENTRY,
+    MAGIC,
+    OPENING,
+    REPLY,
+    REQUEST,
+    VERDICT,
+    WINDOW,
+    Operation,
+    Status,
+)
+from kvstore.transports.runs import Run
 
 STALLED = Nanos(10 * SECOND)
 """A connection that is in the middle of something and has not moved a byte for this long is cut."""
 
 CONNECTIONS = 512
-WRITE_BUFFER_BYTES = 1 << 20  # that may wait for a slow reader; further requests are not read before they are gone
+BACKLOG = 128
+TURN_BYTES = 1 << 20
+SCRATCH_BYTES = 1 << 18
+
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Ready(Enum):
+    """What a connection waits for."""
+
+    TO_READ = auto()
+    TO_WRITE = auto()
+
+
+Result = TypeVar("Result")
+Steps = Generator[Ready, None, Result]
 
 
 class DataPlane:
     """Serves blocks to other hosts."""
 
-    def __init__(self, machine: BlockMachine, tier: MemoryTier, clock: Clock):
+    def __init__(self, machine: BlockMachine, tier: MemoryTier, clock: Clock, key: Key | None = None):
+        """Serves from `listen` on.
+
+        Args:
+            machine: Says which places may be read and written.
+            tier: Where the bytes lie.
+            clock: Says which connections have stalled.
+            key: That clients have to prove, and the node proves to them; None: anybody is served.
+        """
         self.machine = machine
         self.tier = tier
         self.clock = clock
+        self.key = key
         self.connections: set[Connection] = set()
-        self._server: asyncio.Server | None = None
+        self.refused = 0  # clients that could not prove the key
+        self._listener: socket.socket | None = None
+        self._accepts = False
 
     async def listen(self, host: str, port: int) -> str:
         """Start serving; returns the ``host:port`` that was bound.
@@ -40,138 +90,244 @@ class DataPlane:
         """
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: Connection(self), host, port)
+            family, _, _, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+            self._listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         except OSError as error:
             raise StoreNotStarted(f"data_listen: {host}:{port} cannot be bound: {error.strerror or error}") from error
-        bound = self._server.sockets[0].getsockname()
+        self._listener.setblocking(False)
+        self._accept_again()
+        bound = self._listener.getsockname()
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Ends connections whose other end has stopped in the middle of something."""
+        """Ends connections whose other end has stopped in the middle of something. To be called now and then."""
         for connection in list(self.connections):
             if connection.busy and now - connection.moved_at >= STALLED:
                 connection.cut()
+        self._accept_again()
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            self._stop_accepting()
+            self._listener.close()
+            self._listener = None
         for connection in list(self.connections):
             connection.cut()
 
+    def _accept_again(self) -> None:
+        if self._listener is not None and not self._accepts:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+            self._accepts = True
 
-class Connection(asyncio.BufferedProtocol):
-    """One client. Bytes of a PUT are received straight into the pool, as long as the reservation lasts."""
+    def _stop_accepting(self) -> None:
+        assert self._listener is not None
+        if self._accepts:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._accepts = False
 
-    def __init__(self, plane: DataPlane):
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:  # a client that left meanwhile, mostly
+            if error.errno in OUT_OF_FILES:
+                self._stop_accepting()  # until the next look around
+            return
+        if len(self.connections) >= CONNECTIONS:
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(self, accepted, asyncio.get_running_loop())
+        self.connections.add(connection)
+        connection.proceed()
+
+
+class Connection:
+    """One client."""
+
+    def __init__(self, plane: DataPlane, accepted: socket.socket, loop: asyncio.AbstractEventLoop):
         self._plane = plane
-        self._digest: bytes | None = None
-        self._block_bytes = 0
-        self._head = memoryview(bytearray(REQUEST.size))
-        self._filled = 0  # of the head, or of the body
-        self._put: Slot | None = None  # whose body is being received
-        self._scratch: memoryview | None = None  # takes a body that has no place to go
-        self._paused = False
+        self._socket = accepted
+        self._loop = loop
+        self._conversation = self._serve()
+        self._waits_for: Ready | None = None
+        self._turn = 0  # bytes moved since the others had theirs
+        self._scratch: bytearray | None = None
+        self.busy = True  # in the middle of something: not between two requests
         self.moved_at = plane.clock.now()
 
-    @property
-    def busy(self) -> bool:
-        return self._filled > 0 or self._put is not None or self._paused or self._digest is None
+    def proceed(self) -> None:
+        """As far as it goes without waiting. Whatever goes wrong ends this connection, and no other."""
+        self._turn = 0
+        try:
+            ready = next(self._conversation)
+        except (StopIteration, OSError, ValueError):
+            self.cut()
+            return
+        if ready is self._waits_for:
+            return
+        self._wait_for(ready)
 
     def cut(self) -> None:
-        self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        sock = self._transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._plane.connections.add(self)
-        if len(self._plane.connections) > CONNECTIONS:
-            self.cut()
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - how it ended does not matter
+        if self not in self._plane.connections:
+            return
         self._plane.connections.discard(self)
+        self._wait_for(None)
+        self._conversation.close()
+        self._socket.close()
 
-    def pause_writing(self) -> None:
-        self._paused = True
-        self._transport.pause_reading()
+    def _wait_for(self, ready: Ready | None) -> None:
+        if self._waits_for is Ready.TO_READ:
+            self._loop.remove_reader(self._socket)
+        elif self._waits_for is Ready.TO_WRITE:
+            self._loop.remove_writer(self._socket)
+        if ready is Ready.TO_READ:
+            self._loop.add_reader(self._socket, self.proceed)
+        elif ready is Ready.TO_WRITE:
+            self._loop.add_writer(self._socket, self.proceed)
+        self._waits_for = ready
 
-    def resume_writing(self) -> None:
-        self._paused = False
-        self.moved_at = self._plane.clock.now()
-        self._transport.resume_reading()
+    # The conversation
 
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the frame says how much comes
-        if self._put is None:
-            return self._head[self._filled :]
-        address = self._writable()
-        if address is not None and self._scratch is None:
-            return self._plane.tier.view(address).data[self._filled :]
-        if self._scratch is None:  # the reservation ended under the writer, or never was
-            self._scratch = memoryview(bytearray(min(self._block_bytes, 1 << 16)))
-        return self._scratch[: self._block_bytes - self._filled]
+    def _serve(self) -> Steps[None]:
+        _, operation, digest, theirs = OPENING.unpack((yield from self._frame(OPENING.size)))
+        if operation != Operation.OPEN:
+            raise ValueError("that is not a client")
+        if not (yield from self._open(digest, theirs)):
+            return
+        block_bytes = self._plane.machine.namespace(digest).block_bytes
+        while True:
+            self.busy = False
+            _, operation, count = REQUEST.unpack((yield from self._frame(REQUEST.size)))
+            if not 1 <= count <= WINDOW:
+                raise ValueError("that is not a request")
+            entries = yield from self._read(ENTRY.size * count)
+            slots = [Slot(*entry) for entry in ENTRY.iter_unpack(entries)]
+            if operation == Operation.GET:
+                yield from self._get(digest, slots)
+            elif operation == Operation.PUT:
+                yield from self._put(digest, slots, block_bytes)
+            else:
+                raise ValueError(f"no operation {operation}")
 
-    def buffer_updated(self, nbytes: int) -> None:
-        self.moved_at = self._plane.clock.now()
-        self._filled += nbytes
-        if self._put is not None:
-            if self._filled == self._block_bytes:
-                self._finish_put(self._put)
-        elif self._filled == REQUEST.size:
-            self._filled = 0
-            self._begin(bytes(self._head))
+    def _open(self, digest: bytes, theirs: bytes) -> Steps[bool]:
+        """Whether the client may go on."""
+        key, mine = self._plane.key, nonce()
+        if key is None:
+            status = self._namespace_status(digest)
+            yield from self._write(CHALLENGE.pack(MAGIC, status, mine))
+            return status is Status.DONE
+        yield from self._write(CHALLENGE.pack(MAGIC, Status.AUTHENTICATE, mine))
+        words = (digest, theirs, mine)
+        proof = yield from self._read(PROOF_BYTES)
+        if not key.proves(proof, Side.CLIENT, *words):
+            self._plane.refused += 1
+            yield from self._write(VERDICT.pack(MAGIC, Status.REFUSED, bytes(PROOF_BYTES)))
+            return False
+        status = self._namespace_status(digest)
+        yield from self._write(VERDICT.pack(MAGIC, status, key.proof(Side.NODE, *words)))
+        return status is Status.DONE
 
-    def _begin(self, head: bytes) -> None:
-        magic, operation, offset, generation, length, checksum = REQUEST.unpack(head)
-        opening = operation == Operation.OPEN
-        if magic != MAGIC or opening != (self._digest is None) or (not opening and length != self._block_bytes):
-            self.cut()
-        elif opening:
-            self._open(OPENING.unpack(head)[2])
-        elif operation == Operation.GET:
-            self._get(Slot(offset, generation))
-        elif operation == Operation.PUT:
-            self._put = Slot(offset, generation, checksum)
-            self._scratch = None
-        else:
-            self.cut()
-
-    def _open(self, digest: bytes) -> None:
+    def _namespace_status(self, digest: bytes) -> Status:
         try:
-            self._block_bytes = self._plane.machine.namespace(digest).block_bytes
+            self._plane.machine.namespace(digest)
         except NamespaceUnknown:
-            self._reply(Status.UNKNOWN)
-            self._transport.close()
-            return
-        self._digest = digest
-        self._reply(Status.DONE)
+            return Status.UNKNOWN
+        return Status.DONE
 
-    def _get(self, slot: Slot) -> None:
-        assert self._digest is not None
-        address = self._plane.machine.readable(self._digest, slot)
+    def _get(self, digest: bytes, slots: list[Slot]) -> Steps[None]:
+        addresses = [self._plane.machine.readable(digest, slot) for slot in slots]
+        statuses = bytes(Status.GONE if address is None else Status.DONE for address in addresses)
+        bodies = [self._plane.tier.view(address).data for address in addresses if address is not None]
+        yield from self._send(Run([memoryview(REPLY.pack(MAGIC, len(slots)) + statuses), *bodies]))
+        after = (self._plane.machine.readable(digest, slot) for slot in slots)
+        yield from self._write(bytes(Status.GONE if address is None else Status.DONE for address in after))
+
+    def _put(self, digest: bytes, slots: list[Slot], block_bytes: int) -> Steps[None]:
+        coming = deque(_Coming(slot) for slot in slots)
+        statuses = bytearray()
+        while coming:
+            count = yield from self._attempt(Ready.TO_READ, lambda: self._receive(digest, coming, block_bytes))
+            while count:
+                first = coming[0]
+                taken = min(count, block_bytes - first.filled)
+                first.filled += taken
+                count -= taken
+                if first.filled == block_bytes:
+                    statuses.append(self._judge(digest, coming.popleft()))
+        yield from self._write(REPLY.pack(MAGIC, len(slots)) + statuses)
+
+    def _receive(self, digest: bytes, coming: "deque[_Coming]", block_bytes: int) -> int:
+        """Straight into the pool, as long as the reservations last; what has no place to go is read and forgotten."""
+        views: list[memoryview] = []
+        room = TURN_BYTES
+        for block in coming:
+            address = self._plane.machine.writable(digest, block.slot) if block.whole else None
+            block.whole = address is not None
+            if address is None:
+                self._scratch = self._scratch or bytearray(min(block_bytes, SCRATCH_BYTES))
+                views.append(memoryview(self._scratch)[: block_bytes - block.filled])
+                break
+            views.append(self._plane.tier.view(address).data[block.filled :][:room])
+            room -= len(views[-1])
+            if not room:
+                break
+        return self._socket.recvmsg_into(views)[0]
+
+    def _judge(self, digest: bytes, block: "_Coming") -> Status:
+        address = self._plane.machine.writable(digest, block.slot) if block.whole else None
         if address is None:
-            self._reply(Status.GONE)
-            return
-        held = self._plane.machine.find(self._digest, address.key.name)
-        assert held is not None
-        self._transport.write(REPLY.pack(MAGIC, Status.DONE, address.length, held.crc32c))
-        self._transport.write(self._plane.tier.view(address).data)
+            return Status.GONE
+        right = crc32c([self._plane.tier.view(address)]) == block.slot.crc32c
+        return Status.DONE if right else Status.CORRUPT
 
-    def _finish_put(self, slot: Slot) -> None:
-        address = self._writable()
-        whole = self._scratch is None
-        self._put, self._scratch, self._filled = None, None, 0
-        if address is None or not whole:
-            self._reply(Status.GONE)
-        elif crc32c([self._plane.tier.view(address)]) != slot.crc32c:
-            self._reply(Status.CORRUPT)
-        else:
-            self._reply(Status.DONE)
+    # Its steps
 
-    def _writable(self) -> Address | None:
-        assert self._digest is not None
-        assert self._put is not None
-        return self._plane.machine.writable(self._digest, self._put)
+    def _frame(self, size: int) -> Steps[bytes]:
+        """Ends the connection as soon as it can be seen that something else comes."""
+        head = yield from self._read(1)
+        self.busy = True
+        head += yield from self._read(len(MAGIC) - 1)
+        if head != MAGIC:
+            raise ValueError("that does not begin with the magic")
+        return head + (yield from self._read(size - len(MAGIC)))
 
-    def _reply(self, status: Status) -> None:
-        self._transport.write(REPLY.pack(MAGIC, status, 0, 0))
+    def _read(self, size: int) -> Steps[bytes]:
+        into = bytearray(size)
+        run = Run([memoryview(into)])
+        while run.left:
+            run.advance((yield from self._attempt(Ready.TO_READ, lambda: self._socket.recv_into(run.front(size)[0]))))
+        return bytes(into)
+
+    def _write(self, data: bytes) -> Steps[None]:
+        yield from self._send(Run([memoryview(data)]))
+
+    def _send(self, run: Run) -> Steps[None]:
+        while run.left:
+            run.advance((yield from self._attempt(Ready.TO_WRITE, lambda: self._socket.sendmsg(run.front(TURN_BYTES)))))
+
+    def _attempt(self, ready: Ready, act: Callable[[], int]) -> Steps[int]:
+        """How many bytes `act` has moved, which is called when the socket is ready, and again until it moves some."""
+        if self._turn >= TURN_BYTES:
+            yield ready
+        while True:
+            try:
+                count = act()
+            except BlockingIOError:
+                yield ready
+                continue
+            if not count:
+                raise ConnectionError("the client has left")
+            self._turn += count
+            self.moved_at = self._plane.clock.now()
+            return count
+
+
+class _Coming:
+    """A block of a PUT, as far as it has arrived."""
+
+    def __init__(self, slot: Slot):
+        self.slot = slot
+        self.filled = 0  # bytes
+        self.whole = True  # all of them went to the block's place

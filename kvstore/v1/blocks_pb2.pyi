@@ -111,22 +111,22 @@ class HelloResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     SHM_SOCKET_FIELD_NUMBER: _builtins.int
-    POOL_BYTES_FIELD_NUMBER: _builtins.int
     TCP_ADDRESS_FIELD_NUMBER: _builtins.int
     MAX_LEASE_MS_FIELD_NUMBER: _builtins.int
     MAX_RESERVATION_MS_FIELD_NUMBER: _builtins.int
+    MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.str
     host_id: _builtins.str
     """equal on one host: shared memory is possible"""
     shm_socket: _builtins.str
     """Unix socket that hands out the pool's file descriptor; empty: none"""
-    pool_bytes: _builtins.int
     tcp_address: _builtins.str
     """host:port of the data plane; empty: none"""
     max_lease_ms: _builtins.int
     """longest lease of a match"""
     max_reservation_ms: _builtins.int
+    max_hold_ms: _builtins.int
     def __init__(
         self,
         *,
@@ -134,14 +134,14 @@ class HelloResponse(_message.Message):
         incarnation: _builtins.str = ...,
         host_id: _builtins.str = ...,
         shm_socket: _builtins.str = ...,
-        pool_bytes: _builtins.int = ...,
         tcp_address: _builtins.str = ...,
         max_lease_ms: _builtins.int = ...,
         max_reservation_ms: _builtins.int = ...,
+        max_hold_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "max_lease_ms", b"max_lease_ms", "max_reservation_ms", b"max_reservation_ms", "pool_bytes", b"pool_bytes", "shm_socket", b"shm_socket", "store_id", b"store_id", "tcp_address", b"tcp_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "max_hold_ms", b"max_hold_ms", "max_lease_ms", b"max_lease_ms", "max_reservation_ms", b"max_reservation_ms", "shm_socket", b"shm_socket", "store_id", b"store_id", "tcp_address", b"tcp_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -155,7 +155,8 @@ class MatchRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    OWNER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PATIENCE_MS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """namespace"""
     hashes: _builtins.bytes
@@ -164,8 +165,10 @@ class MatchRequest(_message.Message):
     """0: look only, pin nothing"""
     incarnation: _builtins.str
     """of the node that the caller shook hands with; FAILED_PRECONDITION when it has restarted"""
-    owner: _builtins.str
-    """names the client, for limits and logs"""
+    tenant: _builtins.bytes
+    """salt of the chain, 32 bytes; empty: nobody's in particular"""
+    patience_ms: _builtins.int
+    """how long blocks of lower tiers are worth waiting for: as computing them would take; 0: start no loads"""
     def __init__(
         self,
         *,
@@ -173,11 +176,12 @@ class MatchRequest(_message.Message):
         hashes: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
         incarnation: _builtins.str = ...,
-        owner: _builtins.str = ...,
+        tenant: _builtins.bytes = ...,
+        patience_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "patience_ms", b"patience_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -185,57 +189,35 @@ Global___MatchRequest: _TypeAlias = MatchRequest  # noqa: Y015
 
 @_typing.final
 class MatchResponse(_message.Message):
+    """Slots are records of 20 bytes, concatenated, little-endian: offset in bytes from the start of the pool (8), generation (8),
+    which changes whenever the slot is given to another block, CRC-32C of the block's bytes (4), 0 for slots to write.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing pinned"""
-    @_builtins.property
-    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
-        """of the matched prefix, in order"""
-
+    slots: _builtins.bytes
+    """of the matched prefix, in order"""
+    loading: _builtins.int
+    """blocks right after the slots that are on their way up; match again to see them"""
     def __init__(
         self,
         *,
         lease_id: _builtins.int = ...,
-        slots: _abc.Iterable[Global___Slot] | None = ...,
+        slots: _builtins.bytes = ...,
+        loading: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "loading", b"loading", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchResponse: _TypeAlias = MatchResponse  # noqa: Y015
-
-@_typing.final
-class Slot(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OFFSET_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    offset: _builtins.int
-    """bytes from the start of the pool"""
-    crc32c: _builtins.int
-    """of the block's bytes; 0 for slots to write"""
-    generation: _builtins.int
-    """changes whenever the slot is given to another block"""
-    def __init__(
-        self,
-        *,
-        offset: _builtins.int = ...,
-        crc32c: _builtins.int = ...,
-        generation: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "generation", b"generation", "offset", b"offset"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Slot: _TypeAlias = Slot  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
@@ -281,6 +263,7 @@ class ReserveRequest(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     hashes: _builtins.bytes
     """chain from its start, 16 bytes a hash; naming held blocks keeps them from being evicted first"""
@@ -289,6 +272,8 @@ class ReserveRequest(_message.Message):
     """as in MatchRequest"""
     owner: _builtins.str
     """only it can publish"""
+    tenant: _builtins.bytes
+    """salt of the chain, 32 bytes: whose quota the blocks count against; empty: nobody's"""
     def __init__(
         self,
         *,
@@ -297,10 +282,11 @@ class ReserveRequest(_message.Message):
         lease_ms: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         owner: _builtins.str = ...,
+        tenant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,102 +297,69 @@ class ReserveResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
-    RESERVED_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
     """0: nothing reserved"""
+    slots: _builtins.bytes
+    """one an index"""
     refused: _builtins.int
     """blocks that nobody holds and for which there is no space"""
     @_builtins.property
-    def reserved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserved]: ...
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of what was reserved, into ReserveRequest.hashes"""
+
     def __init__(
         self,
         *,
         reservation_id: _builtins.int = ...,
-        reserved: _abc.Iterable[Global___Reserved] | None = ...,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+        slots: _builtins.bytes = ...,
         refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused", "reservation_id", b"reservation_id", "reserved", b"reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["indices", b"indices", "refused", b"refused", "reservation_id", b"reservation_id", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
 
 @_typing.final
-class Reserved(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: _builtins.int
-    SLOT_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    """into ReserveRequest.hashes"""
-    @_builtins.property
-    def slot(self) -> Global___Slot: ...
-    def __init__(
-        self,
-        *,
-        index: _builtins.int = ...,
-        slot: Global___Slot | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "slot", b"slot"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Reserved: _TypeAlias = Reserved  # noqa: Y015
-
-@_typing.final
 class PublishRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
-    PUBLISHED_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
     owner: _builtins.str
     """as in ReserveRequest"""
     @_builtins.property
-    def published(self) -> _containers.RepeatedCompositeFieldContainer[Global___Published]: ...
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of what was written, into ReserveRequest.hashes"""
+
+    @_builtins.property
+    def crc32c(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one an index"""
+
     def __init__(
         self,
         *,
         reservation_id: _builtins.int = ...,
-        published: _abc.Iterable[Global___Published] | None = ...,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+        crc32c: _abc.Iterable[_builtins.int] | None = ...,
         owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "published", b"published", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "indices", b"indices", "owner", b"owner", "reservation_id", b"reservation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishRequest: _TypeAlias = PublishRequest  # noqa: Y015
-
-@_typing.final
-class Published(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: _builtins.int
-    CRC32C_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    """into ReserveRequest.hashes"""
-    crc32c: _builtins.int
-    def __init__(
-        self,
-        *,
-        index: _builtins.int = ...,
-        crc32c: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "index", b"index"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Published: _TypeAlias = Published  # noqa: Y015
 
 @_typing.final
 class PublishResponse(_message.Message):
@@ -427,6 +380,106 @@ class PublishResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishResponse: _TypeAlias = PublishResponse  # noqa: Y015
+
+@_typing.final
+class HoldRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    HOLD_MS_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    hashes: _builtins.bytes
+    """chain from its start"""
+    incarnation: _builtins.str
+    """as in MatchRequest"""
+    session: _builtins.str
+    """one hold each, in each namespace"""
+    hold_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        hashes: _builtins.bytes = ...,
+        incarnation: _builtins.str = ...,
+        session: _builtins.str = ...,
+        hold_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "hold_ms", b"hold_ms", "incarnation", b"incarnation", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldRequest: _TypeAlias = HoldRequest  # noqa: Y015
+
+@_typing.final
+class HoldResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    held: _builtins.int
+    """leading blocks that are kept now, until the hold is released or ends"""
+    refused: _builtins.int
+    """that follow them and are there, but would exceed what holds may keep"""
+    def __init__(
+        self,
+        *,
+        held: _builtins.int = ...,
+        refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldResponse: _TypeAlias = HoldResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseHoldRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    session: _builtins.str
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        session: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseHoldRequest: _TypeAlias = ReleaseHoldRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseHoldResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: _builtins.int
+    released: _builtins.int
+    """blocks; 0 when the hold has ended"""
+    def __init__(
+        self,
+        *,
+        released: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseHoldResponse: _TypeAlias = ReleaseHoldResponse  # noqa: Y015
 
 @_typing.final
 class CondemnRequest(_message.Message):
@@ -498,6 +551,7 @@ class BlockChanges(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """goes up by one a message; a gap voids what is known"""
     digest: _builtins.bytes
@@ -505,6 +559,8 @@ class BlockChanges(_message.Message):
     stored: _builtins.bytes
     """chain hashes, 16 bytes each"""
     removed: _builtins.bytes
+    tier: _builtins.str
+    """where: "cpu", or a tier below it ("ssd", "redis"); a block may be in several"""
     def __init__(
         self,
         *,
@@ -512,10 +568,11 @@ class BlockChanges(_message.Message):
         digest: _builtins.bytes = ...,
         stored: _builtins.bytes = ...,
         removed: _builtins.bytes = ...,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "removed", b"removed", "sequence", b"sequence", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -551,6 +608,14 @@ class StatsResponse(_message.Message):
     EXPIRED_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
+    BYTES_MATCHED_FIELD_NUMBER: _builtins.int
+    BYTES_WRITTEN_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    RESERVATIONS_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     bytes: _builtins.int
     capacity_bytes: _builtins.int
@@ -569,6 +634,26 @@ class StatsResponse(_message.Message):
     """blocks pinned now"""
     store_id: _builtins.str
     """of the node; stays the same over restarts"""
+    bytes_matched: _builtins.int
+    """of the hits"""
+    bytes_written: _builtins.int
+    """of the blocks published"""
+    refused: _builtins.int
+    """blocks that were to be written, and for which there was no space"""
+    leases: _builtins.int
+    """open now, holds included"""
+    reservations: _builtins.int
+    """open now"""
+    held_bytes: _builtins.int
+    """kept by holds now"""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]:
+        """below the pool, in the order in which they are asked"""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
+        """that have a quota and used it of late"""
+
     def __init__(
         self,
         *,
@@ -583,11 +668,123 @@ class StatsResponse(_message.Message):
         expired: _builtins.int = ...,
         pinned: _builtins.int = ...,
         store_id: _builtins.str = ...,
+        bytes_matched: _builtins.int = ...,
+        bytes_written: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        leases: _builtins.int = ...,
+        reservations: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___TierStats] | None = ...,
+        tenants: _abc.Iterable[Global___TenantStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "evicted", b"evicted", "expired", b"expired", "hits", b"hits", "misses", b"misses", "pinned", b"pinned", "store_id", b"store_id", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "bytes_matched", b"bytes_matched", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "evicted", b"evicted", "expired", b"expired", "held_bytes", b"held_bytes", "hits", b"hits", "leases", b"leases", "misses", b"misses", "pinned", b"pinned", "refused", b"refused", "reservations", b"reservations", "store_id", b"store_id", "tenants", b"tenants", "tiers", b"tiers", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class TierStats(_message.Message):
+    """One tier below the pool; counters since it was opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    BYTES_READ_FIELD_NUMBER: _builtins.int
+    BYTES_WRITTEN_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"ssd", "redis", "s3", "peer" """
+    blocks: _builtins.int
+    """held now, as far as the tier knows"""
+    bytes: _builtins.int
+    """that they occupy there"""
+    capacity_bytes: _builtins.int
+    """0: not known"""
+    hits: _builtins.int
+    """blocks fetched"""
+    misses: _builtins.int
+    """blocks asked for and not there, corrupt ones included"""
+    bytes_read: _builtins.int
+    bytes_written: _builtins.int
+    refused: _builtins.int
+    """blocks not taken: no space, no budget"""
+    evicted: _builtins.int
+    corrupt: _builtins.int
+    failures: _builtins.int
+    """operations that failed, or ran past their deadline"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+        bytes_read: _builtins.int = ...,
+        bytes_written: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        evicted: _builtins.int = ...,
+        corrupt: _builtins.int = ...,
+        failures: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "evicted", b"evicted", "failures", b"failures", "hits", b"hits", "misses", b"misses", "name", b"name", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierStats: _TypeAlias = TierStats  # noqa: Y015
+
+@_typing.final
+class TenantStats(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """first 16 hexadecimal digits of the SHA-256 of its salt, which is a secret"""
+    bytes: _builtins.int
+    """that its blocks occupy"""
+    quota_bytes: _builtins.int
+    hits: _builtins.int
+    """blocks matched under a lease"""
+    misses: _builtins.int
+    evicted: _builtins.int
+    """blocks that made room for others of the same tenant"""
+    refused: _builtins.int
+    """blocks not taken, because the quota was full of blocks in use"""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        quota_bytes: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+        evicted: _builtins.int = ...,
+        refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "evicted", b"evicted", "hits", b"hits", "misses", b"misses", "quota_bytes", b"quota_bytes", "refused", b"refused", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantStats: _TypeAlias = TenantStats  # noqa: Y015

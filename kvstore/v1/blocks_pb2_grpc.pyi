@@ -42,6 +42,11 @@ class BlockStoreStub:
     """Makes written blocks readable and ends their reservation; reserved blocks that are not named are given up.
     A block whose reservation has ended is not published.
     """
+    Hold: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.HoldRequest, _blocks_pb2.HoldResponse]
+    """Keeps the held prefix of a session's chain from eviction while the session waits for something else than us (a tool, a
+    person). One hold a session: a new one replaces it. All holds of a node together have a share of its pool.
+    """
+    ReleaseHold: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.ReleaseHoldRequest, _blocks_pb2.ReleaseHoldResponse]
     Condemn: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.CondemnRequest, _blocks_pb2.CondemnResponse]
     """Reports blocks whose bytes failed their checksum. The node looks for itself; bad ones are dropped and counted."""
     Watch: _grpc.UnaryStreamMultiCallable[_blocks_pb2.WatchRequest, _blocks_pb2.BlockChanges]
@@ -62,6 +67,11 @@ class BlockStoreAsyncStub(BlockStoreStub):
     """Makes written blocks readable and ends their reservation; reserved blocks that are not named are given up.
     A block whose reservation has ended is not published.
     """
+    Hold: _aio.UnaryUnaryMultiCallable[_blocks_pb2.HoldRequest, _blocks_pb2.HoldResponse]  # type: ignore[assignment]
+    """Keeps the held prefix of a session's chain from eviction while the session waits for something else than us (a tool, a
+    person). One hold a session: a new one replaces it. All holds of a node together have a share of its pool.
+    """
+    ReleaseHold: _aio.UnaryUnaryMultiCallable[_blocks_pb2.ReleaseHoldRequest, _blocks_pb2.ReleaseHoldResponse]  # type: ignore[assignment]
     Condemn: _aio.UnaryUnaryMultiCallable[_blocks_pb2.CondemnRequest, _blocks_pb2.CondemnResponse]  # type: ignore[assignment]
     """Reports blocks whose bytes failed their checksum. The node looks for itself; bad ones are dropped and counted."""
     Watch: _aio.UnaryStreamMultiCallable[_blocks_pb2.WatchRequest, _blocks_pb2.BlockChanges]  # type: ignore[assignment]
@@ -109,6 +119,23 @@ class BlockStoreServicer(metaclass=_abc_1.ABCMeta):
         """Makes written blocks readable and ends their reservation; reserved blocks that are not named are given up.
         A block whose reservation has ended is not published.
         """
+
+    @_abc_1.abstractmethod
+    def Hold(
+        self,
+        request: _blocks_pb2.HoldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.HoldResponse, _abc.Awaitable[_blocks_pb2.HoldResponse]]:
+        """Keeps the held prefix of a session's chain from eviction while the session waits for something else than us (a tool, a
+        person). One hold a session: a new one replaces it. All holds of a node together have a share of its pool.
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseHold(
+        self,
+        request: _blocks_pb2.ReleaseHoldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.ReleaseHoldResponse, _abc.Awaitable[_blocks_pb2.ReleaseHoldResponse]]: ...
 
     @_abc_1.abstractmethod
     def Condemn(

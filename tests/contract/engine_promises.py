@@ -94,6 +94,20 @@ async def reports_add_up_and_name_the_engines_own_cache(one: Driven) -> None:
     assert again.kv.cached_tokens == 5 * block_tokens
 
 
+async def reports_come_with_the_first_tokens_and_again_with_the_finish(one: Driven) -> None:
+    prompt = fresh_prompt(5 * one.engine.facts.block_tokens + 3)
+    for _ in range(2):
+        start = work(prompt)
+        one.submit(start)
+        await one.until(lambda start=start: one.tokens[start.request_id])
+        assert len(one.told[start.request_id]) == 1, "the first tokens say it"
+
+        end = await one.end_of(start)
+
+        assert isinstance(end, Progress)
+        assert one.told[start.request_id] == [end.kv, end.kv]
+
+
 async def tenants_never_share_a_block(one: Driven) -> None:
     prompt = fresh_prompt(100)
     ours, _ = await one.do(work(prompt, salt=b"a" * 32))
@@ -224,6 +238,30 @@ async def a_prompt_that_the_decode_side_has_is_not_moved_again(prefill: Driven, 
     await prefill.idle()
 
 
+async def a_decode_that_is_cancelled_has_told_where_its_blocks_came_from(
+    prefill: Driven, decode: Driven, path: KvPath
+) -> None:
+    prompt = fresh_prompt(200)
+    first, prefilled = await prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=path))
+    start = work(prompt + token_bytes(first), 800, phase=Phase.DECODE, handoff=prefilled.handoff)
+    decode.submit(start)
+    await decode.until(lambda: decode.tokens[start.request_id])
+
+    decode.engine.cancel(start.request_id)
+
+    end = await decode.end_of(start)
+    assert isinstance(end, Progress)
+    assert end.finish is Finish.CANCELLED
+    (told,) = decode.told[start.request_id]
+    full = 200 // decode.engine.facts.block_tokens
+    assert blocks_from(told, Source(path.value)) == full
+    assert blocks_from(told, Source.COMPUTED) == told.prompt_blocks - full
+    assert bytes_from(told, Source(path.value)) > 0
+    assert told.cached_tokens == full * decode.engine.facts.block_tokens
+    await prefill.idle()
+    await decode.idle()
+
+
 async def split_requests_side_by_side_keep_apart(prefill: Driven, decode: Driven, path: KvPath) -> None:
     prompts = [fresh_prompt(length) for length in (40, 90, 200, 333)]
     prefills = [work(prompt, phase=Phase.PREFILL, kv_path=path) for prompt in prompts]
@@ -249,6 +287,7 @@ ALONE = (
     a_request_cancelled_at_once_ends_too,
     cancelling_what_is_not_there_changes_nothing,
     reports_add_up_and_name_the_engines_own_cache,
+    reports_come_with_the_first_tokens_and_again_with_the_finish,
     tenants_never_share_a_block,
     cache_events_name_the_blocks_of_the_chain,
     a_stop_token_ends_the_answer,
@@ -263,5 +302,6 @@ PAIRED = (
     a_useless_hand_off_costs_time_and_nothing_else,
     blocks_handed_to_one_tenant_are_not_anothers,
     a_prompt_that_the_decode_side_has_is_not_moved_again,
+    a_decode_that_is_cancelled_has_told_where_its_blocks_came_from,
     split_requests_side_by_side_keep_apart,
 )

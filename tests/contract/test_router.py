@@ -61,7 +61,7 @@ async def a_real_one() -> AsyncIterator[tuple[Router, Cancellations]]:
                             token,
                             request_id=start.request_id,
                             finish=Finish.LENGTH if last else None,
-                            kv=a_report(len(start.tokens) // 4) if last else None,
+                            kv=a_report(len(start.tokens) // 4) if last or index == 0 else None,
                         )
                         await worker.say(Step(progress=(step,)))
                 case Cancel():
@@ -106,6 +106,17 @@ async def test_leaving_early_cancels_at_the_engine(opens):
             await anext(events)
 
         assert await cancelled() == 1
+
+
+async def test_with_the_first_tokens_it_is_known_where_the_blocks_came_from(opens):
+    async with opens() as (router, _):
+        async with router.submit(an_arrival(tokens=100, sampling=Sampling(max_tokens=99))) as events:
+            await anext(events)
+            known = events.kv
+
+        (phase,) = known
+        assert phase.report.prompt_blocks == 4
+        assert events.kv == known, "leaving changes nothing"
 
 
 async def test_the_models_that_are_served_are_known(opens):

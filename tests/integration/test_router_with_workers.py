@@ -154,9 +154,10 @@ async def test_a_stream_survives_the_death_of_its_worker_with_the_same_tokens():
         def kill() -> None:
             victims[cluster.server.explain(arrived.request_id).placements[0].decode].kill()
 
-        tokens, _ = await cluster.answer(arrived, after_first=kill)
+        tokens, complete = await cluster.answer(arrived, after_first=kill)
 
         assert tokens == expected
+        assert {phase.worker_id for phase in complete.kv} == set(victims), "the lost one had told with its first tokens"
         assert cluster.server.status().counters.continued == 1
         assert cluster.server.status().counters.workers_lost == 1
 

@@ -16,6 +16,8 @@ import pytest
 
 from fleet.adapters.tiny_model import CONFIG
 from fleet.client import Client, Placement, Source
+from fleet.requests import Finish
+from fleet.roles import KvPath, Phase
 from tests.shared_memory import abandoned_segments
 
 pytestmark = pytest.mark.integration
@@ -123,6 +125,41 @@ def test_a_prompt_goes_in_over_grpc_and_its_blocks_go_from_prefill_to_decode(clu
     assert (prefill.worker_id, decode.worker_id) == ("prefill-0", "decode-0")
     moved = sum(origin.blocks for origin in decode.report.origins if origin.source is Source.STORE)
     assert moved == len(PROMPT) // 32
+
+
+@pytest.mark.parametrize(
+    ("options", "phases", "moved"),
+    [
+        ({"placement": Placement.AGGREGATED}, [Phase.AGGREGATED], {Source.COMPUTED: 7}),
+        (
+            {"placement": Placement.DISAGGREGATED, "kv_path": KvPath.STORE},
+            [Phase.PREFILL, Phase.DECODE],
+            {Source.STORE: 6, Source.COMPUTED: 1},
+        ),
+        (
+            {"placement": Placement.DISAGGREGATED, "kv_path": KvPath.DIRECT},
+            [Phase.PREFILL, Phase.DECODE],
+            {Source.DIRECT: 6, Source.COMPUTED: 1},
+        ),
+    ],
+)
+def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_from(cluster, options, phases, moved):
+    """Row B3: the counters add up to the prompt's blocks, though no engine finished."""
+    with Client(cluster.grpc) as client:
+        asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, **options}
+        whole = client.complete(PROMPT, **asked, tenant=f"all of {options}")
+        stop = whole.text[len(whole.text) // 2 :][:5]
+
+        stopped = client.complete(PROMPT, **asked, tenant=f"half of {options}", stop=stop)
+
+    assert stopped.finish is Finish.STOP
+    assert whole.text.startswith(stopped.text)
+    assert 1 < stopped.usage.completion_tokens < 60
+    assert [phase.phase for phase in stopped.kv] == phases
+    for phase in stopped.kv:
+        assert sum(origin.blocks for origin in phase.report.origins) == phase.report.prompt_blocks == 7
+    assert {origin.source: origin.blocks for origin in stopped.kv[-1].report.origins} == moved
+    assert stopped.usage.cached_tokens == 0, "every token was computed by one of the phases"
 
 
 def test_a_prompt_goes_in_over_http(cluster):

@@ -56,6 +56,7 @@ def test_blocks_go_from_engine_to_engine_and_the_tokens_are_those_of_one(pair, l
     assert blocks_from(decoded.kv, Source.DIRECT) == blocks
     assert bytes_from(decoded.kv, Source.DIRECT) == blocks * BLOCK_BYTES
     assert decoded.kv.cached_tokens == length - 1  # the last token is always computed
+    assert pair.engines[1].told[decoded.request_id] == [decoded.kv, decoded.kv]  # with the first tokens, and at the end
 
 
 def test_blocks_that_the_decode_side_has_are_not_moved_again(pair):

@@ -186,6 +186,7 @@ def test_a_corrupt_block_is_computed_and_counted_as_computed(pair, client, node)
     assert first + rest == alone
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (4, 6)
     assert end.kv.cached_tokens == 4 * BLOCK_TOKENS
+    assert decode.told[decoding.request_id] == [end.kv, end.kv], "the first tokens claim no block that did not arrive"
     until_held(client, prompt, 9)  # the block was written again
 
 

@@ -176,7 +176,7 @@ class SimulatedEngine:
                 token_ids=(sampled.token,),
                 logprobs=sampled.logprobs,
                 finish=sampled.finish,
-                kv=sequence.report() if finished else None,
+                kv=sequence.report() if finished or sequence.generated == 1 else None,
             )
         )
         if finished:

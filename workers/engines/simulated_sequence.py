@@ -50,9 +50,9 @@ class Sequence:
         self.names: list[ChainHash] = []  # of the full blocks that are computed or fetched
         self.reserve = 0  # blocks that are promised to it and not yet taken
         self.fetched: KvOrigin | None = None  # blocks that came from elsewhere
+        self.generated = 0  # tokens
         self._hits = 0
         self._tokens = bytearray(start.tokens)
-        self._generated = 0
         self._digest: Digest = shape.model.beginning
         self._shape = shape
         self._block_bytes = shape.block_tokens * TOKEN_BYTES
@@ -124,20 +124,20 @@ class Sequence:
         """The next token, when KV exists for all tokens so far; it becomes part of the sequence."""
         sampling = self.start.sampling
         assert self.computed == len(self._tokens) // TOKEN_BYTES
-        may_end = not sampling.ignore_eos and self._generated >= sampling.min_tokens
+        may_end = not sampling.ignore_eos and self.generated >= sampling.min_tokens
         drawn = self._shape.model.draw(
             self._digest, self._tokens[len(self.names) * self._block_bytes :], sampling, may_end=may_end
         )
         self._tokens += drawn.token.to_bytes(TOKEN_BYTES, "little")
-        self._generated += 1
+        self.generated += 1
         logprobs: tuple[Logprobs, ...] = ()
         if sampling.logprobs is not None:
             logprobs = (self._shape.model.logprobs(drawn.token, sampling.logprobs),)
-        stops = drawn.token in sampling.stop_token_ids and self._generated >= sampling.min_tokens
+        stops = drawn.token in sampling.stop_token_ids and self.generated >= sampling.min_tokens
         finish = None
         if drawn.ends or stops:
             finish = Finish.STOP
-        elif self._generated >= self.answer_tokens:
+        elif self.generated >= self.answer_tokens:
             finish = Finish.LENGTH
         return Sampled(token=drawn.token, logprobs=logprobs, finish=finish)
 

@@ -67,7 +67,8 @@ class SimulatedStore:
         """The longest prefix of `names` that the store has and that arrives, verified, within `deadline` from now."""
         if not names:
             return []
-        return await self._in_thread(lambda: self._load(names), deadline, otherwise=[])
+        patience_seconds = deadline / SECOND / 2  # the other half is for the blocks to be read
+        return await self._in_thread(lambda: self._load(names, patience_seconds), deadline, otherwise=[])
 
     async def publish(self, blocks: Mapping[ChainHash, bytes], deadline: Nanos) -> int:
         """Write blocks now; returns how many the store did not have before."""
@@ -99,8 +100,8 @@ class SimulatedStore:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _load(self, names: Sequence[ChainHash]) -> list[bytes]:
-        match = self._client.match(names, lease_seconds=LEASE_SECONDS)
+    def _load(self, names: Sequence[ChainHash], patience_seconds: float) -> list[bytes]:
+        match = self._client.match_patiently(names, lease_seconds=LEASE_SECONDS, patience_seconds=patience_seconds)
         if not len(match):
             return []
         buffers = [bytearray(self._block_bytes) for _ in range(len(match))]

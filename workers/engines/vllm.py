@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.ids import RequestId, StoreId
-from fleet.requests import TOKEN_BYTES, Finish
+from fleet.requests import TOKEN_BYTES, Finish, KvReport
 from fleet.roles import KvPath, Phase, Role
 from fleet.work import KvEvent, Load, Progress, Rejected, Start
 from kvstore.block import HashAlgorithm, blocks_for
@@ -32,13 +32,16 @@ from workers.engines import vllm_launch, vllm_requests
 from workers.engines.vllm_events import Translator, read_events
 from workers.engines.vllm_launch import available
 from workers.engines.vllm_namespace import namespace_of, weights_revision
+from workers.engines.vllm_planning import Counts
 from workers.ports import Engine, EngineDied, EngineFacts, EngineOutput
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import PrefillStats
 
 __all__ = ["available", "open_engine"]
 
@@ -195,6 +198,7 @@ class VllmEngine:
         self._steps: deque[EngineOutput] = deque()  # bounded by what the requests in flight may generate
         self._arrived = asyncio.Event()
         self._dead: str | None = None
+        self._prefilled = _keep_prefill_stats(llm)
 
     @property
     def facts(self) -> EngineFacts:
@@ -290,6 +294,7 @@ class VllmEngine:
             self._tell(_rejected(start, Reason.INTERNAL, "", f"the engine gave up: {error}"))
         finally:
             del self._requests[start.request_id]
+            self._prefilled.pop(start.request_id, None)
 
     async def _generate(self, request: _InFlight) -> None:
         from vllm.inputs import tokens_input  # noqa: PLC0415 - loaded by now
@@ -303,12 +308,14 @@ class VllmEngine:
     def _progress(self, request: _InFlight, output: "RequestOutput") -> Progress | Rejected:
         start = request.start
         (completion,) = output.outputs
+        stats = self._prefilled.pop(start.request_id, None)  # there with the first tokens
         request.generated += len(completion.token_ids)
         if completion.finish_reason is None:
             return Progress(
                 request_id=start.request_id,
                 token_ids=tuple(completion.token_ids),
                 logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
+                kv=None if stats is None else self._report_at_start(start, stats),
             )
         finish = vllm_requests.FINISHES.get(completion.finish_reason)
         if finish is None:
@@ -320,9 +327,15 @@ class VllmEngine:
             token_ids=tuple(completion.token_ids),
             logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
             finish=finish,
-            kv=vllm_requests.report_of(start, output, self._facts, self._block_bytes),
+            kv=self._report(start, vllm_requests.counts_at_end(output)),
             handoff=vllm_requests.handoff_of(start, output, self._facts) if start.phase is Phase.PREFILL else None,
         )
+
+    def _report_at_start(self, start: Start, stats: "PrefillStats") -> KvReport:
+        return self._report(start, vllm_requests.counts_at_start(start, stats, self._facts.block_tokens))
+
+    def _report(self, start: Start, counts: Counts) -> KvReport:
+        return vllm_requests.report_of(start, counts, self._facts, self._block_bytes)
 
     async def _abort(self, request_id: RequestId) -> None:
         """Abort; vLLM answers with a last output, which ends the request's task."""
@@ -343,6 +356,26 @@ class VllmEngine:
         if self._dead is None:
             self._dead = "vLLM's engine process ended; the cause is in its log, above"
             self._arrived.set()
+
+
+def _keep_prefill_stats(llm: "AsyncLLM") -> "dict[str, PrefillStats]":
+    """Where prompt tokens came from, by request: in the returned dict before anybody gets the first new token.
+
+    vLLM's engine says it with the first output of a request, and its output processor keeps no more than a sum. The
+    processor outlives the engine here and there (in tracebacks), so it must not lead back to it.
+    """
+    prefilled: dict[str, PrefillStats] = {}
+    processor = llm.output_processor
+    process = processor.process_outputs
+
+    def process_outputs(outputs: "list[EngineCoreOutput]", *args: Any, **kwargs: Any) -> Any:
+        for output in outputs:
+            if output.prefill_stats is not None and (state := processor.request_states.get(output.request_id)):
+                prefilled[state.external_req_id] = output.prefill_stats
+        return process(outputs, *args, **kwargs)
+
+    processor.process_outputs = process_outputs
+    return prefilled
 
 
 def _rejected(start: Start, reason: Reason, field: str, message: str) -> Rejected:

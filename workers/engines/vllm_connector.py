@@ -17,6 +17,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +158,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 connector_output.invalid_block_ids or set(),
                 connector_output.failed_recving or set(),
             )
+            self._correct_stats(connector_output.finished_recving)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._planner is not None
@@ -167,6 +169,16 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+    def _correct_stats(self, request_ids: Iterable[str]) -> None:
+        """Have vLLM count what arrived: it took as cached what was to arrive, and says so with a request's first output."""
+        assert self._planner is not None
+        block_tokens = self._namespace.block_tokens
+        for request, counts in self._planner.counts(request_ids):
+            if (stats := request.prefill_stats) is not None:
+                local = counts.engine * block_tokens
+                cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
+                stats.set(request.num_prompt_tokens, local, cached - local)
 
     # Beside the model.
 

@@ -14,7 +14,7 @@ Rules:
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ class EngineRequest(Protocol):
     num_preemptions: int
     cache_salt: str | None
     kv_transfer_params: dict[str, Any] | None
+    prefill_stats: Any  # vLLM's `PrefillStats`; None once they were given out
 
 
 class Counts(Struct, frozen=True, array_like=True):
@@ -216,6 +217,12 @@ class StorePlanner:
             good = next((i for i, b in enumerate(tracked.pulling) if b in invalid_blocks), len(tracked.pulling))
             tracked.counts = Counts(engine=tracked.local, direct=0 if request_id in failed else good)
             tracked.pulling = []
+
+    def counts(self, request_ids: Iterable[str]) -> Iterator[tuple[EngineRequest, Counts]]:
+        """What is known by now of those of these requests that have not ended."""
+        for request_id in request_ids:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                yield tracked.request, tracked.counts
 
     def finished(self, request: EngineRequest) -> Counts | None:
         """Forget a request; None if it was never admitted."""

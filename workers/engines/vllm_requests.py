@@ -18,6 +18,7 @@ from workers.ports import EngineFacts
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.metrics.stats import PrefillStats
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +116,28 @@ def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprob
     return tuple(result)
 
 
-def report_of(start: Start, output: "RequestOutput", facts: EngineFacts, block_bytes: int) -> KvReport:
+def counts_at_end(output: "RequestOutput") -> Counts:
     """Where the blocks of the prompt came from, as the connector counted them."""
+    params = output.kv_transfer_params or {}
+    return msgspec.convert(params.get(COUNTS, []), Counts)  # none: the connector does not follow such requests
+
+
+def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> Counts:
+    """The same as vLLM knows it with the first token, in tokens; the connector has put right what did not arrive.
+
+    It does not say which connector gave the blocks, so those that the store gave after a pull from another engine had
+    failed count as pulled, until the end.
+    """
+    local = stats.num_local_cached_tokens // block_tokens
+    external = blocks_for(stats.num_external_cached_tokens, block_tokens)  # the last one pulled may not be full
+    if start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT:
+        return Counts(engine=local, direct=external)
+    return Counts(engine=local, store=external)
+
+
+def report_of(start: Start, counts: Counts, facts: EngineFacts, block_bytes: int) -> KvReport:
     num_tokens = len(start.tokens) // TOKEN_BYTES
     prompt_blocks = blocks_for(num_tokens, facts.block_tokens)
-    params = output.kv_transfer_params or {}
-    counts = msgspec.convert(params.get(COUNTS, []), Counts)  # none: the connector does not follow such requests
     known = counts.engine + counts.store + counts.direct
     origins = [
         KvOrigin(source=Source.ENGINE, blocks=counts.engine),

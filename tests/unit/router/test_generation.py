@@ -28,7 +28,7 @@ from fleet.router.generation import INLINE_CHARACTERS, MAX_TOKENISING, Generatio
 from fleet.router.ports import TextCodec
 from fleet.telemetry import Metrics
 from kvstore.block import salt_for
-from tests.builders import MODEL, a_prompt, a_request, token_ids
+from tests.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
 from tests.fake_router import FakeRouter, a_card
 from tests.text_model import END, EOS
 
@@ -144,6 +144,19 @@ async def test_a_stop_string_cancels_the_engine_and_counts_only_what_came_before
     assert finished.usage.completion_tokens == len(tokens) == router.steps_taken < len(router.answer)
     assert router.cancelled == ["r1"]
     assert outcomes(generation) == {"stop": 1}
+
+
+async def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_from(generations, codec):
+    router = FakeRouter(ids_of(codec, "the quick brown fox jumps over the lazy dog"))
+    router.cached_blocks = 2
+    request = a_request(prompt=TokenPrompt(a_prompt(100)), stop=("fox",), sampling=Sampling(max_tokens=100))
+
+    _, _, finished = await collect(generations(router).generate(request))
+
+    assert router.cancelled == ["r1"]
+    (phase,) = finished.kv
+    assert (phase.worker_id, phase.report.prompt_blocks) == ("w1", 4)
+    assert finished.usage.cached_tokens == phase.report.cached_tokens == 2 * BLOCK_TOKENS
 
 
 async def test_the_engine_is_stopped_before_a_slow_client_takes_the_last_text(generations, codec):

@@ -71,6 +71,47 @@ def test_a_request_goes_to_a_worker_and_its_tokens_to_the_client():
     assert [(phase.phase, phase.worker_id) for phase in complete.kv] == [(Phase.AGGREGATED, "d1")]
 
 
+def test_where_blocks_came_from_is_told_with_the_first_tokens_and_the_finish_has_the_last_word():
+    router = Driver(*ONE)
+    work = the(Dispatch, router.send(an_arrival(tokens=LONG, sampling=GREEDY)))
+
+    first = the(Emit, router.step(work, 11, kv=a_report(LONG, cached_blocks=9)))
+    second = the(Emit, router.step(work, 12))
+    complete = the(Complete, router.step(work, 13, finish=LENGTH, kv=a_report(LONG, cached_blocks=7)))
+
+    assert [phase.report for phase in first.kv] == [a_report(LONG, cached_blocks=9)]
+    assert (second.kv, first.cached_tokens, second.cached_tokens) == (first.kv, 9 * BLOCK_TOKENS, 9 * BLOCK_TOKENS)
+    assert [phase.report for phase in complete.kv] == [a_report(LONG, cached_blocks=7)]
+    assert complete.cached_tokens == 7 * BLOCK_TOKENS
+
+
+def test_the_tokens_of_a_pair_come_with_what_both_workers_have_told():
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(a_long_arrival()))
+
+    handed_over = router.step(prefill, 11, finish=LENGTH, kv=a_report(LONG, cached_blocks=3), handoff=a_handoff())
+    first = the(Emit, handed_over)
+    told = a_report(LONG + 1, cached_blocks=31, source=Source.STORE)
+    second = the(Emit, router.step(the(Dispatch, handed_over), 12, kv=told))
+
+    assert [phase.phase for phase in first.kv] == [Phase.PREFILL]
+    assert [(phase.phase, phase.worker_id) for phase in second.kv] == [(Phase.PREFILL, "p1"), (Phase.DECODE, "d1")]
+    assert second.kv[1].report == told
+    assert second.cached_tokens == 3 * BLOCK_TOKENS
+
+
+def test_what_a_lost_worker_had_told_stays_in_the_proof():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival(tokens=LONG, sampling=GREEDY)))
+    router.step(work, 11, kv=a_report(LONG))
+    again = the(Dispatch, router.leave(work.worker_id))
+
+    first = the(Emit, router.step(again, 12, kv=a_report(LONG + 1, cached_blocks=31, source=Source.STORE)))
+
+    assert [phase.worker_id for phase in first.kv] == [work.worker_id, again.worker_id]
+    assert first.cached_tokens == 0, "the lost worker computed all of it"
+
+
 def test_a_request_without_any_worker_is_refused_with_a_hint():
     refusal = the(Refuse, Driver().send(an_arrival()))
 
@@ -144,6 +185,31 @@ def test_blocks_held_by_engine_and_store_are_counted_once():
     (placed,) = router.machine.explain(RequestId("r1")).placements
     assert placed.uncached_tokens == LONG - 10 * BLOCK_TOKENS
     assert placed.candidates[0].credit == 8 + 0.75 * 2
+
+
+def test_a_block_that_moves_between_tiers_of_the_store_changes_its_credit():
+    router = Driver(*PAIR)
+    hashes = tuple(chain(a_prompt(LONG), BLOCK_TOKENS))
+
+    def credit(request_id: str) -> float:
+        router.send(a_long_arrival(request_id=request_id))
+        (placed,) = router.machine.explain(RequestId(request_id)).placements
+        router.cancel(request_id)
+        return placed.candidates[0].credit
+
+    router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, stored=hashes[:8]))
+    in_memory = credit("r1")
+    router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, tier="ssd", stored=hashes[:8]))
+    in_both = credit("r2")
+    router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, removed=hashes[:8]))
+    demoted = credit("r3")
+    router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, stored=hashes[:2]))
+    partly_promoted = credit("r4")
+    router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, reset=True))
+
+    assert (in_memory, in_both, demoted, partly_promoted) == (6, 6, 4, 2 * 0.75 + 6 * 0.5)
+    assert credit("r5") == 0
+    assert router.machine.snapshot().stores == ()
 
 
 def test_blocks_of_another_layout_in_the_store_do_not_count():

@@ -59,6 +59,7 @@ def refused(asked: Asked, *standings: Standing) -> Impossible:
         ({"engine_blocks": 4, "new_blocks": 6}, 6 + 6),
         ({"store_blocks": 4}, 10 - 0.75 * 4 + 10),
         ({"engine_blocks": 2, "store_blocks": 4}, 10 - 2 - 3 + 10),
+        ({"engine_blocks": 2, "store_blocks": 4, "below_blocks": 3}, 10 - 2 - 3 - 1.5 + 10),
         ({"active_blocks": 7, "new_blocks": 3}, 10 + 10),
         ({"requests": 5}, 10 + 10 + 5),
         ({"backlog_tokens": 16, "requests": 1, "active_blocks": 100}, 10.5 + 110 + 1),
@@ -68,6 +69,16 @@ def test_the_cost_is_counted_in_blocks(fields, cost):
     terms = score(a_standing(prompt_tokens=320, **fields), 320, SETTINGS)
 
     assert terms.cost == pytest.approx(cost, abs=1e-9)
+
+
+def test_a_worker_with_hits_in_slower_tiers_beats_a_cold_one_and_loses_to_a_hot_one():
+    cold, on_disk, in_memory, hot = (
+        a_standing(name, prompt_tokens=320, **{tier: 8} if tier else {})
+        for name, tier in (("cold", ""), ("disk", "below_blocks"), ("memory", "store_blocks"), ("hot", "engine_blocks"))
+    )
+
+    for worse, better in itertools.pairwise((cold, on_disk, in_memory, hot)):
+        assert placed(Asked(prompt_tokens=320), worse, better).decode == better.worker_id
 
 
 def test_a_credit_above_one_eats_into_the_backlog_but_not_below_zero():

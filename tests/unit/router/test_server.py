@@ -17,7 +17,7 @@ from fleet.router.messages import Complete
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.work import Cancel, Progress, Start, Step
-from tests.builders import a_description, a_handoff, an_arrival, some_progress
+from tests.builders import BLOCK_TOKENS, a_description, a_handoff, a_report, an_arrival, some_progress
 from tests.fake_workers import FakeWorker, FakeWorkers
 
 
@@ -94,6 +94,23 @@ async def test_leaving_early_stops_the_work():
             await anext(events)
 
         assert await worker.heard() == Cancel(request_id=start.request_id)
+
+
+async def test_where_the_blocks_came_from_is_known_to_who_leaves_early():
+    async with a_router() as router:
+        worker = await router.join()
+        async with router.server.submit(an_arrival(tokens=320)) as events:
+            assert (events.kv, events.cached_tokens) == ((), 0)
+            start = await a_start_at(worker)
+            report = a_report(320, cached_blocks=4)
+            await worker.say(Step(progress=(some_progress(11, request_id=start.request_id, kv=report),)))
+            await answer(worker, start, 12)
+            await anext(events)
+
+        assert [(phase.phase, phase.worker_id, phase.report) for phase in events.kv] == [
+            (Phase.AGGREGATED, "d1", report)
+        ]
+        assert events.cached_tokens == 4 * BLOCK_TOKENS
 
 
 async def test_a_consumer_that_is_cancelled_while_waiting_stops_the_work():

@@ -97,7 +97,11 @@ logprobs = st.lists(st.tuples(U32, FLOAT), max_size=3).flatmap(
     )
 )
 running = st.builds(
-    Progress, request_id=NAME.map(RequestId), token_ids=IDS, logprobs=st.lists(logprobs, max_size=2).map(tuple)
+    Progress,
+    request_id=NAME.map(RequestId),
+    token_ids=IDS,
+    logprobs=st.lists(logprobs, max_size=2).map(tuple),
+    kv=st.none() | reports,
 )
 finished = st.builds(
     Progress,

@@ -21,6 +21,7 @@ class Request(Struct):
     num_preemptions: int = 0
     cache_salt: str | None = None
     kv_transfer_params: dict | None = None
+    prefill_stats: None = None
 
 
 def a_request(num_tokens: int, request_id: str = "r", first: int = 1, **fields) -> Request:

@@ -1,0 +1,129 @@
+"""Encryption of blocks that leave a node's memory: AES-256-GCM around another codec.
+
+Rules:
+
+1. A deployment has secrets of at least 32 bytes each, newest first. The newest seals; any of them opens what it sealed.
+   To rotate, put a new one in front, and drop the old one when what it sealed may be lost: a store is only a cache.
+2. The key of a namespace is HKDF-SHA256(secret, info "fleet.kvstore.seal.v1" ‖ 0x00 ‖ digest of the namespace). The key of
+   a block is HMAC-SHA256(key of its namespace, name of the block). So a 96-bit random nonce has to be fresh only
+   among the times that one block was sealed, and no volume of data calls for a rotation.
+3. What is authenticated besides the bytes: version, ids of this codec and of the one inside, id of the secret, digest and
+   name. A payload that is handed out under another block's name, in another namespace, or as another codec's does not open.
+4. The id of a secret is 8 bytes of HKDF under another info; it tells which one to use, and nothing about it.
+
+    version   1 byte
+    inner     1 byte, id of the codec inside
+    secret    8 bytes, id
+    nonce     12 bytes
+    sealed    as many bytes as went in, and a tag of 16
+
+Lengths and access patterns are not hidden, and a tier may always answer with an older payload of the same block: it holds
+the same KV.
+"""
+
+import hmac
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from msgspec import Struct
+
+from kvstore.buffers import ByteArray
+from kvstore.errors import UndecodableBlock
+from kvstore.messages import BlockKey
+from kvstore.ports import Codec
+
+VERSION = 1
+SEALED = 0x80
+"""Set in the id of a sealed codec; the other bits are the id of the one inside."""
+
+SECRET_BYTES = 32
+KEY_BYTES = 32
+NONCE_BYTES = 12
+TAG_BYTES = 16
+_ID_BYTES = 8
+_HEAD_BYTES = 2 + _ID_BYTES
+_OVERHEAD_BYTES = _HEAD_BYTES + NONCE_BYTES + TAG_BYTES
+_NAMESPACE_INFO = b"fleet.kvstore.seal.v1\0"
+_ID_INFO = b"fleet.kvstore.secret-id.v1\0"
+
+
+class SealingKeys(Struct, frozen=True):
+    """The keys of one namespace by id of the secret that they were made of. Never printed."""
+
+    newest: bytes  # id
+    by_id: Mapping[bytes, bytes]
+
+    def __repr__(self) -> str:
+        return f"SealingKeys({', '.join(each.hex() for each in self.by_id)})"
+
+
+def keys_for(digest: bytes, secrets: Sequence[bytes]) -> SealingKeys:
+    """The keys of a namespace (rule 2).
+
+    Args:
+        digest: Of the namespace.
+        secrets: Newest first; at least one.
+    """
+    assert secrets, "nothing to seal with"
+    assert all(len(secret) >= SECRET_BYTES for secret in secrets), f"a secret is shorter than {SECRET_BYTES} bytes"
+    ids = [_derive(secret, _ID_INFO, _ID_BYTES) for secret in secrets]
+    keys = [_derive(secret, _NAMESPACE_INFO + digest, KEY_BYTES) for secret in secrets]
+    return SealingKeys(newest=ids[0], by_id=dict(zip(ids, keys, strict=True)))
+
+
+class SealedCodec:
+    """See the module and `kvstore.ports.Codec`."""
+
+    def __init__(self, inner: Codec, keys: SealingKeys, nonces: Callable[[int], bytes] = os.urandom):
+        assert not inner.codec_id & SEALED, "sealed already"
+        self.codec_id = SEALED | inner.codec_id
+        self._inner = inner
+        self._keys = keys
+        self._nonces = nonces
+
+    def encode(self, key: BlockKey, block: ByteArray) -> ByteArray:
+        content = self._inner.encode(key, block)
+        head = bytes([VERSION, self._inner.codec_id]) + self._keys.newest
+        nonce = self._nonces(NONCE_BYTES)
+        payload = np.empty(content.nbytes + _OVERHEAD_BYTES, np.uint8)
+        sealed_from = _HEAD_BYTES + NONCE_BYTES
+        payload[:sealed_from] = np.frombuffer(head + nonce, np.uint8)
+        cipher = self._cipher(self._keys.by_id[self._keys.newest], key)
+        cipher.encrypt_into(nonce, content.data, self._associated(head, key), payload[sealed_from:].data)
+        return payload
+
+    def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:
+        if encoded.nbytes < _OVERHEAD_BYTES:
+            raise UndecodableBlock(f"{encoded.nbytes} bytes are fewer than a seal's {_OVERHEAD_BYTES}")
+        head = encoded[:_HEAD_BYTES].tobytes()
+        if head[0] != VERSION or head[1] != self._inner.codec_id:
+            raise UndecodableBlock(f"version {head[0]}, codec {head[1]} is not what is sealed here")
+        if (namespace_key := self._keys.by_id.get(head[2:])) is None:
+            raise UndecodableBlock(f"sealed with secret {head[2:].hex()}, which is not among ours")
+        sealed_from = _HEAD_BYTES + NONCE_BYTES
+        content = np.empty(encoded.nbytes - _OVERHEAD_BYTES, np.uint8)
+        try:
+            self._cipher(namespace_key, key).decrypt_into(
+                encoded[_HEAD_BYTES:sealed_from].data,
+                encoded[sealed_from:].data,
+                self._associated(head, key),
+                content.data,
+            )
+        except InvalidTag as error:
+            raise UndecodableBlock("the seal is broken: damaged, or another block's") from error
+        self._inner.decode(key, content, into)
+
+    def _cipher(self, namespace_key: bytes, key: BlockKey) -> AESGCM:
+        return AESGCM(hmac.digest(namespace_key, key.name, "sha256"))
+
+    def _associated(self, head: bytes, key: BlockKey) -> bytes:
+        return bytes([self.codec_id]) + head + key.digest + key.name
+
+
+def _derive(secret: bytes, info: bytes, length: int) -> bytes:
+    return HKDF(algorithm=SHA256(), length=length, salt=None, info=info).derive(secret)

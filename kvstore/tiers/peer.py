@@ -1,0 +1,545 @@
+"""Blocks in the memory of other nodes, fetched with their leases and over their data plane.
+
+Rules:
+
+1. A peer fills itself. This tier reads, and puts nothing anywhere unless `push` says so; then a chain goes to its owner.
+2. Each chain has an order of peers, its owner first: the one that the rendezvous hash of peer and first block puts
+   first. It needs no table and hardly changes when peers come and go.
+3. Whoever was seen to hold a block is asked first, the others in that order, and never more than `look_ups` that answer.
+   A peer that does not answer costs its share of the time once, then nothing for a while.
+4. Peers are asked for what is in their memory only (no patience): two nodes never wait for each other's lower tiers.
+5. The checksum that a peer recorded when the block was written is verified on the bytes that arrive. Whoever may talk to
+   us as a peer is settled by how `connect` connects.
+"""
+
+import logging
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Protocol
+
+import xxhash
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from kvstore.block import ChainHash
+from kvstore.breaker import Breaker
+from kvstore.buffers import ByteArray
+from kvstore.clock import SECOND, Clock, Nanos, nanos, seconds
+from kvstore.errors import NamespaceUnknown, StoreError, StoreUnreachable, TierFailed
+from kvstore.layout import Namespace
+from kvstore.messages import GONE, BlockKey, Counters, Fetched, LeaseId, Match, Outcome, TierStatus
+from kvstore.tiers.tally import Tally
+
+HINTS = 1 << 16  # blocks of which it is remembered who has them
+DOUBTS = 4096  # blocks that were found bad of late
+DOUBTED_FOR = Nanos(60 * SECOND)  # then the peers have had the time to write them anew
+RUNS = 8  # of consecutive blocks, fetched from one peer in one call: what has more holes is hardly worth it
+LEASE_AFTER_SECONDS = 1.0  # by which a lease outlasts the call that holds it, should it not be released
+
+log = logging.getLogger(__name__)
+
+
+class PeerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose memory to read. Refused as a whole when a field is wrong (`ValueError` names it)."""
+
+    peers: tuple[str, ...]
+    """Control planes of the nodes, ``host:port`` or ``unix:/path``; written alike on all nodes, since that is what they
+    are ranked by."""
+
+    own_address: str = ""
+    """This node's own entry among the peers. It is ranked, so that all nodes agree on owners, but never asked."""
+
+    look_ups: Annotated[int, Meta(ge=1, le=16)] = 2
+    """Peers that are asked for a chain: the one that is known or likely to have it, and one more. Each costs a round trip."""
+
+    connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 0.5
+    """For the handshake with a peer; less where the deadline of the call is nearer."""
+
+    push: bool = False
+    """Whether blocks that go down are written to the memory of their chain's owner."""
+
+    def __post_init__(self) -> None:
+        if not set(self.peers) - {self.own_address}:
+            raise ValueError("peers: at least one other node is needed")
+        if len(set(self.peers)) < len(self.peers):
+            raise ValueError("peers: an address is there twice")
+        if self.own_address and self.own_address not in self.peers:
+            raise ValueError(f"own_address: {self.own_address!r} is not among the peers")
+        for index, address in enumerate(self.peers):
+            host, colon, port = address.rpartition(":")
+            if not address.startswith("unix:/") and not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+                raise ValueError(f"peers[{index}]: {address!r} is neither unix:/path nor host:port")
+
+
+class PeerStore(Protocol):
+    """What is needed of a `kvstore.client.StoreClient`, bound to one namespace of one peer."""
+
+    @property
+    def answers(self) -> bool: ...
+
+    def match(self, hashes: Sequence[ChainHash], *, lease_seconds: float, deadline: Nanos | None = None) -> Match: ...
+
+    def read(
+        self,
+        match: Match,
+        indices: Sequence[int],
+        destinations: Sequence[ByteArray],
+        *,
+        deadline: Nanos | None = None,
+    ) -> list[bool]: ...
+
+    def write(
+        self, hashes: Sequence[ChainHash], sources: Sequence[ByteArray], *, deadline: Nanos | None = None
+    ) -> int: ...
+
+    def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None: ...
+
+    def counters(self) -> Counters: ...
+
+    def close(self) -> None: ...
+
+
+Connect = Callable[[str, Namespace, float], PeerStore]
+"""Shakes hands with the node at an address, within that many seconds; raises `StoreError`."""
+
+
+class PeerTier:
+    """See `kvstore.ports.BackingTier`, and the module."""
+
+    name = "peer"
+    finds_in_memory = False
+
+    def __init__(
+        self, settings: PeerSettings, connect: Connect, *, namespaces: Callable[[bytes], Namespace], clock: Clock
+    ):
+        """Connects when it is needed; peers may be away.
+
+        Args:
+            settings: What to use.
+            connect: How to reach a peer.
+            namespaces: By digest; `NamespaceUnknown` or `KeyError` where nobody has opened it here.
+            clock: Of the deadlines; the one of the connections.
+        """
+        self._settings = settings
+        self._connect = connect
+        self._namespaces = namespaces
+        self._clock = clock
+        self._tally = Tally(self.name)
+        self._hints = Hints()
+        self._doubts = Doubts()
+        self._lock = threading.Lock()
+        self._links: dict[tuple[str, bytes], Link] = {}
+        self._closed = False
+
+    def hint(self, keys: Iterable[BlockKey], address: str) -> None:
+        """Somebody knows that a peer has these blocks."""
+        if address in self._settings.peers and address != self._settings.own_address:
+            self._hints.note(keys, address)
+
+    def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
+        self._require_open()
+        chain = self._sound(keys)
+        namespace = self._namespace(chain[0].digest) if chain else None
+        if namespace is None or self._is_late(deadline):
+            return 0
+        names = [key.name for key in chain]
+        longest, holder, asked, failure = 0, "", 0, None
+        for address in self._candidates(chain[0]):
+            if asked == self._settings.look_ups or longest == len(names):
+                break
+            try:
+                found = self._link(address, namespace).look(names, self._share(deadline, asked))
+            except TierFailed as error:
+                failure = error
+                continue
+            asked += 1
+            if found > longest:
+                longest, holder = found, address
+        self._tally.count(failures=failure is not None)
+        if not asked and failure is not None:
+            raise failure
+        self._hints.note(chain[:longest], holder)
+        return longest
+
+    def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
+        self._require_open()
+        there = [False] * len(keys)
+        if not self._settings.push or self._is_late(deadline):
+            return there
+        for namespace, indices in self._by_namespace(keys, blocks):
+            owner = self._owner(keys[indices[0]])
+            if owner == self._settings.own_address:
+                continue
+            names = [keys[index].name for index in indices]
+            try:
+                written, held = self._link(owner, namespace).push(names, [blocks[index] for index in indices], deadline)
+            except TierFailed:
+                self._tally.count(failures=1)
+                if not any(there):
+                    raise
+                continue
+            self._tally.count(bytes_written=written * namespace.block_bytes, refused=held.count(False))
+            for index, is_there in zip(indices, held, strict=True):
+                there[index] = is_there
+            self._hints.note((keys[index] for index in indices if there[index]), owner)
+        self._tally.present(key for key, is_there in zip(keys, there, strict=True) if is_there)
+        return there
+
+    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+        self._require_open()
+        answers = [GONE] * len(keys)
+        if not self._is_late(deadline):
+            failure: TierFailed | None = None
+            for namespace, indices in self._by_namespace(keys, into):
+                try:
+                    self._fetch(namespace, indices, keys, into, answers, deadline)
+                except TierFailed as error:
+                    failure = error
+            if failure is not None and all(answer is GONE for answer in answers):
+                raise failure
+        hits = [index for index, answer in enumerate(answers) if answer.outcome is Outcome.MOVED]
+        self._tally.count(
+            hits=len(hits), misses=len(keys) - len(hits), bytes_read=sum(into[index].nbytes for index in hits)
+        )
+        return answers
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """They are the peers' to forget; here they are not asked for again for a while."""
+        self._doubts.note(keys, self._clock.now())
+        self._hints.drop(keys)
+        self._tally.missed(keys)
+
+    def gone(self) -> list[BlockKey]:
+        return self._tally.gone()
+
+    def held(self) -> list[BlockKey]:
+        """Their own nodes tell."""
+        return []
+
+    def status(self) -> TierStatus:
+        return replace(self._tally.status(), corrupt=sum(link.corrupt for link in self._all_links()))
+
+    def close(self) -> None:
+        self._closed = True
+        for link in self._all_links():
+            link.close()
+
+    def _fetch(
+        self,
+        namespace: Namespace,
+        indices: Sequence[int],
+        keys: Sequence[BlockKey],
+        into: Sequence[ByteArray],
+        answers: list[Fetched],
+        deadline: Nanos,
+    ) -> None:
+        """Fill in the answers for these indices, from one peer after the other."""
+        missing = list(indices)
+        asked, failure = 0, None
+        for address in self._candidates(keys[indices[0]]):
+            if not missing or asked == self._settings.look_ups:
+                break
+            hinted = self._hints.recall(keys[missing[0]]) == address
+            until = deadline if hinted else self._share(deadline, asked)
+            names = [keys[index].name for index in missing]
+            try:
+                fetched = self._link(address, namespace).fetch(names, [into[index] for index in missing], until)
+            except TierFailed as error:
+                failure = error
+                continue
+            asked += 1
+            for index, answer in zip(missing, fetched, strict=True):
+                answers[index] = answer
+            moved = [keys[index] for index in missing if answers[index].outcome is Outcome.MOVED]
+            missing = [index for index in missing if answers[index].outcome is not Outcome.MOVED]
+            self._hints.note(moved, address)
+        self._tally.count(failures=failure is not None)
+        if not asked and failure is not None:
+            raise failure
+        self._hints.drop(keys[index] for index in missing)
+        self._tally.missed(keys[index] for index in missing)
+
+    def _candidates(self, key: BlockKey) -> list[str]:
+        ranked = [address for address in ranking(self._settings.peers, key) if address != self._settings.own_address]
+        hinted = self._hints.recall(key)
+        return sorted(ranked, key=lambda address: address != hinted)  # stable: all others stay in their order
+
+    def _owner(self, key: BlockKey) -> str:
+        return ranking(self._settings.peers, key)[0]
+
+    def _share(self, deadline: Nanos, asked: int) -> Nanos:
+        """Of the time left, one part for each look-up that may follow."""
+        now = self._clock.now()
+        return Nanos(now + (deadline - now) // max(self._settings.look_ups - asked, 1))
+
+    def _sound(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """The chain up to the first block that was found bad."""
+        now = self._clock.now()
+        return keys[: next((index for index, key in enumerate(keys) if self._doubts.has(key, now)), len(keys))]
+
+    def _by_namespace(
+        self, keys: Sequence[BlockKey], buffers: Sequence[ByteArray]
+    ) -> list[tuple[Namespace, list[int]]]:
+        """Indices of what can be moved at all."""
+        now = self._clock.now()
+        groups: dict[bytes, list[int]] = {}
+        for index, key in enumerate(keys):
+            if not self._doubts.has(key, now):
+                groups.setdefault(key.digest, []).append(index)
+        known = [(self._namespace(digest), indices) for digest, indices in groups.items()]
+        fitting = [
+            (namespace, [index for index in indices if buffers[index].nbytes == namespace.block_bytes])
+            for namespace, indices in known
+            if namespace is not None
+        ]
+        return [(namespace, indices) for namespace, indices in fitting if indices]
+
+    def _namespace(self, digest: bytes) -> Namespace | None:
+        try:
+            return self._namespaces(digest)
+        except (KeyError, NamespaceUnknown):
+            return None
+
+    def _link(self, address: str, namespace: Namespace) -> "Link":
+        with self._lock:
+            if self._closed:
+                raise TierFailed("the peer tier is closed")
+            link = self._links.get((address, namespace.digest))
+            if link is None:
+                link = Link(address, namespace, self._connect, nanos(self._settings.connect_seconds), self._clock)
+                self._links[address, namespace.digest] = link
+            return link
+
+    def _all_links(self) -> list["Link"]:
+        with self._lock:
+            return list(self._links.values())
+
+    def _is_late(self, deadline: Nanos) -> bool:
+        late = self._clock.now() >= deadline
+        self._tally.count(failures=late)
+        return late
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TierFailed("the peer tier is closed")
+
+
+class Link:
+    """One namespace of one peer: connected to when it is needed, and again after a pause when that failed. Thread-safe."""
+
+    def __init__(self, address: str, namespace: Namespace, connect: Connect, connect_within: Nanos, clock: Clock):
+        self._address = address
+        self._namespace = namespace
+        self._connect = connect
+        self._connect_within = connect_within
+        self._clock = clock
+        self._breaker = Breaker()
+        self._lock = threading.Lock()
+        self._store: PeerStore | None = None
+        self._closed = False
+
+    @property
+    def corrupt(self) -> int:
+        """Blocks whose bytes did not have the checksum that the peer gave them."""
+        store = self._store
+        return 0 if store is None else store.counters().corrupt
+
+    def look(self, names: Sequence[ChainHash], deadline: Nanos) -> int:
+        """How many leading blocks the peer has in its memory.
+
+        Raises:
+            TierFailed: It does not say.
+        """
+        return len(self._match(self._opened(deadline), names, 0, deadline))
+
+    def fetch(self, names: Sequence[ChainHash], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+        """Blocks that the peer has; a run that follows a hole is looked for once some have been found.
+
+        Raises:
+            TierFailed: It does not answer, or says that it has blocks and does not deliver one.
+        """
+        store = self._opened(deadline)
+        answers = [GONE] * len(names)
+        start = 0
+        for _ in range(RUNS):
+            if start >= len(names):
+                break
+            lease_seconds = max(seconds(deadline - self._clock.now()), 0) + LEASE_AFTER_SECONDS
+            try:
+                match = self._match(store, names[start:], lease_seconds, deadline)
+                if not match:
+                    break
+                self._read(store, match, into[start : start + len(match)], answers, start, deadline)
+            except TierFailed:
+                if all(answer is GONE for answer in answers):
+                    raise
+                break
+            start += len(match) + 1
+        return answers
+
+    def push(self, names: Sequence[ChainHash], blocks: Sequence[ByteArray], deadline: Nanos) -> tuple[int, list[bool]]:
+        """Write blocks into the peer's memory.
+
+        Returns:
+            How many were new there, and which are there now.
+
+        Raises:
+            TierFailed: It does not answer.
+        """
+        store = self._opened(deadline)
+        try:
+            written = store.write(names, blocks, deadline=deadline)
+        except (StoreError, ValueError) as error:
+            raise TierFailed(f"{self._address}: {error}") from error
+        held = [False] * len(names)
+        start = 0
+        for _ in range(RUNS):
+            if start >= len(names):
+                break
+            run = len(self._match(store, names[start:], 0, deadline))
+            held[start : start + run] = [True] * run
+            start += run + 1
+        return written, held
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _match(self, store: PeerStore, names: Sequence[ChainHash], lease_seconds: float, deadline: Nanos) -> Match:
+        try:
+            match = store.match(names, lease_seconds=lease_seconds, deadline=deadline)
+        except (StoreError, ValueError) as error:
+            raise TierFailed(f"{self._address}: {error}") from error
+        if not match and not store.answers:
+            raise TierFailed(f"{self._address} does not answer")
+        if len(match) > len(names):
+            raise TierFailed(f"{self._address}: found {len(match)} blocks of {len(names)}")
+        return match
+
+    def _read(
+        self,
+        store: PeerStore,
+        match: Match,
+        into: Sequence[ByteArray],
+        answers: list[Fetched],
+        start: int,
+        deadline: Nanos,
+    ) -> None:
+        try:
+            good = store.read(match, range(len(match)), into, deadline=deadline)
+        except (StoreError, ValueError) as error:
+            raise TierFailed(f"{self._address}: {error}") from error
+        finally:
+            if self._clock.now() < deadline:  # else it ends by itself
+                store.release(match.lease_id, deadline=deadline)
+        for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
+            if is_there:
+                answers[index] = Fetched(Outcome.MOVED, slot.crc32c)
+        if not any(good):
+            raise TierFailed(f"{self._address} has blocks that do not arrive")
+
+    def _opened(self, deadline: Nanos) -> PeerStore:
+        store = self._store
+        if store is not None:
+            return store
+        left = seconds(deadline - self._clock.now())
+        if not self._lock.acquire(timeout=max(left, 0)):
+            raise TierFailed(f"{self._address}: still being connected to")
+        try:
+            if self._store is None:
+                self._store = self._connected(deadline)
+            return self._store
+        finally:
+            self._lock.release()
+
+    def _connected(self, deadline: Nanos) -> PeerStore:
+        started = self._clock.now()
+        if self._closed or not self._breaker.allows(started):
+            raise TierFailed(f"{self._address} is away")
+        within = seconds(min(Nanos(deadline - started), self._connect_within))
+        try:
+            probe(self._address, within)
+            store = self._connect(self._address, self._namespace, within)
+        except (StoreError, OSError) as error:
+            if self._breaker.closed:
+                log.warning("peer cannot be used", extra={"peer": self._address, "reason": str(error)})
+            self._breaker.failed(started, self._clock.now())
+            raise TierFailed(f"{self._address}: {error}") from error
+        self._breaker.succeeded()
+        return store
+
+
+class Hints:
+    """Who was seen to have which block. Thread-safe, bounded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: OrderedDict[BlockKey, str] = OrderedDict()
+
+    def note(self, keys: Iterable[BlockKey], holder: str) -> None:
+        with self._lock:
+            for key in keys:
+                self._holders[key] = holder
+                self._holders.move_to_end(key)
+            while len(self._holders) > HINTS:
+                self._holders.popitem(last=False)
+
+    def drop(self, keys: Iterable[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._holders.pop(key, None)
+
+    def recall(self, key: BlockKey) -> str | None:
+        with self._lock:
+            return self._holders.get(key)
+
+
+class Doubts:
+    """Blocks that were found bad, for a while. Thread-safe, bounded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: OrderedDict[BlockKey, Nanos] = OrderedDict()
+
+    def note(self, keys: Iterable[BlockKey], now: Nanos) -> None:
+        with self._lock:
+            for key in keys:
+                self._until[key] = Nanos(now + DOUBTED_FOR)
+                self._until.move_to_end(key)
+            while len(self._until) > DOUBTS:
+                self._until.popitem(last=False)
+
+    def has(self, key: BlockKey, now: Nanos) -> bool:
+        return bool(self._until) and now < self._until.get(key, 0)
+
+
+def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
+    """The peers in the order in which they should have the chain that begins with this block."""
+
+    def weight(address: str) -> tuple[int, str]:
+        return xxhash.xxh3_64_intdigest(key.digest + key.name + address.encode()), address
+
+    return sorted(peers, key=weight, reverse=True)
+
+
+def probe(address: str, within_seconds: float) -> None:
+    """Whether anybody listens there at all, which a handshake is too patient to tell at once.
+
+    Raises:
+        StoreUnreachable: Nobody does.
+    """
+    try:
+        if address.startswith("unix:"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(max(within_seconds, 0.001))
+                connection.connect(address.removeprefix("unix:").replace("///", "/", 1))
+        else:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), max(within_seconds, 0.001)).close()
+    except OSError as error:
+        raise StoreUnreachable(f"nobody listens: {error}") from error

@@ -1,0 +1,151 @@
+"""A connection to a Redis or Valkey server, past its handshake: requests in a pipeline, values received in place.
+
+Rules:
+
+1. Payloads are sent from where they lie and received where they belong; only heads and short replies are copied. The
+   client libraries copy each value two or three times, which is slower than the server.
+2. Everything is done by the deadline of the turn. A connection on which that failed, or that talks nonsense, cannot be
+   brought back into step and is closed by its owner: `OSError` and `ValueError` mean this. `Refusal` does not.
+"""
+
+import socket
+from collections.abc import Callable, Iterable
+
+from kvstore.clock import Clock, Nanos, seconds
+
+BUFFER_BYTES = 4096  # for lines and the heads of values; what is received in place goes around it
+LINE_BYTES = 2048  # of a reply that is no value
+
+
+class Refusal(Exception):
+    """The server's answer to one request is an error; the connection is in step."""
+
+    @property
+    def code(self) -> str:
+        """Its first word: "OOM", "WRONGTYPE" and so on."""
+        return str(self).partition(" ")[0]
+
+
+class Pipe:
+    """See the module. Not for several threads at a time."""
+
+    def __init__(self, connection: socket.socket, close: Callable[[], None], clock: Clock):
+        self._socket = connection
+        self._close = close
+        self._clock = clock
+        self._deadline = Nanos(0)
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # of what is in the buffer
+        self.answered = False  # in this turn
+
+    def begin(self, deadline: Nanos) -> None:
+        """A new turn: requests, and as many replies."""
+        self._deadline = deadline
+        self.answered = False
+
+    def send(self, parts: Iterable[bytes | memoryview]) -> None:
+        for part in parts:
+            self._socket.settimeout(self._left())
+            self._socket.sendall(part)
+
+    def status(self) -> None:
+        """A reply that says that it was done.
+
+        Raises:
+            Refusal: It was not.
+        """
+        line = self._line()
+        if line[:1] not in (b"+", b":"):
+            raise ValueError("no status")
+
+    def value(self) -> "Value | None":
+        """A reply that is a value, or nothing. Call `skip` on it before the next reply is asked for.
+
+        Raises:
+            Refusal: An error instead.
+        """
+        line = self._line()
+        if line[:1] != b"$":
+            raise ValueError("no value")
+        length = int(line[1:])
+        return None if length < 0 else Value(self, length)
+
+    def fill(self, into: memoryview) -> None:
+        """The next bytes of the reply, whatever they are."""
+        at_hand = min(len(into), self._end - self._start)
+        into[:at_hand] = self._view[self._start : self._start + at_hand]
+        self._start += at_hand
+        into = into[at_hand:]
+        while len(into):
+            into = into[self._receive(into) :]
+
+    def close(self) -> None:
+        self._close()
+
+    def _line(self) -> bytes:
+        """Without its end.
+
+        Raises:
+            Refusal: It is an error.
+        """
+        line = b""
+        while not line.endswith(b"\r\n"):
+            if self._start == self._end:
+                self._start, self._end = 0, self._receive(self._view)
+            stop = self._buffer.find(b"\n", self._start, self._end) + 1 or self._end
+            line += self._buffer[self._start : stop]
+            self._start = stop
+            if len(line) > LINE_BYTES:
+                raise ValueError("a line without an end")
+        self.answered = True
+        if line[:1] == b"-":
+            raise Refusal(line[1:-2].decode(errors="replace"))
+        return line[:-2]
+
+    def _receive(self, into: memoryview) -> int:
+        self._socket.settimeout(self._left())
+        count = self._socket.recv_into(into)
+        if not count:
+            raise ConnectionError("the server closed the connection")
+        return count
+
+    def _left(self) -> float:
+        left = seconds(self._deadline - self._clock.now())
+        if left <= 0:
+            raise TimeoutError("the deadline has passed")
+        return left
+
+
+class Value:
+    """See `kvstore.tiers.records.Incoming`."""
+
+    def __init__(self, pipe: Pipe, length: int):
+        self._pipe = pipe
+        self.left = length
+
+    def fill(self, into: memoryview) -> None:
+        assert len(into) <= self.left, (len(into), self.left)
+        self.left -= len(into)
+        self._pipe.fill(into)
+
+    def skip(self) -> None:
+        """Past the rest of the value and its end."""
+        scrap = memoryview(bytearray(min(self.left + 2, 1 << 16)))
+        left = self.left + 2
+        while left:
+            self._pipe.fill(scrap[:left])
+            left -= min(left, len(scrap))
+
+
+def request(*words: bytes) -> bytes:
+    """A whole request."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+def request_with(value_bytes: int, *words: bytes, after: tuple[bytes, ...] = ()) -> tuple[bytes, bytes]:
+    """What to send before and after a value of that length, which follows the words."""
+    before = b"*%d\r\n" % (len(words) + 1 + len(after))
+    before += b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+    end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in after)
+    return before + b"$%d\r\n" % value_bytes, end

@@ -1,0 +1,258 @@
+"""What the tier needs of a file system, and how it is had: one folder of large files, read and written page by page.
+
+Direct I/O is used where the folder's file system takes it, which a real write of one page finds out; the page cache
+otherwise. Transfers that the system cuts into pieces are gone on with here. Nothing here is retried.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.buffers import ByteArray
+from kvstore.extents import PAGE_BYTES
+
+SEGMENT = re.compile(r"segment-\d{6}")
+LOCK = "lock"
+PROBE = "probe"
+
+IOV_MAX = 1024
+"""Pieces of one vectored transfer, on Linux."""
+
+BLOCK_BYTES = 512  # unit of st_blocks, whatever the device's is
+NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+log = logging.getLogger(__name__)
+
+
+class File(Protocol):
+    """An open segment. Offsets, lengths and places in memory are multiples of 4 KiB. Thread-safe."""
+
+    @property
+    def size_bytes(self) -> int:
+        """When it was opened."""
+        ...
+
+    def read(self, into: Sequence[ByteArray], offset: int) -> int:
+        """Fill buffers one after the other; returns how many bytes there were, fewer at the end of the file.
+
+        Raises:
+            OSError: The content of `into` is void.
+        """
+        ...
+
+    def write(self, parts: Sequence[ByteArray], offset: int) -> None:
+        """Write buffers one after the other.
+
+        Raises:
+            OSError: Any part of it may be there.
+        """
+        ...
+
+    def sync(self) -> None:
+        """Returns when what was written survives a power cut."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """One folder, which nobody else uses while it is open."""
+
+    @property
+    def folder(self) -> str: ...
+
+    def segments(self) -> list[str]:
+        """Names of the files that are ours, in order."""
+        ...
+
+    def foreign_bytes(self) -> int:
+        """What everything else in the folder occupies."""
+        ...
+
+    def open(self, name: str) -> File: ...
+
+    def create(self, name: str, size_bytes: int) -> File:
+        """A file whose space is already taken; nothing is left behind by an `OSError`."""
+        ...
+
+    def remove(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class InUse(Exception):
+    """Another process has the folder open."""
+
+
+def open_disk(folder: str, *, direct: bool) -> "PosixDisk":
+    """Make the folder if it is missing, and take it.
+
+    Args:
+        folder: An absolute path.
+        direct: Go around the page cache if the file system can.
+
+    Raises:
+        InUse: Another process has it.
+        OSError: It cannot be made, or not be written to.
+    """
+    path = Path(folder)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InUse(folder) from None
+        can = _can_write(path, os.O_DIRECT) if direct else False
+        if direct and not can:
+            log.info("no direct I/O in this folder; using the page cache", extra={"folder": folder})
+        if not can:
+            _can_write(path, 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return PosixDisk(path, lock, os.O_DIRECT if can else 0)
+
+
+class PosixDisk:
+    """See `Disk`; made by `open_disk`."""
+
+    def __init__(self, path: Path, lock: int, flags: int) -> None:
+        self._path = path
+        self._lock = lock
+        self._flags = flags | os.O_RDWR | os.O_CLOEXEC
+
+    @property
+    def folder(self) -> str:
+        return str(self._path)
+
+    @property
+    def is_direct(self) -> bool:
+        return bool(self._flags & os.O_DIRECT)
+
+    def segments(self) -> list[str]:
+        return sorted(entry.name for entry in os.scandir(self._path) if _is_ours(entry))
+
+    def foreign_bytes(self) -> int:
+        total = 0
+        for entry in os.scandir(self._path):
+            if not _is_ours(entry) and entry.name != LOCK:
+                total += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
+        return total
+
+    def open(self, name: str) -> "PosixFile":
+        return PosixFile(os.open(self._path / name, self._flags | os.O_NOFOLLOW))
+
+    def create(self, name: str, size_bytes: int) -> "PosixFile":
+        file = os.open(self._path / name, self._flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size_bytes)
+            return PosixFile(file)
+        except BaseException:
+            os.close(file)
+            self.remove(name)
+            raise
+
+    def remove(self, name: str) -> None:
+        (self._path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class PosixFile:
+    """See `File`."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._size_bytes = os.fstat(file).st_size
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def read(self, into: Sequence[ByteArray], offset: int) -> int:
+        total, left = 0, list(into)
+        while left:
+            count = os.preadv(self._file, [part.data for part in left[:IOV_MAX]], offset + total)
+            total += count
+            left = _after(left, count)
+            if not count or count % PAGE_BYTES:  # the end of the file
+                break
+        return total
+
+    def write(self, parts: Sequence[ByteArray], offset: int) -> None:
+        left = list(parts)
+        while left:
+            count = os.pwritev(self._file, [part.data for part in left[:IOV_MAX]], offset)
+            count -= count % PAGE_BYTES  # a page that was begun is written again
+            if not count:
+                raise OSError(errno.EIO, "nothing was written")
+            offset += count
+            left = _after(left, count)
+
+    def sync(self) -> None:
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def aligned(size_bytes: int) -> ByteArray:
+    """Memory that begins on a page, as direct I/O wants it; zeros. Pages are taken as they are touched."""
+    return np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
+
+
+def is_aligned(buffer: ByteArray) -> bool:
+    """Whether the buffer begins on a page."""
+    address: int = buffer.__array_interface__["data"][0]
+    return address % PAGE_BYTES == 0
+
+
+def _is_ours(entry: "os.DirEntry[str]") -> bool:
+    return SEGMENT.fullmatch(entry.name) is not None and entry.is_file(follow_symlinks=False)
+
+
+def _after(parts: list[ByteArray], count: int) -> list[ByteArray]:
+    """What is left of buffers behind the first so many bytes."""
+    for index, part in enumerate(parts):
+        if count < part.nbytes:
+            return [part[count:], *parts[index + 1 :]]
+        count -= part.nbytes
+    return []
+
+
+def _can_write(path: Path, flags: int) -> bool:
+    """Whether a page can be written with these flags."""
+    page = aligned(PAGE_BYTES)
+    probe = path / PROBE
+    try:
+        file = os.open(probe, flags | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwritev(file, [page.data], 0)
+            os.preadv(file, [page.data], 0)
+        finally:
+            os.close(file)
+            with contextlib.suppress(OSError):
+                probe.unlink()
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            return True  # the files that are there already can still be used
+        if flags and error.errno in NO_DIRECT_IO:
+            return False
+        raise
+    return True

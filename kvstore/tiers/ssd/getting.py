@@ -1,0 +1,159 @@
+"""How blocks come from disk: records that lie side by side are read at once, several such runs at a time."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvstore.buffers import ByteArray
+from kvstore.clock import Clock, Nanos
+from kvstore.errors import TierFailed
+from kvstore.extents import PAGE_BYTES
+from kvstore.messages import GONE, BlockKey, Fetched, Outcome
+from kvstore.tiers.ssd.crew import Crew, Job, Scratch, batches
+from kvstore.tiers.ssd.held import Held
+from kvstore.tiers.ssd.index import Place, flat
+from kvstore.tiers.ssd.reading import Answer, Finding, Wanted, read
+from kvstore.tiers.ssd.segment import record_pages
+from kvstore.tiers.ssd.settings import SsdSettings
+from kvstore.tiers.ssd.volume import Volume
+
+
+class Getting:
+    """Reads blocks from all volumes, and drops those that turn out bad."""
+
+    def __init__(self, settings: SsdSettings, held: Held, volumes: Sequence[Volume], crew: Crew, clock: Clock) -> None:
+        self._held = held
+        self._volumes = {volume.disk.folder: volume for volume in volumes}
+        self._crew = crew
+        self._clock = clock
+        self._threads = settings.threads
+        self._batch_bytes = settings.batch_bytes
+
+    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+        """See `kvstore.ports.BackingTier.get`."""
+        call = _Call()
+        found = self._pin(keys, into)
+        try:
+            found.sort(key=lambda wanted: (wanted.place.segment.slot, wanted.place.page))
+            jobs: list[Job] = [
+                partial(self._read, run, deadline, call)
+                for batch in batches([wanted.place.length for wanted in found], self._batch_bytes, self._threads)
+                for run in _runs(found[batch])
+            ]
+            self._crew.run(jobs, deadline)
+            for answer in call.answers:
+                self._judge(answer)
+        finally:
+            for wanted in found:
+                self._held.release(wanted.place.segment)
+        answers = self._count(call, len(keys), is_late=call.late or call.done < len(jobs))
+        if call.errors and not call.answers:
+            raise TierFailed(f"nothing can be read: {call.errors[0]}") from call.errors[0]
+        return answers
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """See `kvstore.ports.BackingTier.discard`."""
+        for key in keys:
+            with self._held.lock:
+                place = self._held.index.find(flat(key))
+                if place is None:
+                    continue
+                self._held.pin(place.segment)
+            try:
+                self._condemn(place)
+            finally:
+                self._held.release(place.segment)
+
+    def _pin(self, keys: Sequence[BlockKey], into: Sequence[ByteArray]) -> list[Wanted]:
+        """The blocks that are there and can be decoded; their segments stay until they are released."""
+        codecs = {digest: self._held.codec(digest) for digest in {key.digest for key in keys}}
+        found = []
+        with self._held.lock:
+            for index, key in enumerate(keys):
+                place = self._held.index.find(flat(key))
+                codec = codecs[key.digest]
+                if place is not None and codec is not None:
+                    self._held.pin(place.segment)
+                    found.append(Wanted(index, key, place, codec, into[index]))
+        return found
+
+    def _read(self, run: Sequence[Wanted], deadline: Nanos, call: "_Call", scratch: Scratch) -> None:
+        """One operation on disk."""
+        began = self._clock.now()
+        segment = run[0].place.segment
+        volume = self._volumes[segment.folder]
+        answers: list[Answer] = []
+        error: OSError | None = None
+        try:
+            answers = read(segment.file, segment.nonce, run, scratch)
+        except OSError as failure:
+            error = failure
+            volume.reading.began(failure)
+            for wanted in run:  # they would fail again, after as long a time
+                self._held.drop(wanted.place)
+        else:
+            volume.reading.over()
+        now = self._clock.now()
+        with self._held.lock:
+            call.done += 1
+            call.late |= now > deadline
+            call.answers += answers if now <= deadline else [a for a in answers if a.finding is not Finding.GOOD]
+            call.errors += [error] if error is not None else []
+            self._held.reads.add(Nanos(now - began))
+            self._held.count.bytes_read += sum(record_pages(a.wanted.place.length) * PAGE_BYTES for a in answers)
+
+    def _judge(self, answer: Answer) -> None:
+        place = answer.wanted.place
+        match answer.finding:
+            case Finding.GOOD:
+                with self._held.lock:
+                    place.segment.hit(place.ordinal, self._clock.now())
+            case Finding.DISCARDED:
+                self._held.drop(place)
+            case Finding.BAD | Finding.OTHER_CODEC:
+                self._condemn(place)
+
+    def _condemn(self, place: Place) -> None:
+        """Drop a block, and see to it that no footer brings it back. The caller has pinned the segment."""
+        if not self._held.drop(place):
+            return
+        volume = self._volumes[place.segment.folder]
+        try:
+            volume.overwrite_header(place)
+        except OSError as error:
+            volume.writing.began(error)
+
+    def _count(self, call: "_Call", asked: int, *, is_late: bool) -> list[Fetched]:
+        answers = [GONE] * asked
+        for answer in call.answers:
+            answers[answer.wanted.index] = answer.fetched
+        hits = sum(answer.outcome is Outcome.MOVED for answer in answers)
+        with self._held.lock:
+            count = self._held.count
+            count.hits += hits
+            count.misses += asked - hits
+            count.corrupt += sum(answer.outcome is Outcome.CORRUPT for answer in answers)
+            count.failures += len(call.errors) + is_late
+        return answers
+
+
+class _Call:
+    """What came of one call's operations."""
+
+    def __init__(self) -> None:
+        self.done = 0  # operations
+        self.late = False
+        self.answers: list[Answer] = []
+        self.errors: list[OSError] = []
+
+
+def _runs(found: Sequence[Wanted]) -> list[Sequence[Wanted]]:
+    """Cut where records do not follow each other in one segment."""
+    runs, first = [], 0
+    for index in range(1, len(found) + 1):
+        if index < len(found):
+            before, place = found[index - 1].place, found[index].place
+            if place.segment is before.segment and place.page == before.page + record_pages(before.length):
+                continue
+        runs.append(found[first:index])
+        first = index
+    return runs if found else []

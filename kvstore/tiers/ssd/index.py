@@ -1,0 +1,137 @@
+"""Which blocks there are, and in which record each lies: about 200 bytes of memory a block.
+
+One dictionary for all namespaces, from the 32 bytes of a key to a number: the segment's slot above, the record's ordinal
+in it below. Page and length are in the segment's arrays, so nothing is kept twice. Its owner holds the lock to change
+it; looking needs none.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+from kvstore.messages import BlockKey
+from kvstore.tiers.ssd.records import DIGEST_BYTES, Key
+from kvstore.tiers.ssd.segment import Segment, record_pages
+
+ORDINAL_BITS = 20  # 2 GiB of the smallest records are fewer
+ORDINALS = (1 << ORDINAL_BITS) - 1
+
+
+class Place(Struct, frozen=True):
+    """Where a block lies. Positional: one is made for each block that is read."""
+
+    segment: Segment
+    ordinal: int
+    page: int
+    length: int  # of the payload, in bytes
+
+
+def flat(key: BlockKey) -> Key:
+    """A key as records and index have it."""
+    return key.digest + key.name
+
+
+def block_key(key: Key) -> BlockKey:
+    return BlockKey(key[:DIGEST_BYTES], key[DIGEST_BYTES:])
+
+
+class Index:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._places: dict[Key, int] = {}
+        self._segments: list[Segment] = []
+        self.live_pages = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._places
+
+    def names(self) -> list[Key]:
+        return list(self._places)
+
+    def slot(self) -> int:
+        """The slot of the next segment to be enrolled."""
+        return len(self._segments)
+
+    def enroll(self, segment: Segment) -> None:
+        """Blocks may lie in this segment from now on."""
+        assert segment.slot == len(self._segments), (segment.slot, len(self._segments))
+        self._segments.append(segment)
+
+    def find(self, key: Key) -> Place | None:
+        if (packed := self._places.get(key)) is None:
+            return None
+        segment, ordinal = self._segments[packed >> ORDINAL_BITS], packed & ORDINALS
+        return Place(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
+
+    def add(self, segment: Segment, key: Key, page: int, length: int) -> None:
+        """A record was written, and may be read."""
+        self._point(segment, segment.add(key, page, length))
+
+    def restore(self, segment: Segment) -> None:
+        """All that an opened segment holds; of two records of one block, that of the segment restored later counts."""
+        for ordinal in range(len(segment.keys)):
+            self._point(segment, ordinal)
+
+    def drop(self, key: Key) -> Place | None:
+        """The block is not there any more; returns where it was."""
+        if (place := self.find(key)) is None:
+            return None
+        del self._places[key]
+        self._lose(place.segment, place.length)
+        return place
+
+    def drop_record(self, place: Place) -> bool:
+        """The same, if the block is still at that place."""
+        key = place.segment.keys[place.ordinal]
+        if self._places.get(key) != _packed(place.segment, place.ordinal):
+            return False
+        self.drop(key)
+        return True
+
+    def empty(self, segment: Segment) -> list[Key]:
+        """Drop all blocks of a segment; returns their keys."""
+        dropped = []
+        for ordinal, key in enumerate(segment.keys):
+            if self._places.get(key) == _packed(segment, ordinal):
+                del self._places[key]
+                self._lose(segment, segment.lengths[ordinal])
+                dropped.append(key)
+        assert not segment.live, (segment.name, segment.live)
+        return dropped
+
+    def live(self, segment: Segment) -> Iterable[Place]:
+        """Where the blocks of a segment lie that can be read."""
+        for ordinal, key in enumerate(segment.keys):
+            if self._places.get(key) == _packed(segment, ordinal):
+                yield Place(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Asserts what always holds; for tests."""
+        assert sum(segment.live for segment in segments) == len(self._places)
+        assert sum(segment.live_pages for segment in segments) == self.live_pages
+        for segment in segments:
+            assert sum(1 for _ in self.live(segment)) == segment.live, segment.name
+
+    def _point(self, segment: Segment, ordinal: int) -> None:
+        key = segment.keys[ordinal]
+        if key in self._places:
+            self.drop(key)
+        self._places[key] = _packed(segment, ordinal)
+        pages = record_pages(segment.lengths[ordinal])
+        segment.live += 1
+        segment.live_pages += pages
+        self.live_pages += pages
+
+    def _lose(self, segment: Segment, length: int) -> None:
+        pages = record_pages(length)
+        segment.live -= 1
+        segment.live_pages -= pages
+        self.live_pages -= pages
+
+
+def _packed(segment: Segment, ordinal: int) -> int:
+    return segment.slot << ORDINAL_BITS | ordinal

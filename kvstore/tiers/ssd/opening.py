@@ -1,0 +1,110 @@
+"""Taking directories, and finding out what their segments hold."""
+
+import logging
+import resource
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from kvstore.clock import Clock, seconds
+from kvstore.errors import StoreNotStarted
+from kvstore.tiers.ssd.disk import Disk, File, InUse
+from kvstore.tiers.ssd.eviction import Score
+from kvstore.tiers.ssd.held import Held
+from kvstore.tiers.ssd.recovery import Life, Unreadable, recover
+from kvstore.tiers.ssd.segment import Segment
+from kvstore.tiers.ssd.settings import MIN_SEGMENTS, SsdSettings, footprint
+from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
+
+SPARE_FILES = 256  # descriptors for everything else in the process
+
+Disks = Callable[[str], Disk]
+
+log = logging.getLogger(__name__)
+
+
+def open_volumes(
+    settings: SsdSettings, held: Held, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
+) -> list[Volume]:
+    """One volume a directory, with what was found there in the index.
+
+    Raises:
+        StoreNotStarted: A setting cannot be obeyed here; the message begins with its name. Nothing is left open.
+    """
+    began = clock.now()
+    _check_descriptors(settings)
+    with ExitStack() as stack:
+        volumes = []
+        for number, folder in enumerate(settings.directories):
+            disk = _take(disks, f"directories[{number}]", folder)
+            stack.callback(disk.close)
+            volume = Volume(disk, settings, held, clock, score, admit_rewrite)
+            if volume.can_hold < MIN_SEGMENTS:
+                raise StoreNotStarted(
+                    f"capacity_bytes: beside the other files in {folder} there is room for {volume.can_hold} segments "
+                    f"of {settings.segment_bytes} bytes, not {MIN_SEGMENTS}; raise it, or clear the directory"
+                )
+            volumes.append(volume)
+        for volume, found in zip(volumes, _recover(volumes, settings.threads, held), strict=True):
+            volume.restore(found, clock.now())
+        stack.pop_all()
+    log.info(
+        "SSD tier open",
+        extra={"blocks": len(held.index), "seconds": seconds(clock.now() - began), "folders": settings.directories},
+    )
+    return volumes
+
+
+def _check_descriptors(settings: SsdSettings) -> None:
+    files = len(settings.directories) * (settings.share_bytes // footprint(settings.segment_bytes)) + SPARE_FILES
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and files > limit:
+        raise StoreNotStarted(
+            f"segment_bytes: {settings.segment_bytes} makes {files} open files, and the limit is {limit}; "
+            "use larger segments, or raise the limit (ulimit -n)"
+        )
+
+
+def _take(disks: Disks, field: str, folder: str) -> Disk:
+    try:
+        return disks(folder)
+    except InUse:
+        raise StoreNotStarted(f"{field}: {folder} is in use by another process; give each its own") from None
+    except OSError as error:
+        raise StoreNotStarted(f"{field}: {folder} cannot be used: {error}") from error
+
+
+def _recover(volumes: Sequence[Volume], threads: int, held: Held) -> list[list[tuple[Segment, Life | Unreadable]]]:
+    """What lies in each volume's files, read several at a time."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="ssd-open") as pool:
+        reading = [[pool.submit(_open, volume.disk, name) for name in volume.disk.segments()] for volume in volumes]
+        opened = [[future.result() for future in futures] for futures in reading]
+    found: list[list[tuple[Segment, Life | Unreadable]]] = []
+    for volume, files in zip(volumes, opened, strict=True):
+        found.append([])
+        for name, file, life in files:
+            if isinstance(life, Unreadable):
+                log.warning(
+                    "a segment cannot be read; it will be written over when space is needed",
+                    extra={"folder": volume.disk.folder, "file": name, "reason": life.reason},
+                )
+            else:
+                held.sequence = max(held.sequence, life.last_sequence)
+            if file is None:
+                volume.give_up(name)
+                continue
+            segment = Segment(held.index.slot(), volume.disk.folder, name, file)
+            held.index.enroll(segment)
+            found[-1].append((segment, life))
+    return found
+
+
+def _open(disk: Disk, name: str) -> tuple[str, File | None, Life | Unreadable]:
+    try:
+        file = disk.open(name)
+    except OSError as error:
+        return name, None, Unreadable(str(error))
+    try:
+        return name, file, recover(file)
+    except OSError as error:
+        return name, file, Unreadable(str(error))

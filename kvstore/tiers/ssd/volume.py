@@ -1,0 +1,440 @@
+"""The segments of one directory: where records are appended, and how space is won back.
+
+Rules:
+
+1. All segments together, with what the file system needs for them, stay under the cap. A new file is only begun when
+   it fits; otherwise a segment has to go as a whole.
+2. A segment that goes loses its blocks first, under the lock; its file is begun anew when nobody reads from it any
+   more. Blocks that are in demand are read out of it before, and written to the next segment, as far as the budget admits.
+3. The file system is only asked outside of the lock. Whoever needs a segment makes room; others wait for their deadline.
+4. What fails is not tried again at once: a breaker spares callers a directory that cannot be written to.
+"""
+
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+
+import google_crc32c
+import numpy as np
+from msgspec import Struct
+
+from kvstore.breaker import Breaker
+from kvstore.buffers import ByteArray, crc32c
+from kvstore.clock import Clock, Nanos, seconds
+from kvstore.extents import PAGE_BYTES
+from kvstore.tiers.ssd.crew import BATCH_RECORDS, Scratch
+from kvstore.tiers.ssd.disk import Disk, aligned
+from kvstore.tiers.ssd.eviction import Score
+from kvstore.tiers.ssd.held import Held
+from kvstore.tiers.ssd.index import Place
+from kvstore.tiers.ssd.records import (
+    DISCARDED,
+    NONCE_BYTES,
+    TRAILER_PAGES,
+    Footer,
+    SegmentHead,
+    read_record_header,
+    segment_head,
+    table,
+    trailer,
+)
+from kvstore.tiers.ssd.recovery import Life, Unreadable
+from kvstore.tiers.ssd.segment import Segment, State, record_pages
+from kvstore.tiers.ssd.settings import FOLDER_BYTES, SsdSettings, Sync, footprint
+from kvstore.tiers.ssd.trouble import Trouble
+from kvstore.tiers.ssd.writing import Payload, compose
+
+RESUME_SHARE = 8
+"""A segment is appended to after a restart when at least one part in so many is free."""
+
+AdmitRewrite = Callable[[int], bool]
+"""Whether so many bytes may be written that nobody asked to be written; see `SsdSettings.rescue_hits`."""
+
+
+class Run(Struct, frozen=True):
+    """Places for some records that follow each other."""
+
+    segment: Segment
+    first_page: int
+    first_sequence: int
+    count: int
+
+
+class NoRoom(Exception):
+    """No segment became free by the deadline."""
+
+
+class Volume:
+    """See the module."""
+
+    def __init__(
+        self, disk: Disk, settings: SsdSettings, held: Held, clock: Clock, score: Score, admit_rewrite: AdmitRewrite
+    ) -> None:
+        self.disk = disk
+        self.segments: list[Segment] = []
+        self.breaker = Breaker()  # of writing
+        self.reading = Trouble("reading fails; blocks are misses", disk.folder)
+        self.writing = Trouble("writing fails; blocks are not kept", disk.folder)
+        self._growing = Trouble(
+            "no space on the device for another segment; going on with those there are", disk.folder
+        )
+        self._settings = settings
+        self._held = held
+        self._clock = clock
+        self._score = score
+        self._admit_rewrite = admit_rewrite
+        self._limit_bytes = settings.share_bytes - FOLDER_BYTES - disk.foreign_bytes()
+        self._bytes = 0
+        self._active: Segment | None = None
+        self._rotation = threading.Lock()
+        self._scratch = Scratch()  # of whoever holds `_rotation`
+        self._names = set(disk.segments())
+
+    # At the start
+
+    def give_up(self, name: str) -> None:
+        """A file cannot even be opened: its space is lost, and its blocks."""
+        self._names.add(name)
+        self._bytes += footprint(self._settings.segment_bytes)
+
+    @property
+    def can_hold(self) -> int:
+        """Segments of the set size that fit under the cap."""
+        return max(self._limit_bytes, 0) // footprint(self._settings.segment_bytes)
+
+    def restore(self, found: Sequence[tuple[Segment, Life | Unreadable]], now: Nanos) -> None:
+        """Take over the segments that were found, the oldest first, and make the newest one writable again.
+
+        Segments that do not fit under the cap any more are removed, the unreadable ones first, then the oldest.
+        """
+        for segment, life in sorted(found, key=_age):
+            self.segments.append(segment)
+            self._bytes += footprint(segment.size_bytes)
+            if isinstance(life, Life):
+                segment.begin(life.nonce, life.sequence, now)
+                segment.restore(life.keys, life.pages, life.lengths, life.next_page)
+                segment.state = State.SEALED
+        for segment in list(self.segments):
+            if self._bytes > self._limit_bytes:
+                self._remove(segment)
+        readable = [segment for segment in self.segments if segment.state is State.SEALED]
+        for segment in readable:
+            self._held.index.restore(segment)
+        if readable:
+            self._resume(readable[-1])
+
+    def _resume(self, newest: Segment) -> None:
+        free_pages = newest.size_pages - newest.next_page
+        if newest.size_bytes != self._settings.segment_bytes or free_pages * RESUME_SHARE < newest.size_pages:
+            return
+        try:  # what is appended is not in the footer, so there must be none
+            newest.file.write([aligned(PAGE_BYTES)], newest.size_bytes - PAGE_BYTES)
+        except OSError as error:
+            self.writing.began(error)
+            return
+        newest.state = State.ACTIVE
+        self._active = newest
+
+    # Writing
+
+    def write(self, payloads: Sequence[Payload], scratch: Scratch, deadline: Nanos) -> int:
+        """Append records, and make them readable; returns how many of them, in order, before room or time were used up.
+
+        Args:
+            payloads: At most `BATCH_RECORDS`, each fitting into a segment.
+            scratch: Buffers of the caller's.
+            deadline: How long to wait for room; what is being written is not cut short.
+
+        Raises:
+            OSError: The rest could not be written.
+        """
+        written = 0
+        while written < len(payloads):
+            rest = payloads[written:]
+            try:
+                run = self._reserve([record_pages(payload.content.nbytes) for payload in rest], deadline)
+            except NoRoom:
+                break
+            try:
+                self._append(run, rest[: run.count], scratch)
+            finally:
+                self._leave(run.segment)
+            written += run.count
+        return written
+
+    def overwrite_header(self, place: Place) -> None:
+        """See rule 7 of `kvstore.tiers.ssd.records`. The caller has pinned the segment.
+
+        Raises:
+            OSError: The record is as it was, or is not.
+        """
+        page = aligned(PAGE_BYTES)
+        page[: len(DISCARDED)] = np.frombuffer(DISCARDED, np.uint8)
+        place.segment.file.write([page], place.page * PAGE_BYTES)
+
+    def _reserve(self, records: Sequence[int], deadline: Nanos) -> Run:
+        while True:
+            with self._held.lock:
+                if (run := self._take(records)) is not None:
+                    return run
+            left = deadline - self._clock.now()
+            if left <= 0 or not self._rotation.acquire(timeout=seconds(left)):
+                raise NoRoom
+            try:
+                with self._held.lock:
+                    if (run := self._take(records)) is not None:
+                        return run  # somebody else has just made room
+                self._rotate(records[0], deadline)
+            finally:
+                self._rotation.release()
+
+    def _take(self, records: Sequence[int]) -> Run | None:
+        if (segment := self._active) is None:
+            return None
+        first_page, count = segment.take(records)
+        if not count:
+            return None
+        segment.writers += 1
+        return Run(segment, first_page, self._held.take_sequences(count), count)
+
+    def _append(self, run: Run, payloads: Sequence[Payload], scratch: Scratch) -> None:
+        segment = run.segment
+        pieces = compose(payloads, run.first_page, run.first_sequence, segment.nonce, scratch)
+        segment.file.write(pieces, run.first_page * PAGE_BYTES)
+        if self._settings.sync is Sync.WRITE:
+            segment.file.sync()
+        with self._held.lock:
+            page = run.first_page
+            for payload in payloads:
+                length = payload.content.nbytes
+                self._held.index.add(segment, payload.key, page, length)
+                page += record_pages(length)
+            self._held.count.bytes_written += (page - run.first_page) * PAGE_BYTES
+            segment.used_at = self._clock.now()
+
+    def _leave(self, segment: Segment) -> None:
+        """A writer is through with the segment; the last one of a full segment seals it."""
+        with self._held.lock:
+            segment.writers -= 1
+            is_last = segment.state is State.FULL and not segment.writers
+        if is_last:
+            self._seal(segment)
+
+    # Segments
+
+    def _rotate(self, needed_pages: int, deadline: Nanos) -> None:
+        """Replace the active segment by one that has room for a record of so many pages.
+
+        Raises:
+            NoRoom: None became free by the deadline.
+            OSError: It could not be begun.
+        """
+        self._fill()
+        rescued: list[Payload] = []
+        segment = self._free_segment(rescued, needed_pages, deadline)
+        segment.begin(secrets.token_bytes(NONCE_BYTES), self._held.take_sequences(), self._clock.now())
+        try:
+            self._write_head(segment)
+            self._write_rescued(segment, rescued)
+        except OSError:
+            with self._held.lock:
+                self._held.drop_all(segment)
+                segment.state = State.LEAVING
+                self._held.release(segment, readers=0)
+            raise
+        with self._held.lock:
+            self._active = segment
+
+    def _fill(self) -> None:
+        """Append nothing more to the active segment."""
+        with self._held.lock:
+            segment, self._active = self._active, None
+            if segment is None:
+                return
+            segment.state = State.FULL
+            is_idle = not segment.writers
+        if is_idle:
+            self._seal(segment)
+
+    def _seal(self, segment: Segment) -> None:
+        """Write the footer; without one, opening the tier takes longer, and that is all."""
+        try:
+            self._write_footer(segment)
+            if self._settings.sync is not Sync.NEVER:
+                segment.file.sync()
+        except OSError as error:
+            self.writing.began(error)
+        with self._held.lock:
+            segment.state = State.SEALED
+            self._held.lock.notify_all()
+
+    def _free_segment(self, rescued: list[Payload], needed_pages: int, deadline: Nanos) -> Segment:
+        """A segment that can be begun; what was worth rescuing from another's blocks to make it one is added."""
+        spare_bytes = self._settings.segment_bytes * 15 // 16 - needed_pages * PAGE_BYTES
+        share_bytes = int(min(self._settings.rescue_share * self._settings.segment_bytes, spare_bytes))
+        while True:
+            if (segment := self._grow()) is not None:
+                return segment
+            with self._held.lock:
+                free = next((segment for segment in self.segments if segment.state is State.FREE), None)
+                victim = None if free is not None else self._choose()
+                if victim is not None:
+                    victim.state = State.LEAVING
+                    victim.readers += 1  # ours
+                hot = self._hot(victim) if victim is not None and not rescued else []
+            if free is not None:
+                if free.size_bytes == self._settings.segment_bytes:
+                    return free
+                self._remove(free)  # of another size: its space becomes a file of the set one
+            elif victim is not None:
+                try:
+                    rescued += self._rescued(victim, hot, share_bytes, deadline)
+                finally:
+                    self._drop(victim)
+            else:
+                self._wait_for_room(deadline)
+
+    def _wait_for_room(self, deadline: Nanos) -> None:
+        with self._held.lock:
+            left = deadline - self._clock.now()
+            if left <= 0 or not self.segments:
+                raise NoRoom
+            self._held.lock.wait_for(
+                lambda: any(segment.state in (State.FREE, State.SEALED) for segment in self.segments), seconds(left)
+            )
+
+    def _grow(self) -> Segment | None:
+        """One more file, when it fits under the cap and on the device."""
+        size_bytes = self._settings.segment_bytes
+        if self._bytes + footprint(size_bytes) > self._limit_bytes:
+            return None
+        names = (f"segment-{number:06}" for number in itertools.count())
+        name = next(name for name in names if name not in self._names)
+        try:
+            file = self.disk.create(name, size_bytes)
+        except OSError as error:
+            self._growing.began(error)
+            if not self.segments:
+                raise
+            return None
+        self._growing.over()
+        self._names.add(name)
+        self._bytes += footprint(size_bytes)
+        with self._held.lock:
+            segment = Segment(self._held.index.slot(), self.disk.folder, name, file)
+            self._held.index.enroll(segment)
+            self.segments.append(segment)
+        return segment
+
+    def _choose(self) -> Segment | None:
+        """The segment that goes next; those that nobody reads from are preferred, being free at once."""
+        now = self._clock.now()
+        sealed = [segment for segment in self.segments if segment.state is State.SEALED]
+        return min(
+            sealed,
+            key=lambda segment: (segment.readers > 0, self._score(segment.use(), now), segment.sequence),
+            default=None,
+        )
+
+    def _drop(self, victim: Segment) -> None:
+        with self._held.lock:
+            self._held.count.evicted += self._held.drop_all(victim)
+            self._held.release(victim)
+
+    def _remove(self, segment: Segment) -> None:
+        """Give a file that nobody uses back to the file system."""
+        segment.file.close()
+        try:
+            self.disk.remove(segment.name)
+        except OSError as error:
+            self.writing.began(error)
+            return
+        finally:
+            with self._held.lock:
+                self.segments = [other for other in self.segments if other is not segment]
+        self._names.discard(segment.name)
+        self._bytes -= footprint(segment.size_bytes)
+
+    # Blocks that outlive their segment
+
+    def _hot(self, victim: Segment) -> list[Place]:
+        """Blocks worth rescuing, those read most often first."""
+        if not self._settings.rescue_hits:
+            return []
+        hits = victim.record_hits
+        hot = [p for p in self._held.index.live(victim) if hits[p.ordinal] >= self._settings.rescue_hits]
+        return sorted(hot, key=lambda place: (-hits[place.ordinal], place.ordinal))
+
+    def _rescued(self, victim: Segment, hot: Sequence[Place], share_bytes: int, deadline: Nanos) -> list[Payload]:
+        """Contents of blocks, as far as share, budget and time reach; those that cannot be read or are bad are left out."""
+        left_bytes = share_bytes
+        payloads = []
+        for place in hot:
+            size_bytes = record_pages(place.length) * PAGE_BYTES
+            if size_bytes > left_bytes or self._clock.now() >= deadline or not self._admit_rewrite(size_bytes):
+                break
+            left_bytes -= size_bytes
+            pages = aligned(size_bytes)
+            try:
+                count = victim.file.read([pages], place.page * PAGE_BYTES)
+            except OSError as error:
+                self.reading.began(error)
+                break
+            record = read_record_header(pages, victim.nonce, place.page) if count == size_bytes else None
+            content = pages[PAGE_BYTES : PAGE_BYTES + place.length]
+            key = victim.keys[place.ordinal]
+            is_it = record is not None and record.key == key and record.length == place.length
+            if record is not None and is_it and crc32c([content]) == record.crc32c:
+                payloads.append(Payload(key, content, record.codec_id, record.crc32c))
+        return payloads
+
+    def _write_rescued(self, segment: Segment, rescued: Sequence[Payload]) -> None:
+        for first in range(0, len(rescued), BATCH_RECORDS):
+            batch = rescued[first : first + BATCH_RECORDS]
+            with self._held.lock:
+                records = [record_pages(payload.content.nbytes) for payload in batch]
+                first_page, count = segment.take(records)
+                run = Run(segment, first_page, self._held.take_sequences(count), count)
+            self._append(run, batch[:count], self._scratch)
+            self._held.count.rescued += count
+
+    # Bytes of a segment's own
+
+    def _write_head(self, segment: Segment) -> None:
+        head = SegmentHead(nonce=segment.nonce, sequence=segment.sequence, file_bytes=segment.size_bytes)
+        segment.file.write([_page(segment_head(head))], 0)
+
+    def _write_footer(self, segment: Segment) -> None:
+        rows = table(segment.keys, segment.pages, segment.lengths)
+        footer = Footer(
+            nonce=segment.nonce,
+            sequence=segment.sequence,
+            last_sequence=self._held.take_sequences(),
+            entries=len(segment.keys),
+            next_page=segment.next_page,
+            table_pages=len(rows) // PAGE_BYTES,
+            table_crc32c=google_crc32c.value(rows),
+        )
+        pages = aligned(len(rows) + TRAILER_PAGES * PAGE_BYTES)
+        pages[: len(rows)] = np.frombuffer(rows, np.uint8)
+        pages[len(rows) :] = _page(trailer(footer))
+        segment.file.write([pages], segment.size_bytes - pages.nbytes)
+
+    def close(self) -> None:
+        """Write the footer of the active segment, and let everything go. Nothing is read or written meanwhile."""
+        self._fill()
+        for segment in self.segments:
+            segment.file.close()
+        self.disk.close()
+
+
+def _page(structure: bytes) -> ByteArray:
+    page = aligned(PAGE_BYTES)
+    page[: len(structure)] = np.frombuffer(structure, np.uint8)
+    return page
+
+
+def _age(found: tuple[Segment, Life | Unreadable]) -> int:
+    life = found[1]
+    return life.sequence if isinstance(life, Life) else -1

@@ -1,0 +1,48 @@
+"""What a tier counts, and the names that it has let go."""
+
+import threading
+from collections.abc import Iterable
+
+from kvstore.messages import BlockKey, TierStatus
+
+GONE_KEYS = 1 << 18
+"""Names that wait to be asked for; older ones are forgotten, which costs a router a wrong guess."""
+
+
+class Tally:
+    """Of one tier. Thread-safe."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._gone: dict[BlockKey, None] = {}
+
+    def count(self, **more: int) -> None:
+        """Add to counters of `TierStatus`."""
+        with self._lock:
+            for name, number in more.items():
+                self._counts[name] = self._counts.get(name, 0) + number
+
+    def missed(self, keys: Iterable[BlockKey]) -> None:
+        """These are not there, or not any more."""
+        with self._lock:
+            self._gone.update(dict.fromkeys(keys))
+            while len(self._gone) > GONE_KEYS:
+                del self._gone[next(iter(self._gone))]
+
+    def present(self, keys: Iterable[BlockKey]) -> None:
+        """These are there now."""
+        with self._lock:
+            for key in keys:
+                self._gone.pop(key, None)
+
+    def gone(self) -> list[BlockKey]:
+        """What `BackingTier.gone` answers."""
+        with self._lock:
+            gone, self._gone = self._gone, {}
+        return list(gone)
+
+    def status(self) -> TierStatus:
+        with self._lock:
+            return TierStatus(name=self.name, **self._counts)

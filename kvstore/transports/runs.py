@@ -1,0 +1,39 @@
+"""Many buffers, filled or emptied from the front, as scattering reads and gathering writes want them."""
+
+from collections.abc import Iterable
+
+IOV_MAX = 1024
+"""Buffers that Linux takes at a time; limits.h."""
+
+
+class Run:
+    """Buffers that follow each other, and how far they have been dealt with."""
+
+    def __init__(self, buffers: Iterable[memoryview]):
+        """Takes contiguous buffers of single bytes."""
+        self._buffers = [buffer for buffer in buffers if len(buffer)]
+        self._next = 0  # index of the first buffer that is not finished
+        self._start = 0  # bytes of it that are
+        self.left = sum(len(buffer) for buffer in self._buffers)
+
+    def front(self, limit_bytes: int) -> list[memoryview]:
+        """What comes next, at most `limit_bytes` of it, and no more buffers than the system takes."""
+        taken: list[memoryview] = []
+        start = self._start
+        for buffer in self._buffers[self._next : self._next + IOV_MAX]:
+            view = buffer[start : start + limit_bytes]
+            taken.append(view)
+            limit_bytes -= len(view)
+            if not limit_bytes:
+                break
+            start = 0
+        return taken
+
+    def advance(self, count: int) -> None:
+        """That many bytes are done."""
+        assert 0 <= count <= self.left, (count, self.left)
+        self.left -= count
+        self._start += count
+        while self._next < len(self._buffers) and self._start >= len(self._buffers[self._next]):
+            self._start -= len(self._buffers[self._next])
+            self._next += 1

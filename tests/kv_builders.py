@@ -20,11 +20,12 @@ import numpy as np
 from kvstore.block import ChainHash
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.lru import LruEviction
+from kvstore.extents import PAGE_BYTES
 from kvstore.layout import Namespace
 from kvstore.machine import BlockMachine
 from kvstore.messages import LeaseId, Slot, StoreEndpoints
 from kvstore.server import serve
-from kvstore.settings import PAGE_BYTES, StoreSettings
+from kvstore.settings import StoreSettings
 
 LEASE = Nanos(10 * SECOND)
 BLOCK_BYTES = 2 * PAGE_BYTES
@@ -63,17 +64,17 @@ class Store:
         self.machine = BlockMachine(blocks * BLOCK_BYTES, LruEviction(), epoch=1, **limits)
         self.machine.open(self.namespace, Nanos(0))
 
-    def hold(self, chain: list[ChainHash], now: int = 0) -> int:
+    def hold(self, chain: list[ChainHash], now: int = 0, tenant: bytes = b"") -> int:
         """Reserve and publish; returns how many blocks that were new."""
-        reservation = self.reserve(chain, now)
+        reservation = self.reserve(chain, now, tenant=tenant)
         checksums = {reserved.index: 7 for reserved in reservation.reserved}
         return self.machine.publish(reservation.reservation_id, checksums, owner="w", now=Nanos(now))
 
-    def reserve(self, chain: list[ChainHash], now: int = 0, owner: str = "w"):
-        return self.machine.reserve(self.digest, chain, owner=owner, lease=LEASE, now=Nanos(now))
+    def reserve(self, chain: list[ChainHash], now: int = 0, owner: str = "w", tenant: bytes = b""):
+        return self.machine.reserve(self.digest, chain, owner=owner, lease=LEASE, now=Nanos(now), tenant=tenant)
 
-    def match(self, chain: list[ChainHash], now: int = 0, lease: int = LEASE):
-        return self.machine.match(self.digest, chain, owner="r", lease=Nanos(lease), now=Nanos(now))
+    def match(self, chain: list[ChainHash], now: int = 0, lease: int = LEASE, tenant: bytes = b""):
+        return self.machine.match(self.digest, chain, lease=Nanos(lease), now=Nanos(now), tenant=tenant)
 
     def look(self, chain: list[ChainHash], now: int = 0) -> int:
         """How many blocks of the chain could be read."""

@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
+from kvstore.extents import PAGE_BYTES
 from kvstore.messages import Address, BlockKey
-from kvstore.settings import PAGE_BYTES
 from kvstore.tiers.memory import PrivateMemoryTier
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain

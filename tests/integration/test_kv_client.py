@@ -18,7 +18,7 @@ from kvstore import block, wire
 from kvstore.client import StoreClient
 from kvstore.errors import InvalidArgument, LayoutMismatch, StoreUnreachable
 from kvstore.layout import Namespace
-from kvstore.messages import DataPath, Match
+from kvstore.messages import DataPath, Held, Match
 from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
@@ -281,7 +281,7 @@ def test_a_writer_that_is_killed_holds_its_space_only_until_the_deadline():
 
 def reserve_and_wait(address: str, told: Connection) -> None:
     client = StoreClient.connect(address, a_namespace())
-    _, reservation = client._reserve(a_chain(4, "lost"))
+    _, reservation = client._reserve(a_chain(4, "lost"), b"")
     told.send(len(reservation.reserved))
     threading.Event().wait()
 
@@ -409,7 +409,23 @@ def test_an_impossible_namespace_is_refused_by_field(shared_node):
         ("Match", "digest", lambda i, d: pb.MatchRequest(digest=b"x", hashes=b"x" * 16, incarnation=i)),
         ("Match", "lease_ms", lambda i, d: pb.MatchRequest(digest=d, hashes=b"x" * 16, lease_ms=10**9, incarnation=i)),
         ("Reserve", "lease_ms", lambda i, d: pb.ReserveRequest(digest=d, hashes=b"x" * 16, incarnation=i)),
-        ("Publish", "published", lambda i, d: pb.PublishRequest(published=[pb.Published(), pb.Published()])),
+        ("Publish", "indices", lambda i, d: pb.PublishRequest(indices=[0, 0], crc32c=[1, 2])),
+        ("Publish", "crc32c", lambda i, d: pb.PublishRequest(indices=[0, 1], crc32c=[1])),
+        ("Publish", "owner", lambda i, d: pb.PublishRequest(owner="node")),
+        ("Match", "tenant", lambda i, d: pb.MatchRequest(digest=d, hashes=b"x" * 16, tenant=b"x", incarnation=i)),
+        (
+            "Reserve",
+            "tenant",
+            lambda i, d: pb.ReserveRequest(digest=d, hashes=b"x" * 16, lease_ms=1, tenant=b"x" * 31, incarnation=i),
+        ),
+        (
+            "Reserve",
+            "owner",
+            lambda i, d: pb.ReserveRequest(digest=d, hashes=b"x" * 16, lease_ms=1, owner="node", incarnation=i),
+        ),
+        ("Hold", "session", lambda i, d: pb.HoldRequest(digest=d, hashes=b"x" * 16, hold_ms=1, incarnation=i)),
+        ("Hold", "hold_ms", lambda i, d: pb.HoldRequest(digest=d, hashes=b"x" * 16, session="s", incarnation=i)),
+        ("ReleaseHold", "session", lambda i, d: pb.ReleaseHoldRequest(digest=d)),
         ("Condemn", "generations", lambda i, d: pb.CondemnRequest(digest=d, hashes=b"x" * 16)),
         ("Hello", "namespace.model", lambda i, d: pb.HelloRequest()),
     ],
@@ -490,3 +506,61 @@ def test_clients_that_come_and_go_leave_nothing_open(client, node):
 
 def files_of(process_id: int) -> int:
     return len(list(Path(f"/proc/{process_id}/fd").iterdir()))
+
+
+def test_a_session_that_waits_keeps_its_blocks_until_it_goes_on(node, client):
+    chain = a_chain(3, "session")
+    client.write(chain, a_block)
+
+    assert client.hold("session", chain, seconds=60) == Held(blocks=3)
+    client.write(a_chain(CAPACITY_BLOCKS, "flood"), a_block)
+    assert fetch(client, chain)[2] is not None
+    assert client.stats().held_bytes == 3 * BLOCK_BYTES
+
+    client.release_hold("session")
+    client.release_hold("session")  # again does nothing
+    client.write(a_chain(CAPACITY_BLOCKS, "another"), a_block)
+    assert len(client.match(chain, lease_seconds=0)) == 0
+    assert client.hold("session", [], seconds=1) == Held(blocks=0)
+
+
+def test_holds_have_a_share_of_the_pool_and_a_deadline():
+    with (
+        a_node(capacity_bytes=CAPACITY_BLOCKS * BLOCK_BYTES, max_held_share=0.25, max_hold_seconds=0.5) as node,
+        StoreClient.connect(node.address, a_namespace()) as client,
+    ):
+        chain = a_chain(6)
+        client.write(chain, a_block)
+
+        assert client.hold("session", chain, seconds=3600) == Held(blocks=4, refused=2)
+
+        eventually(lambda: client.stats().held_bytes == 0)
+
+
+def test_a_tenant_over_its_quota_pays_with_its_own_blocks():
+    mine, yours = b"m" * 32, b"y" * 32
+    quotas = {"tenant_quota_bytes": 4 * BLOCK_BYTES, "tenant_quotas": {yours.hex(): 2 * BLOCK_BYTES}}
+    with (
+        a_node(capacity_bytes=CAPACITY_BLOCKS * BLOCK_BYTES, **quotas) as node,
+        StoreClient.connect(node.address, a_namespace()) as client,
+    ):
+        client.write(a_chain(2, "nobody"), a_block)
+        assert client.write(a_chain(3, "mine"), a_block, tenant=mine) == 3
+        assert client.write(a_chain(3, "yours"), a_block, tenant=yours) == 2
+        assert client.counters().dropped == 1
+
+        assert client.write(a_chain(2, "new"), a_block, tenant=mine) == 2
+
+        held = [len(client.match(a_chain(3, of), lease_seconds=0)) for of in ("nobody", "mine", "yours", "new")]
+        assert held == [2, 2, 2, 2]
+        client.match(a_chain(3, "mine"), lease_seconds=1, tenant=mine)
+        rows = {row.quota_bytes // BLOCK_BYTES: row for row in client.stats().tenants}
+        assert (rows[4].bytes, rows[4].hits, rows[4].misses, rows[4].evicted) == (4 * BLOCK_BYTES, 2, 1, 1)
+        assert (rows[2].bytes, rows[2].refused) == (2 * BLOCK_BYTES, 1)
+
+
+def test_a_node_that_is_away_holds_nothing(node, client):
+    node.kill()
+
+    assert client.hold("session", a_chain(1), seconds=1) is None
+    client.release_hold("session")

@@ -6,9 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import numpy as np
+import psutil
 import pytest
 
 from kvstore.buffers import crc32c, pieces
@@ -18,10 +20,22 @@ from kvstore.machine import BlockMachine
 from kvstore.messages import Claim, Outcome, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.memory import PrivateMemoryTier
-from kvstore.transports.frames import MAGIC, OPENING, REPLY, REQUEST, Operation, Status
+from kvstore.transports import tcp_server
+from kvstore.transports.authentication import NONCE_BYTES, Key, Purpose
+from kvstore.transports.frames import (
+    CHALLENGE,
+    ENTRY,
+    MAGIC,
+    OPENING,
+    REPLY,
+    REQUEST,
+    WINDOW,
+    Operation,
+    Status,
+)
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_server import STALLED, DataPlane
-from tests.kv_builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace
+from tests.kv_builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -31,13 +45,13 @@ CLOCK = MonotonicClock()
 class Plane:
     """A data plane with one namespace, on this test's event loop."""
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES):
+    def __init__(self, block_bytes: int = BLOCK_BYTES, secret: bytes = b""):
         self.namespace = a_namespace(block_bytes=block_bytes)
         self.block_bytes = block_bytes
         self.machine = BlockMachine(8 * block_bytes, LruEviction(), epoch=1)
         self.machine.open(self.namespace, Nanos(0))
         self.tier = PrivateMemoryTier(8 * block_bytes)
-        self.plane = DataPlane(self.machine, self.tier, CLOCK)
+        self.plane = DataPlane(self.machine, self.tier, CLOCK, Key(secret, Purpose.DATA) if secret else None)
         self.writers: list[asyncio.StreamWriter] = []
 
     async def start(self) -> None:
@@ -63,8 +77,8 @@ class Plane:
     async def dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connected and bound to the namespace."""
         reader, writer = await self.connect()
-        writer.write(OPENING.pack(MAGIC, Operation.OPEN, self.namespace.digest))
-        assert (await reply(reader))[0] is Status.DONE
+        writer.write(an_opening(self.namespace.digest))
+        assert await challenge(reader) is Status.DONE
         return reader, writer
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -88,11 +102,24 @@ async def plane():
     await plane.close()
 
 
-async def reply(reader: asyncio.StreamReader) -> tuple[Status, int, int]:
+async def challenge(reader: asyncio.StreamReader) -> Status:
     async with asyncio.timeout(5):
-        magic, status, length, checksum = REPLY.unpack(await reader.readexactly(REPLY.size))
+        magic, status, _ = CHALLENGE.unpack(await reader.readexactly(CHALLENGE.size))
     assert magic == MAGIC
-    return Status(status), length, checksum
+    return Status(status)
+
+
+async def reply(reader: asyncio.StreamReader) -> list[Status]:
+    async with asyncio.timeout(5):
+        magic, count = REPLY.unpack(await reader.readexactly(REPLY.size))
+        assert magic == MAGIC
+        return [Status(status) for status in await reader.readexactly(count)]
+
+
+async def block(reader: asyncio.StreamReader, length: int = BLOCK_BYTES) -> tuple[bytes, Status]:
+    """The rest of the reply to a GET of one block that is there."""
+    async with asyncio.timeout(5):
+        return await reader.readexactly(length), Status((await reader.readexactly(1))[0])
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:
@@ -103,8 +130,12 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-def a_get(slot: Slot, length: int = BLOCK_BYTES, magic: bytes = MAGIC, operation: int = Operation.GET) -> bytes:
-    return REQUEST.pack(magic, operation, slot.offset, slot.generation, length, 0)
+def an_opening(digest: bytes, magic: bytes = MAGIC) -> bytes:
+    return OPENING.pack(magic, Operation.OPEN, digest, b"n" * NONCE_BYTES)
+
+
+def a_request(slot: Slot, operation: int = Operation.GET, magic: bytes = MAGIC, count: int = 1) -> bytes:
+    return REQUEST.pack(magic, operation, count) + ENTRY.pack(slot.offset, slot.generation, slot.crc32c)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +143,8 @@ def a_get(slot: Slot, length: int = BLOCK_BYTES, magic: bytes = MAGIC, operation
     [
         b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
         random.Random(1).randbytes(4096),
-        OPENING.pack(b"FKV2", Operation.OPEN, b"d" * 16),
-        a_get(Slot(0, 1)),  # before OPEN
+        an_opening(b"d" * 16, magic=b"FKV1"),
+        a_request(Slot(0, 1)) * 2,  # before OPEN
     ],
 )
 async def test_garbage_instead_of_an_opening_ends_the_connection(plane, garbage):
@@ -127,11 +158,12 @@ async def test_garbage_instead_of_an_opening_ends_the_connection(plane, garbage)
 @pytest.mark.parametrize(
     "garbage",
     [
-        a_get(Slot(0, 1), length=BLOCK_BYTES + 1),
-        a_get(Slot(0, 1), length=0xFFFFFFFF, operation=Operation.PUT),
-        a_get(Slot(0, 1), magic=b"FKVM"),
-        a_get(Slot(0, 1), operation=9),
-        OPENING.pack(MAGIC, Operation.OPEN, b"d" * 16),  # a second one
+        a_request(Slot(0, 1), count=0),
+        a_request(Slot(0, 1), count=WINDOW + 1),
+        a_request(Slot(0, 1), Operation.PUT, count=0xFFFFFFFF),
+        a_request(Slot(0, 1), magic=b"FKVM"),
+        a_request(Slot(0, 1), operation=9),
+        an_opening(b"d" * 16),  # a second one
     ],
 )
 async def test_garbage_after_the_opening_ends_the_connection_and_no_other(plane, garbage):
@@ -142,8 +174,8 @@ async def test_garbage_after_the_opening_ends_the_connection_and_no_other(plane,
     writer.write(garbage)
 
     assert await is_closed(reader)
-    other_writer.write(a_get(slot))
-    assert await reply(other_reader) == (Status.DONE, BLOCK_BYTES, slot.crc32c)
+    other_writer.write(a_request(slot))
+    assert await reply(other_reader) == [Status.DONE]
 
 
 async def test_a_slot_of_another_namespace_is_gone(plane):
@@ -151,33 +183,48 @@ async def test_a_slot_of_another_namespace_is_gone(plane):
     other = a_namespace(model="other")
     plane.machine.open(other, Nanos(0))
     reader, writer = await plane.connect()
-    writer.write(OPENING.pack(MAGIC, Operation.OPEN, other.digest))
-    assert (await reply(reader))[0] is Status.DONE
+    writer.write(an_opening(other.digest))
+    assert await challenge(reader) is Status.DONE
 
-    writer.write(a_get(slot))
+    writer.write(a_request(slot))
 
-    assert await reply(reader) == (Status.GONE, 0, 0)
+    assert await reply(reader) == [Status.GONE]
 
 
 async def test_a_writer_whose_reservation_ends_halfway_touches_nothing_more(plane):
     _, slot = plane.reserve(a_chain(1, "late")[0])
     reader, writer = await plane.dial()
     late = bytes(a_block(1))
-    head = REQUEST.pack(MAGIC, Operation.PUT, slot.offset, slot.generation, BLOCK_BYTES, crc32c([a_block(1)]))
-    writer.write(head + late[:100])
+    writer.write(a_request(Slot(slot.offset, slot.generation, crc32c([a_block(1)])), Operation.PUT) + late[:100])
+    place = plane.tier.view(plane.machine.writable(plane.namespace.digest, slot))
     async with asyncio.timeout(5):
-        while next(iter(plane.plane.connections))._filled != 100:
+        while bytes(place[:100]) != late[:100]:
             await asyncio.sleep(0)
     plane.machine.expire(LEASE)
     plane.settle()
     present = plane.hold(a_chain(1, "new")[0], a_block(2))
     assert present.offset == slot.offset
 
-    writer.write(late[100:] + a_get(present))
+    writer.write(late[100:] + a_request(present))
 
-    assert await reply(reader) == (Status.GONE, 0, 0)
-    assert await reply(reader) == (Status.DONE, BLOCK_BYTES, present.crc32c)
-    assert await reader.readexactly(BLOCK_BYTES) == bytes(a_block(2))
+    assert await reply(reader) == [Status.GONE]
+    assert await reply(reader) == [Status.DONE]
+    assert await block(reader) == (bytes(a_block(2)), Status.DONE)
+
+
+async def test_a_slot_that_is_reused_while_it_is_read_is_never_returned_as_good():
+    plane = Plane(block_bytes=8 << 20)  # more than the buffers of a connection
+    await plane.start()
+    slot = plane.hold(a_chain(1)[0], a_block(1, 8 << 20))
+    async with a_slow_link(plane.port) as (port, go_on):
+        reading = asyncio.create_task(asyncio.to_thread(read, plane, port, slot))
+        await asyncio.to_thread(go_on.passed, 1 << 16)
+        others = [plane.hold(name, a_block(2, 8 << 20)) for name in a_chain(8, "new")]
+        assert slot.offset in {other.offset for other in others}
+        go_on.set()
+
+        assert await reading == [Outcome.GONE]
+    await plane.close()
 
 
 async def test_bytes_damaged_on_the_way_in_are_not_accepted(plane):
@@ -186,60 +233,72 @@ async def test_bytes_damaged_on_the_way_in_are_not_accepted(plane):
     damaged = bytearray(a_block(1))
     damaged[17] ^= 1
 
-    writer.write(REQUEST.pack(MAGIC, Operation.PUT, slot.offset, slot.generation, BLOCK_BYTES, crc32c([a_block(1)])))
+    writer.write(a_request(Slot(slot.offset, slot.generation, crc32c([a_block(1)])), Operation.PUT))
     writer.write(damaged)
 
-    assert await reply(reader) == (Status.CORRUPT, 0, 0)
+    assert await reply(reader) == [Status.CORRUPT]
 
 
 async def test_bytes_damaged_on_the_way_out_are_noticed_by_the_client(plane):
     slot = plane.hold(a_chain(1)[0], a_block(1))
 
-    def read(port: int) -> list[Outcome]:
-        transport = TcpTransport(f"127.0.0.1:{port}", plane.namespace.digest, BLOCK_BYTES, CLOCK, soon(5))
-        outcomes = transport.get([slot], [bytearray(BLOCK_BYTES)], soon(5))
-        transport.close()
-        return outcomes
-
-    async with a_proxy_that_flips_a_byte(plane.port, at=REPLY.size * 2 + 100) as port:
-        assert await asyncio.to_thread(read, port) == [Outcome.CORRUPT]
+    async with a_proxy_that_flips_a_byte(plane.port, at=CHALLENGE.size + REPLY.size + 100) as port:
+        assert await asyncio.to_thread(read, plane, port, slot) == [Outcome.CORRUPT]
 
 
 async def test_a_client_that_stops_in_the_middle_is_cut(plane):
     idle_reader, idle_writer = await plane.dial()
     reader, writer = await plane.dial()
+    async with asyncio.timeout(5):
+        while any(connection.busy for connection in plane.plane.connections):
+            await asyncio.sleep(0)
     writer.write(MAGIC)
     async with asyncio.timeout(5):
-        while not any(connection._filled for connection in plane.plane.connections):
+        while not any(connection.busy for connection in plane.plane.connections):
             await asyncio.sleep(0)
 
     plane.plane.cut_stalled(Nanos(CLOCK.now() + STALLED))
 
     assert await is_closed(reader)
-    idle_writer.write(a_get(Slot(0, 1)))
-    assert await reply(idle_reader) == (Status.GONE, 0, 0)
+    idle_writer.write(a_request(Slot(0, 1)))
+    assert await reply(idle_reader) == [Status.GONE]
 
 
-async def test_a_client_that_does_not_read_does_not_fill_the_nodes_memory():
+async def test_a_client_that_does_not_read_fills_nothing_and_holds_nobody_up():
     plane = Plane(block_bytes=1 << 20)
     await plane.start()
     slot = plane.hold(a_chain(1)[0], a_block(1, 1 << 20))
     reader, writer = await plane.dial()
     writer.transport.pause_reading()
+    other_reader, other_writer = await plane.dial()
+    before = psutil.Process().memory_info().rss
 
-    writer.write(a_get(slot, length=1 << 20) * 200)
-    (connection,) = plane.plane.connections
-    async with asyncio.timeout(5):
-        while not connection._paused:
-            await asyncio.sleep(0.01)
-    waiting = connection._transport.get_write_buffer_size()
+    writer.write(
+        (REQUEST.pack(MAGIC, Operation.GET, WINDOW) + ENTRY.pack(slot.offset, slot.generation, 0) * WINDOW) * 4
+    )
+    for _ in range(8):
+        other_writer.write(a_request(slot))
+        assert await reply(other_reader) == [Status.DONE]
+        await block(other_reader, 1 << 20)
 
-    assert waiting <= 3 << 20
+    assert psutil.Process().memory_info().rss - before < 32 << 20
     writer.transport.resume_reading()
-    for _ in range(200):
-        assert await reply(reader) == (Status.DONE, 1 << 20, slot.crc32c)
-        await reader.readexactly(1 << 20)
+    for _ in range(4):
+        assert await reply(reader) == [Status.DONE] * WINDOW
+        assert await reader.readexactly(WINDOW << 20) == bytes(a_block(1, 1 << 20)) * WINDOW
+        assert await reader.readexactly(WINDOW) == bytes(WINDOW)
     await plane.close()
+
+
+async def test_connections_beyond_the_limit_are_refused(plane, monkeypatch):
+    monkeypatch.setattr(tcp_server, "CONNECTIONS", 2)
+    kept = [await plane.dial() for _ in range(2)]
+
+    reader, _ = await plane.connect()
+
+    assert await is_closed(reader)
+    kept[0][1].write(a_request(Slot(0, 1)))
+    assert await reply(kept[0][0]) == [Status.GONE]
 
 
 def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_costs_nothing_after():
@@ -257,16 +316,51 @@ def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_costs_nothing_after():
         transport.close()
 
 
+def test_closing_ends_calls_of_other_threads():
+    with a_node_that_only_opens() as address, ThreadPoolExecutor(1) as threads:
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(5))
+        reading = threads.submit(transport.get, [Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60))
+        eventually(lambda: transport._busy)
+
+        transport.close()
+
+        assert reading.result(5) == [Outcome.GONE]
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60)) == [Outcome.GONE]
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        REPLY.pack(MAGIC, 2) + bytes([Status.DONE, Status.DONE]),  # to a request of one
+        REPLY.pack(MAGIC, 1) + bytes([77]),
+        REPLY.pack(MAGIC, 1) + bytes([Status.REFUSED]),
+        REPLY.pack(MAGIC, 1) + bytes([Status.DONE]) + bytes(10),  # and not a byte more
+    ],
+)
+def test_a_node_that_talks_nonsense_is_a_miss(nonsense):
+    with a_node_that_only_opens(and_says=nonsense) as address:
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(5))
+
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(5)) == [Outcome.GONE]
+
+        transport.close()
+
+
 @contextmanager
-def a_node_that_only_opens() -> Iterator[str]:
-    """Answers the opening of one connection, and then nothing more."""
+def a_node_that_only_opens(and_says: bytes = b"") -> Iterator[str]:
+    """Answers the opening of one connection, and then nothing more; or the same to whatever it is asked, and hangs up."""
 
     def answer() -> None:
         connection, _ = server.accept()
         with connection:
             connection.recv(OPENING.size, socket.MSG_WAITALL)
-            connection.sendall(REPLY.pack(MAGIC, Status.DONE, 0, 0))
-            over.wait(10)
+            connection.sendall(CHALLENGE.pack(MAGIC, Status.DONE, bytes(NONCE_BYTES)))
+            if and_says:
+                connection.recv(REQUEST.size + ENTRY.size, socket.MSG_WAITALL)
+                connection.sendall(and_says)
+            else:
+                over.wait(10)
 
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -309,6 +403,67 @@ async def a_proxy_that_flips_a_byte(port: int, at: int) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
         async with asyncio.timeout(5):
             await over.wait()
+
+
+class SlowLink:
+    """Passes everything to the server, and back as much as it is told to; in a thread of its own."""
+
+    def __init__(self, port: int):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(5)
+        self._server_port = port
+        self.port = self._listener.getsockname()[1]
+        self._open = threading.Event()
+        self._bytes = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def set(self) -> None:
+        self._open.set()
+
+    def passed(self, count: int) -> None:
+        """Waits until that many bytes came back through."""
+        eventually(lambda: self._bytes >= count)
+
+    def close(self) -> None:
+        self._open.set()
+        self._thread.join()
+        self._listener.close()
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        with client, socket.create_connection(("127.0.0.1", self._server_port), 5) as server:
+            forth = threading.Thread(target=self._forth, args=(client, server))
+            forth.start()
+            with suppress(OSError):
+                while data := server.recv(1 << 16):
+                    if self._bytes >= 1 << 17:
+                        self._open.wait(5)
+                    client.sendall(data)
+                    self._bytes += len(data)
+            client.shutdown(socket.SHUT_RDWR)
+            forth.join()
+
+    def _forth(self, client: socket.socket, server: socket.socket) -> None:
+        with suppress(OSError):
+            while data := client.recv(1 << 16):
+                server.sendall(data)
+            server.shutdown(socket.SHUT_RDWR)
+
+
+@asynccontextmanager
+async def a_slow_link(port: int) -> AsyncIterator[tuple[int, SlowLink]]:
+    link = SlowLink(port)
+    yield link.port, link
+    await asyncio.to_thread(link.close)
+
+
+def read(plane: Plane, port: int, slot: Slot, key: Key | None = None) -> list[Outcome]:
+    transport = TcpTransport(f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, soon(5), key)
+    try:
+        return transport.get([slot], [bytearray(plane.block_bytes)], soon(5))
+    finally:
+        transport.close()
 
 
 def soon(seconds: float) -> Nanos:

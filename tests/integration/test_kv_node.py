@@ -15,9 +15,10 @@ from fleet.adapters.grpc_options import CHANNEL_OPTIONS
 from kvstore import server
 from kvstore.client import StoreClient
 from kvstore.errors import StoreNotStarted
+from kvstore.extents import PAGE_BYTES
 from kvstore.monotonic import MonotonicClock
 from kvstore.server import SERVICE, open_node, serve
-from kvstore.settings import PAGE_BYTES, StoreSettings
+from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually

@@ -1,9 +1,15 @@
+import random
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.extents import Extents
-from kvstore.settings import PAGE_BYTES
+from kvstore.clock import Nanos
+from kvstore.eviction.lru import LruEviction
+from kvstore.extents import PAGE_BYTES, Extents
+from kvstore.machine import BlockMachine
+from tests.kv_builders import LEASE, a_namespace
 
 PAGES = 24
 
@@ -72,3 +78,26 @@ class ExtentsAgainstPages(RuleBasedStateMachine):
 
 TestExtentsAgainstPages = ExtentsAgainstPages.TestCase
 TestExtentsAgainstPages.settings = settings(max_examples=60, deadline=None)
+
+
+@pytest.mark.parametrize("sizes_kib", [(128,), (64, 256, 1024), (132, 528, 68), (64, 4096)])
+def test_blocks_of_several_sizes_use_the_space_to_nineteen_parts_in_twenty(sizes_kib):
+    """A full pool under a flood of chains, whose blocks push out the oldest whatever its size."""
+    chance = random.Random(1)
+    namespaces = [a_namespace(model=f"{kib} KiB", block_bytes=kib << 10) for kib in sizes_kib]
+    machine = BlockMachine(256 << 20, LruEviction(), epoch=1)
+    for namespace in namespaces:
+        machine.open(namespace, Nanos(0))
+    shares = []
+    while len(shares) < 200:
+        digest = chance.choice(namespaces).digest
+        names = [chance.randbytes(16) for _ in range(chance.randint(1, 40))]
+        reservation = machine.reserve(digest, names, owner="w", lease=LEASE, now=Nanos(0))
+        machine.publish(reservation.reservation_id, dict.fromkeys(range(40), 1), owner="w", now=Nanos(0))
+        stats = machine.stats()
+        assert reservation.refused == 0
+        if stats.evicted > 100:
+            shares.append(stats.bytes / stats.capacity_bytes)
+
+    assert sum(shares) / len(shares) >= 0.95
+    machine.check()

@@ -3,7 +3,7 @@ import pytest
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import Exhausted, InvalidArgument, NamespaceInUse, NamespaceUnknown
 from kvstore.lifecycle import NEXT, READABLE, IllegalTransition, State, Step, advance
-from kvstore.messages import NO_LEASE, NO_RESERVATION, Claim, Discard, Slot
+from kvstore.messages import NO_LEASE, NO_RESERVATION, Claim, Discard, Slot, Slots
 from kvstore.namespaces import NAMESPACE_IDLE
 from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_chain, a_namespace
 
@@ -294,7 +294,7 @@ def test_a_slot_is_only_found_under_its_own_namespace():
 
     assert store.machine.readable(store.digest, slot) is not None
     assert store.machine.readable(other.digest, slot) is None
-    assert store.machine.match(other.digest, a_chain(1), owner="r", lease=LEASE, now=Nanos(0)).slots == ()
+    assert store.machine.match(other.digest, a_chain(1), lease=LEASE, now=Nanos(0)).slots == Slots()
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_an_unknown_namespace_is_refused():
     store = Store()
 
     with pytest.raises(NamespaceUnknown):
-        store.machine.match(b"?" * 16, a_chain(1), owner="r", lease=LEASE, now=Nanos(0))
+        store.machine.match(b"?" * 16, a_chain(1), lease=LEASE, now=Nanos(0))
 
 
 def test_a_block_larger_than_the_pool_is_refused_by_name():
@@ -368,7 +368,7 @@ def test_ended_leases_do_not_pile_up():
     for _ in range(1000):
         store.release(store.match(a_chain(1), lease=3600 * SECOND).lease_id)
 
-    assert len(store.machine._deadlines) < 100
+    assert len(store.machine._terms._deadlines) < 100
 
 
 def test_only_the_listed_transitions_are_legal():

@@ -60,8 +60,9 @@ async def test_a_closed_stream_is_forgotten():
 async def test_large_changes_come_in_pieces():
     watchers = Watchers(queue_messages=8)
     many = tuple(a_chain(NAMES_A_MESSAGE + 1))
-    stream = watchers.watch([BlockChanges(digest=DIGEST, stored=many)])
+    stream = watchers.watch([BlockChanges(digest=DIGEST, stored=many, tier="ssd")])
 
     parts = [await anext(stream), await anext(stream)]
 
     assert parts[0].stored + parts[1].stored == many
+    assert {part.tier for part in parts} == {"ssd"}

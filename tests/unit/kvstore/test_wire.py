@@ -5,7 +5,21 @@ from kvstore import wire
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import InvalidArgument, LayoutMismatch
 from kvstore.layout import Namespace
-from kvstore.messages import Leased, LeaseId, Match, Reservation, ReservationId, Reserved, Slot
+from kvstore.messages import (
+    BlockChanges,
+    Held,
+    Leased,
+    LeaseId,
+    Match,
+    Reservation,
+    ReservationId,
+    Reserved,
+    Slot,
+    Slots,
+    Stats,
+    TenantStats,
+    TierStatus,
+)
 from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
 from tests.kv_builders import a_chain, a_namespace
@@ -95,12 +109,17 @@ def test_a_digest_of_another_length_is_refused_by_field():
 
 
 def test_an_index_published_twice_is_refused_by_field():
-    twice = [pb.Published(index=1, crc32c=1), pb.Published(index=1, crc32c=2)]
-
     with pytest.raises(InvalidArgument) as refused:
-        wire.parse_checksums(pb.PublishRequest(published=twice))
+        wire.parse_checksums(pb.PublishRequest(indices=[1, 1], crc32c=[1, 2]))
 
-    assert refused.value.field == "published"
+    assert refused.value.field == "indices"
+
+
+def test_written_blocks_need_a_checksum_each():
+    with pytest.raises(InvalidArgument) as refused:
+        wire.parse_checksums(pb.PublishRequest(indices=[1, 2], crc32c=[1]))
+
+    assert refused.value.field == "crc32c"
 
 
 def test_condemned_blocks_need_a_generation_each():
@@ -112,12 +131,12 @@ def test_condemned_blocks_need_a_generation_each():
 
 def test_a_match_and_a_reservation_survive_the_wire():
     slots = (Slot(4096, (7 << 32) + 1, 0xFFFFFFFF), Slot(0, (7 << 32) + 2, 0))
-    leased = Leased(lease_id=LeaseId((1 << 62) + 1), slots=slots)
+    leased = Leased(lease_id=LeaseId((1 << 62) + 1), slots=Slots.of(slots))
     reservation = Reservation(reservation_id=ReservationId(9), reserved=(Reserved(3, slots[0]),), refused=2)
 
     match = wire.parse_match(wire.match_message(leased), "i", a_chain(3))
 
-    assert (match.lease_id, match.slots, match.names, match.incarnation) == (
+    assert (match.lease_id, tuple(match.slots), match.names, match.incarnation) == (
         leased.lease_id,
         slots,
         tuple(a_chain(2)),
@@ -127,7 +146,7 @@ def test_a_match_and_a_reservation_survive_the_wire():
 
 
 def test_a_match_travels_between_processes_as_msgpack():
-    match = Match(incarnation="i", lease_id=LeaseId(5), names=tuple(a_chain(1)), slots=(Slot(1, 2, 3),))
+    match = Match(incarnation="i", lease_id=LeaseId(5), names=tuple(a_chain(1)), slots=Slots.of([Slot(1, 2, 3)]))
 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(match), type=Match) == match
 
@@ -143,9 +162,66 @@ def test_a_match_travels_between_processes_as_msgpack():
         ("max_lease_seconds", 0),
         ("reservation_seconds", -1),
         ("store_id", ""),
+        ("max_held_share", 1.5),
+        ("max_hold_seconds", 0),
+        ("tenant_quotas", {"not a salt": 1}),
+        ("tenant_quota_bytes", -1),
+        ("huge_pages", "sometimes"),
         ("surprise", 1),
     ],
 )
 def test_settings_that_cannot_be_obeyed_are_refused_by_field(field, value):
     with pytest.raises(msgspec.ValidationError, match=field):
         msgspec.convert({"store_id": "s", "listen": ["unix:/x"], field: value}, StoreSettings)
+
+
+def test_a_hold_survives_the_wire():
+    held = Held(blocks=7, refused=2)
+
+    assert wire.parse_hold(wire.hold_message(held)) == held
+
+
+def test_statistics_survive_the_wire_with_a_row_for_each_tier_and_tenant():
+    tiers = tuple(counted(TierStatus, name=name) for name in ("ssd", "redis"))
+    tenants = (counted(TenantStats, tenant="0123456789abcdef"),)
+    stats = counted(Stats, tiers=tiers, tenants=tenants)
+
+    assert wire.parse_stats(wire.stats_message(stats, "store")) == stats
+
+
+def test_every_field_of_the_statistics_is_on_the_wire():
+    for message, value, more in (
+        (pb.StatsResponse, Stats, {"store_id"}),
+        (pb.TierStats, TierStatus, set()),
+        (pb.TenantStats, TenantStats, set()),
+    ):
+        assert {field.name for field in message.DESCRIPTOR.fields} == {*value.__struct_fields__, *more}
+
+
+def test_changes_say_in_which_tier():
+    message = wire.changes_message(3, BlockChanges(digest=b"d" * 16, stored=tuple(a_chain(2)), tier="ssd"))
+
+    assert (message.sequence, message.tier, message.stored) == (3, "ssd", b"".join(a_chain(2)))
+    assert wire.changes_message(1, BlockChanges(digest=b"d" * 16)).tier == "cpu"
+
+
+def test_slots_are_twenty_bytes_little_endian():
+    """As `blocks.proto` says, so that another language can read them."""
+    slots = Slots.of([Slot(4096, 7, 0x01020304), Slot(1 << 40, (1 << 63) + 1)])
+
+    assert slots.packed.hex() == ("00100000000000000700000000000000040302010000000000010000010000000000008000000000")
+    assert (len(slots), slots[1], list(slots)) == (2, Slot(1 << 40, (1 << 63) + 1), [slots[0], slots[1]])
+    for outside in (-1, 2):
+        with pytest.raises(IndexError):
+            slots[outside]
+    assert not Slots()
+
+
+def test_a_torn_slot_is_none():
+    assert len(wire.parse_match(pb.MatchResponse(lease_id=1, slots=b"x" * 41), "i", a_chain(3))) == 2
+
+
+def counted(kind, **fields):
+    """All fields of the record differ, so that none can stand for another."""
+    numbers = {name: 100 + index for index, name in enumerate(kind.__struct_fields__)}
+    return kind(**{**numbers, **fields})

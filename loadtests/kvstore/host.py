@@ -1,0 +1,48 @@
+"""What a table of figures has to say of the machine and the versions that they come from."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("fleet-serving", "numpy", "google-crc32c", "grpcio", "xxhash", "nixl", "redis")
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """Of this machine, now."""
+    usage = psutil.disk_usage(str(folder))
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / (1 << 30), 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "file_system": _file_system(folder),
+        "disk_free_gib": round(usage.free / (1 << 30), 1),
+        "load": round(os.getloadavg()[0], 2),
+        "versions": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.processor())
+
+
+def _file_system(folder: Path) -> str:
+    """Kind and device of the longest mount point that the folder is below."""
+    below = [each for each in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(each.mountpoint)]
+    if not below:
+        return "unknown"
+    found = max(below, key=lambda each: len(each.mountpoint))
+    return f"{found.fstype} on {found.device}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

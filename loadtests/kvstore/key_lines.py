@@ -1,0 +1,132 @@
+"""Names: making them, finding them, and what they weigh."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import xxhash
+
+from kvstore.block import HashAlgorithm, chain
+from kvstore.client import StoreClient
+from kvstore.clock import Nanos
+from kvstore.eviction.lru import LruEviction
+from kvstore.machine import BlockMachine
+from kvstore.settings import PAGE_BYTES
+from loadtests.kvstore.contest import Better, Contestant, Line
+from loadtests.kvstore.memory_lines import chains, named
+from loadtests.kvstore.nodes import running
+from loadtests.kvstore.peers.roster import MICROSECONDS, MILLISECONDS, Peers
+from loadtests.kvstore.plan import Plan
+from loadtests.kvstore.resident import measured
+
+LOOKUP_KEYS = 512  # 128k tokens in blocks of 256
+HELD_KEYS = 16_384  # among which they are found
+REPEATS = 20  # of what takes microseconds
+PROMPTS = (8_192, 131_072)  # tokens
+BLOCK_TOKENS = (16, 64, 256)
+
+RAW: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
+    HashAlgorithm.SHA256_128: lambda data: hashlib.sha256(data).digest(),
+    HashAlgorithm.XXH3_128: xxhash.xxh3_128_digest,
+}
+
+
+@contextmanager
+def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
+    """Lookup, hashing, memory."""
+    with running(capacity_bytes=2 * HELD_KEYS * PAGE_BYTES) as node:
+        client = StoreClient.connect(node.address, named(PAGE_BYTES), call_timeout_seconds=10, timeout_seconds=30)
+        with client:
+            yield [*_lookup_lines(client, peers), *_hashing_lines(peers), _memory_line(plan, peers)]
+
+
+def best_of(act: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few: of what takes microseconds, the rest is other people's work."""
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _lookup_lines(client: StoreClient, peers: Peers) -> list[Line]:
+    namespace = named(PAGE_BYTES)
+    names = next(chains(HELD_KEYS))
+    asked = names[:LOOKUP_KEYS]
+    table = {name: index for index, name in enumerate(names)}
+    machine = BlockMachine(2 * HELD_KEYS * PAGE_BYTES, LruEviction(), epoch=1)
+    machine.open(namespace, Nanos(0))
+    reservation = machine.reserve(namespace.digest, names, owner="bench", lease=Nanos(1), now=Nanos(0))
+    checksums = {reserved.index: 7 for reserved in reservation.reserved}
+    machine.publish(reservation.reservation_id, checksums, owner="bench", now=Nanos(0))
+
+    def in_a_dict() -> float:
+        return MICROSECONDS * best_of(lambda: [table[name] for name in asked])
+
+    def in_the_node() -> float:
+        def match() -> None:
+            found = machine.match(namespace.digest, asked, owner="bench", lease=Nanos(0), now=Nanos(0))
+            assert len(found.slots) == LOOKUP_KEYS
+
+        return MICROSECONDS * best_of(match)
+
+    def by_a_client() -> float:
+        block = np.zeros(PAGE_BYTES, dtype=np.uint8)
+        client.write(asked, lambda _: block)
+
+        def match() -> None:
+            assert len(client.match(asked, lease_seconds=0)) == LOOKUP_KEYS
+
+        return MICROSECONDS * best_of(match)
+
+    shared = {"unit": "µs", "better": Better.LESS, "limit": in_a_dict, "limit_is": "a loop over a dict"}
+    return [
+        Line(name=f"lookup of {LOOKUP_KEYS} keys, in the node", fleet=in_the_node, **shared),
+        Line(name=f"lookup of {LOOKUP_KEYS} keys, by a client", fleet=by_a_client, peers=peers.lookup(LOOKUP_KEYS), **shared),
+    ]
+
+
+def _hashing_lines(peers: Peers) -> list[Line]:
+    found = []
+    for algorithm in HashAlgorithm:
+        for tokens in PROMPTS:
+            for block_tokens in BLOCK_TOKENS:
+                ids = np.random.default_rng(1).integers(0, 150_000, tokens, dtype=np.uint32).tobytes()
+                found.append(
+                    Line(
+                        name=f"keys of {tokens // 1024}k tokens, block {block_tokens}, {algorithm.value}",
+                        unit="ms",
+                        better=Better.LESS,
+                        limit=partial(_raw_hashes, RAW[algorithm], ids, 4 * block_tokens),
+                        limit_is="the same hash on each block, unchained",
+                        fleet=partial(_chain, ids, block_tokens, algorithm),
+                        peers=peers.hashing(tokens, block_tokens),
+                    )
+                )
+    return found
+
+
+def _raw_hashes(digest: Callable[[bytes], bytes], ids: bytes, size: int) -> float:
+    return MILLISECONDS * best_of(lambda: [digest(ids[start : start + size]) for start in range(0, len(ids), size)])
+
+
+def _chain(ids: bytes, block_tokens: int, algorithm: HashAlgorithm) -> float:
+    return MILLISECONDS * best_of(lambda: chain(ids, block_tokens, algorithm=algorithm))
+
+
+def _memory_line(plan: Plan, peers: Peers) -> Line:
+    """Bytes a key are megabytes a million keys."""
+    limit: Contestant = partial(measured, "dict", plan.keys)
+    return Line(
+        name="memory per million keys",
+        unit="MB",
+        better=Better.LESS,
+        limit=limit,
+        limit_is="a dict of names",
+        fleet=partial(measured, "fleet", plan.keys),
+        peers=peers.memory(min(plan.keys, 100_000)),
+    )

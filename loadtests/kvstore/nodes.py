@@ -1,0 +1,155 @@
+"""A store node in a process of its own, started as a supervisor starts it, that can be killed, stopped and started again."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 60.0  # on a machine that is busy with something else
+STOP_SECONDS = 20.0
+
+
+class NodeFailed(Exception):
+    """The node did not start, or did not stop; says what it printed last."""
+
+
+def environment() -> dict[str, str]:
+    """For child processes that import this checkout."""
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+class StoreNode:
+    """`fleet serve kvstore` in a folder; its log is there too."""
+
+    def __init__(self, folder: Path, **settings: Any):
+        """Does not start it.
+
+        Args:
+            folder: For sockets, settings and log; a short path, since those of Unix sockets are limited.
+            settings: Of the node; by default it listens in the folder, with shared memory and a TCP data plane.
+        """
+        self._folder = folder
+        self._log = folder / "node.log"
+        self.settings: dict[str, Any] = {
+            "store_id": "store-1",
+            "listen": [f"unix:{folder}/c"],
+            "shm_socket": f"{folder}/m",
+            "data_listen": f"127.0.0.1:{free_port()}",  # the same after a restart
+            **settings,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return str(self.settings["listen"][0])
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, timeout_seconds: float = START_SECONDS) -> None:
+        """Returns when it is ready.
+
+        Raises:
+            NodeFailed: It ended, or was not ready in time.
+        """
+        config = self._folder / "node.json"
+        config.write_text(json.dumps(self.settings))
+        ready, theirs = os.pipe()
+        command = [sys.executable, "-m", "fleet.cli.main", "serve", "kvstore", "--config", str(config)]
+        command += ["--ready-fd", str(theirs), "--parent", str(os.getpid())]
+        try:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    command, stdout=log, stderr=log, pass_fds=(theirs,), cwd=ROOT, env=environment()
+                )
+        finally:
+            os.close(theirs)
+        try:
+            readable, _, _ = select.select([ready], [], [], timeout_seconds)
+            if not readable or not os.read(ready, 1 << 16):
+                self.kill()
+                raise NodeFailed(f"the node is not ready within {timeout_seconds:.0f} s:\n{self.log()[-2000:]}")
+        finally:
+            os.close(ready)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        if self._process is not None:
+            self._process.kill()  # stopped processes can be killed as well
+            self._process.wait(STOP_SECONDS)
+
+    def signal(self, number: int) -> None:
+        if self.alive:
+            os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """As a supervisor does it; returns when it is gone.
+
+        Raises:
+            NodeFailed: It does not go; it was killed.
+        """
+        if self._process is None or self._process.poll() is not None:
+            return
+        self.signal(signal.SIGCONT)
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise NodeFailed(f"the node does not stop within {STOP_SECONDS:.0f} s:\n{self.log()[-2000:]}") from None
+
+    def log(self) -> str:
+        """What it printed, over all its starts."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+
+@contextmanager
+def running(**settings: Any) -> Iterator[StoreNode]:
+    """A node that serves while the context is open."""
+    with short_folder() as folder:
+        node = StoreNode(folder, **settings)
+        node.start()
+        try:
+            yield node
+        finally:
+            node.stop()
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """Where Unix sockets fit: their paths may have 107 bytes."""
+    with TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def merged(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others laid over them, section by section."""
+    result = dict(settings)
+    for key, value in over.items():
+        present = result.get(key)
+        result[key] = merged(present, value) if isinstance(present, dict) and isinstance(value, dict) else value
+    return result

@@ -1,0 +1,379 @@
+"""The supervisor: starts everybody, kills at random, and says what came of it. See the package."""
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtests.kvstore.nodes import ROOT, NodeFailed, StoreNode, environment, merged
+from loadtests.kvstore.torture import leaks
+from loadtests.kvstore.torture.client import Orders
+from loadtests.kvstore.torture.redis_server import RedisServer
+
+CLIENTS = 4
+CAPACITY_BYTES = 16 << 20
+BLOCK_BYTES = (8192, 65536, 20008)  # whole pages, many pages, and no whole number of them
+CHAINS = 40
+CHAIN_BLOCKS = 24
+LEASE_SECONDS = 2.0
+RESERVATION_SECONDS = 1.0
+SSD_SIZES = {"capacity_bytes": 32 << 20, "segment_bytes": 2 << 20}  # twice the pool: segments go all the time
+KILL_EVERY_SECONDS = 2.0  # on average
+HARMS = (
+    "kill a client",
+    "kill a client",
+    "kill a client",
+    "kill the node",
+    "kill the node",
+    "stop a client",
+    "stop the node",
+)
+LONG_STOP_SECONDS = 8.0  # longer than any deadline and the watchdog's grace; nobody else is harmed meanwhile
+STOP_SECONDS = (LONG_STOP_SECONDS, 0.2, 3.0)  # in turn
+END_SECONDS = 30.0  # for clients to finish what they do
+SETTLE_SECONDS = 8.0  # for what ends by itself: leases, reservations, connections that stall (5 s)
+SHOWN = 10  # findings of a kind, in full
+LOOK_SECONDS = 0.5  # between two looks at disk and memory
+
+NODE_SETTINGS: dict[str, Any] = {
+    "capacity_bytes": CAPACITY_BYTES,
+    "max_lease_seconds": LEASE_SECONDS,
+    "reservation_seconds": RESERVATION_SECONDS,
+}
+
+log = logging.getLogger("torture")
+
+
+@dataclass
+class Findings:
+    """Filled by several threads; list.append and the lock below make that safe."""
+
+    operations: int = 0
+    kills: int = 0
+    wrong_bytes: int = 0
+    leaks: list[str] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # whatever was raised that must not be
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def clean(self) -> bool:
+        return not (self.wrong_bytes or self.leaks or self.hangs or self.errors)
+
+
+class Client:
+    """One client process, and what it says."""
+
+    def __init__(self, orders: Orders, findings: Findings, log_file: Path):
+        self._findings = findings
+        self._orders = orders
+        with log_file.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "loadtests.kvstore.torture.client", msgspec.json.encode(orders).decode()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                cwd=ROOT,
+                env=environment(),
+            )
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self._gone()
+
+    def ask_to_end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.send_signal(signal.SIGCONT)
+        self.process.stdin.close()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """It was asked to end."""
+        try:
+            self.process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self._findings.hangs.append(f"client {self._orders.number} does not end")
+            self.process.kill()
+        self._gone()
+
+    def _gone(self) -> None:
+        self.process.wait(END_SECONDS)
+        self._listener.join(END_SECONDS)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.endswith(b"\n"):  # or it was killed in the middle of it
+                self._note(json.loads(line))
+
+    def _note(self, said: Mapping[str, Any]) -> None:
+        findings = self._findings
+        with findings.lock:
+            findings.operations += said.get("operations", 0)
+            findings.wrong_bytes += said.get("wrong_bytes", 0)
+        if "wrong_bytes" in said:
+            log.error("wrong bytes: client %d: %s", self._orders.number, said)
+        if "late" in said:
+            findings.hangs.append(f"client {self._orders.number}: {said['late']} runs for {said['seconds']} s")
+        if "error" in said:
+            findings.errors.append(f"client {self._orders.number}: {said['error']}")
+        if said.get("files_at_last", 0) > said.get("files_at_first", 0):
+            findings.leaks.append(
+                f"client {self._orders.number} has {said['files_at_last']} open files, {said['files_at_first']} at first"
+            )
+
+
+class Torture:
+    """One run."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], rng: random.Random, redis: RedisServer | None):
+        self.findings = Findings()
+        self._folder = folder
+        self._rng = rng
+        self._redis = redis
+        self._seed = rng.getrandbits(32)
+        self._numbers = iter(range(1 << 30))
+        self._sockets = folder / "n"
+        self._mailbox = folder / "mail"
+        for each in (self._sockets, self._mailbox):
+            each.mkdir()
+        self._node = StoreNode(self._sockets, **settings)
+        self._node_files = 0
+        self._clients: list[Client] = []
+        self._deck: list[
+            str
+        ] = []  # harms to come: each comes as often as it is in the deck, whatever the length of a run
+        self._stops = {kind: itertools.cycle(STOP_SECONDS) for kind in ("stop a client", "stop the node")}
+        self._named_memory: set[str] = set()
+        self._stopped: list[tuple[float, int]] = []  # when to continue whom
+        self._undisturbed_until = 0.0
+
+    def run(self, seconds: float, clients: int, kill_every_seconds: float) -> Findings:
+        """Returns when everybody is gone."""
+        self._start_node()
+        try:
+            self._clients = [self._start_client() for _ in range(clients)]
+            self._harm(time.monotonic() + seconds, kill_every_seconds)
+            self._end_clients()
+            self.findings.leaks += leaks.in_node(self._node, self._node_files, SETTLE_SECONDS)
+        finally:
+            self._end_everybody()
+        self.findings.leaks += leaks.after_the_node(self._sockets)
+        self.findings.leaks += [f"/dev/shm/{name} was mapped" for name in sorted(self._named_memory)]
+        self.findings.errors += _tracebacks(self._node.log())
+        return self.findings
+
+    def _harm(self, deadline: float, every_seconds: float) -> None:
+        next_harm = time.monotonic() + every_seconds
+        next_look = time.monotonic()
+        while (now := time.monotonic()) < deadline:
+            self._let_go_on(now)
+            self._replace_the_dead()
+            if now >= next_harm and now >= self._undisturbed_until:
+                next_harm = now + self._rng.uniform(0.2, 1.8) * every_seconds
+                self._hurt_somebody(now)
+            if now >= next_look:
+                next_look = now + LOOK_SECONDS
+                self._look_around()
+            time.sleep(0.02)
+        self._let_go_on(float("inf"))
+
+    def _hurt_somebody(self, now: float) -> None:
+        if not self._deck:
+            self._deck = [*HARMS, "kill redis"] if self._redis is not None else [*HARMS]
+            self._rng.shuffle(self._deck)
+        kind = self._deck.pop()
+        log.info("%s", kind)
+        match kind:
+            case "kill a client":
+                self._rng.choice(self._clients).kill()
+                self.findings.kills += 1
+            case "kill the node":
+                self._node.kill()
+                self.findings.kills += 1
+                time.sleep(self._rng.uniform(0, 1))
+                self._start_node()
+            case "kill redis":
+                assert self._redis is not None
+                self._redis.kill()
+                self.findings.kills += 1
+                time.sleep(self._rng.uniform(0, 1))
+                self._redis.start()
+            case _:
+                pid = self._node.pid if kind == "stop the node" else self._rng.choice(self._clients).process.pid
+                os.kill(pid, signal.SIGSTOP)  # ours, and not waited for yet, so the number is still its own
+                pause = next(self._stops[kind])
+                self._stopped.append((now + pause, pid))
+                if pause == LONG_STOP_SECONDS:
+                    self._undisturbed_until = now + pause
+
+    def _let_go_on(self, now: float) -> None:
+        for due, pid in list(self._stopped):
+            if due <= now:
+                self._stopped.remove((due, pid))
+                if pid in self._pids():  # else it was killed while it was stopped
+                    os.kill(pid, signal.SIGCONT)
+
+    def _pids(self) -> set[int]:
+        return {client.process.pid for client in self._clients if client.alive} | {self._node.pid}
+
+    def _replace_the_dead(self) -> None:
+        for index, client in enumerate(self._clients):
+            if not client.alive:
+                client.kill()  # waits for its last words
+                self._clients[index] = self._start_client()
+        if not self._node.alive:
+            self.findings.errors.append(f"the node ended by itself:\n{self._node.log()[-2000:]}")
+            self._start_node()
+
+    def _start_client(self) -> Client:
+        settings = self._node.settings
+        orders = Orders(
+            seed=self._seed,
+            number=next(self._numbers),
+            address=self._node.address,
+            shm_socket=settings["shm_socket"],
+            data_address=settings["data_listen"],
+            mailbox=str(self._mailbox),
+            block_bytes=BLOCK_BYTES,
+            chains=CHAINS,
+            chain_blocks=CHAIN_BLOCKS,
+            longest_pause_seconds=1.5 * max(LEASE_SECONDS, RESERVATION_SECONDS),
+        )
+        return Client(orders, self.findings, self._folder / "clients.log")
+
+    def _start_node(self) -> None:
+        self._node.start()
+        self._node_files = self._node.open_files()
+
+    def _look_around(self) -> None:
+        self._named_memory |= leaks.named_memory(self._pids())
+        for tier in self._node.settings.get("tiers", ()):
+            if tier["kind"] == "ssd":
+                self._look_at_the_disk(tier["directories"], tier["capacity_bytes"])
+
+    def _look_at_the_disk(self, directories: Sequence[str], cap: int) -> None:
+        occupied = sum(leaks.occupied_bytes(Path(directory)) for directory in directories)
+        if occupied > cap:
+            self.findings.leaks.append(f"the SSD tier occupies {occupied} bytes, its cap is {cap}")
+
+    def _end_clients(self) -> None:
+        for client in self._clients:
+            client.ask_to_end()
+        deadline = time.monotonic() + END_SECONDS
+        for client in self._clients:
+            client.wait(max(0.0, deadline - time.monotonic()))
+
+    def _end_everybody(self) -> None:
+        for client in self._clients:
+            if client.alive:
+                client.kill()
+        try:
+            self._node.stop()
+        except NodeFailed as error:
+            self.findings.hangs.append(str(error))
+
+
+def _tracebacks(text: str) -> list[str]:
+    """What a log holds that must not be there; of those with the same last line, the first."""
+    found: dict[str, str] = {}
+    for each in text.split("Traceback (most recent call last):\n")[1:]:
+        lines = each.splitlines()
+        last = next((index for index, line in enumerate(lines) if not line.startswith(" ")), len(lines))
+        found.setdefault(lines[last] if last < len(lines) else "", "\n".join(lines[: last + 1]))
+    return [f"in the node's log: {each}" for each in found.values()]
+
+
+def _settings(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    content = path.read_bytes()
+    found: dict[str, Any] = tomllib.loads(content.decode()) if path.suffix == ".toml" else json.loads(content)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="of harm; start and end come on top")
+    parser.add_argument("--json", action="store_true", help="one object on standard output")
+    parser.add_argument("--seed", type=int, help="of a run to repeat; a random one by default")
+    parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--kill-every", type=float, default=KILL_EVERY_SECONDS, metavar="SECONDS", help="on average")
+    parser.add_argument("--settings", type=Path, metavar="FILE", help="TOML or JSON, laid over the node's settings")
+    parser.add_argument("--ssd", action="store_true", help="with an SSD tier, in a folder of its own")
+    parser.add_argument("--redis", action="store_true", help="with a Redis server, which is killed as well")
+    parser.add_argument("--folder", type=Path, help="for everything that is written; a temporary one by default")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING if arguments.json else logging.INFO, format="%(message)s"
+    )
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="kvt-", dir=arguments.folder or "/tmp") as name:
+        folder = Path(name)
+        settings = merged(NODE_SETTINGS, _settings(arguments.settings))
+        tiers: list[dict[str, Any]] = []
+        if arguments.ssd:
+            tiers.append({"kind": "ssd", "keep": "all", "directories": [str(folder / "ssd")], **SSD_SIZES})
+        redis = None
+        if arguments.redis:
+            redis = RedisServer(folder)
+            redis.start()
+            tiers.append({"kind": "redis", "keep": "all", "url": redis.url})
+        if tiers:
+            settings = merged({"tiers": tiers}, settings)
+        try:
+            torture = Torture(folder, settings, random.Random(seed), redis)
+            findings = torture.run(arguments.seconds, arguments.clients, arguments.kill_every)
+        finally:
+            if redis is not None:
+                redis.stop()
+    findings.leaks += leaks.children()
+    _show(findings, seed, as_json=arguments.json)
+    return 0 if findings.clean else 1
+
+
+def _show(findings: Findings, seed: int, *, as_json: bool) -> None:
+    for kind in ("leaks", "hangs", "errors"):
+        for text in getattr(findings, kind)[:SHOWN]:
+            print(f"{kind}: {text}", file=sys.stderr)
+    result = {
+        "operations": findings.operations,
+        "kills": findings.kills,
+        "wrong_bytes": findings.wrong_bytes,
+        "leaks": len(findings.leaks),
+        "hangs": len(findings.hangs),
+        "errors": len(findings.errors),
+        "seed": seed,
+    }
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(", ".join(f"{value} {key.replace('_', ' ')}" for key, value in result.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

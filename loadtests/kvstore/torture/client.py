@@ -1,0 +1,429 @@
+"""One client process: threads that use the store as workers do, and as broken workers do, and check every byte.
+
+Started by the supervisor with its `Orders` as one argument; says on standard output, one JSON object a line, what it did
+and what it found; ends when its standard input does.
+"""
+
+import gc
+import json
+import os
+import random
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from kvstore.block import ChainHash
+from kvstore.buffers import ByteArray
+from kvstore.client import SLOWEST_BYTES_PER_SECOND, StoreClient
+from kvstore.errors import StoreUnreachable
+from kvstore.layout import Namespace
+from kvstore.messages import Match
+from kvstore.v1 import blocks_pb2 as pb
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+from loadtests.kvstore.torture.content import Content, chain
+from loadtests.kvstore.torture.watchdog import Watchdog
+
+CALL_SECONDS = 0.5  # call_timeout_seconds of every client
+CONNECT_SECONDS = 2.0
+REPORT_SECONDS = 0.1
+HANDED_OVER = 16  # matches that lie in the mailbox at a time
+VOID = 0xEE  # what destinations hold before a read
+
+
+class Orders(Struct, frozen=True, kw_only=True):
+    """What the supervisor wants of one client."""
+
+    seed: int  # of the content: the same for all clients
+    number: int  # of this client: what it decides
+    address: str  # of the node's control plane
+    shm_socket: str
+    data_address: str
+    mailbox: str  # a folder where clients leave matches for each other
+    block_bytes: tuple[int, ...]  # one namespace each
+    chains: int
+    chain_blocks: int
+    longest_pause_seconds: float  # a bit more than leases and reservations last
+    threads: int = 2
+
+
+def namespaces(block_bytes: Sequence[int]) -> list[Namespace]:
+    """One model each; names of blocks are the same in all of them, their bytes are not."""
+    return [
+        Namespace(
+            model=f"torture-{index}",
+            revision="r1",
+            dtype="float32",
+            block_tokens=32,
+            layers=1,
+            kv_heads=1,
+            head_dim=8,
+            block_bytes=size,
+        )
+        for index, size in enumerate(block_bytes)
+    ]
+
+
+class Report:
+    """Tells the supervisor; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._operations = 0
+        self._told = 0.0
+
+    def operation(self) -> None:
+        with self._lock:
+            self._operations += 1
+            if time.monotonic() - self._told > REPORT_SECONDS:
+                self._tell_operations()
+
+    def tell(self, **found: Any) -> None:
+        with self._lock:
+            self._tell_operations()
+            self._print(found)
+
+    def _tell_operations(self) -> None:
+        self._print({"operations": self._operations})
+        self._operations = 0
+        self._told = time.monotonic()
+
+    def _print(self, line: Mapping[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
+
+
+class Place:
+    """One namespace: how to get at it, and what belongs there."""
+
+    def __init__(self, orders: Orders, namespace: Namespace, prefer: Sequence[str]):
+        self.namespace = namespace
+        self.content = Content(namespace)
+        self.address = orders.address
+        self.prefer = prefer
+        self.buffer: ByteArray = np.empty((orders.chain_blocks, namespace.block_bytes), dtype=np.uint8)
+        self.client: StoreClient | None = None
+        self.matches: deque[Match] = deque(maxlen=8)  # kept for longer than their leases
+
+    def transfer_seconds(self, blocks: int) -> float:
+        """The longest time that moving so many blocks may take."""
+        return CALL_SECONDS + blocks * self.namespace.block_bytes / SLOWEST_BYTES_PER_SECOND
+
+
+class Worker:
+    """One thread."""
+
+    def __init__(self, orders: Orders, number: int, report: Report, watchdog: Watchdog, stopping: threading.Event):
+        self._orders = orders
+        self._rng = random.Random(f"{orders.seed}/{orders.number}/{number}")
+        self._report = report
+        self._watchdog = watchdog
+        self._stopping = stopping
+        prefer = [("shm", "tcp"), ("tcp",)][number % 2]
+        self._places = [Place(orders, namespace, prefer) for namespace in namespaces(orders.block_bytes)]
+        self._channel = grpc.insecure_channel(orders.address)
+        self._stub = pb_grpc.BlockStoreStub(self._channel)
+        self._operations: dict[Callable[[Place, StoreClient], None], int] = {
+            self._write: 20,
+            self._write_slowly: 3,
+            self._read: 30,
+            self._read_slowly: 4,
+            self._read_without_a_lease: 8,
+            self._read_with_an_old_match: 8,
+            self._forget: 4,
+            self._hand_over: 3,
+            self._take_over: 4,
+            self._lie: 3,
+            self._condemn_good_blocks: 3,
+            self._abandon: 1,
+            self._send_garbage: 2,
+            self._look_at_stats: 2,
+            self._reconnect: 1,
+        }
+
+    def run(self) -> None:
+        kinds, weights = list(self._operations), list(self._operations.values())
+        while not self._stopping.is_set():
+            place = self._rng.choice(self._places)
+            client = self._client(place)
+            if client is None:
+                self._stopping.wait(0.05)
+                continue
+            (operation,) = self._rng.choices(kinds, weights)
+            operation(place, client)
+            self._report.operation()
+        for place in self._places:
+            self._close(place)
+        self._channel.close()
+
+    # As workers do
+
+    def _write(self, place: Place, client: StoreClient) -> None:
+        names = self._names()
+        with self._call("write", 2 * CALL_SECONDS + place.transfer_seconds(len(names))):
+            client.write(names, [place.content.of(name) for name in names])
+
+    def _read(self, place: Place, client: StoreClient) -> None:
+        match = self._match(client, self._names(), self._rng.uniform(0.5, 2 * self._orders.longest_pause_seconds))
+        self._fetch(place, client, match, self._rng.sample(range(len(match)), self._rng.randint(0, len(match))))
+        self._release(client, match)
+
+    def _read_without_a_lease(self, place: Place, client: StoreClient) -> None:
+        match = self._match(client, self._names(), 0)
+        self._pause(0.02)
+        self._fetch(place, client, match, range(len(match)))
+
+    def _hand_over(self, place: Place, client: StoreClient) -> None:
+        match = self._match(client, self._names(), 1.0)
+        index = self._places.index(place)
+        draft = Path(self._orders.mailbox, f".{os.getpid()}-{threading.get_ident()}")
+        draft.write_bytes(msgspec.msgpack.encode(match))
+        draft.replace(Path(self._orders.mailbox, f"{index}-{self._rng.randrange(HANDED_OVER)}"))
+
+    def _take_over(self, place: Place, client: StoreClient) -> None:
+        try:
+            letter = Path(self._orders.mailbox, f"{self._places.index(place)}-{self._rng.randrange(HANDED_OVER)}")
+            match = msgspec.msgpack.decode(letter.read_bytes(), type=Match)
+        except FileNotFoundError:
+            return
+        self._fetch(place, client, match, range(len(match)))
+        self._release(client, match)
+
+    def _look_at_stats(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+        with self._call("stats", CALL_SECONDS):
+            client.stats()
+
+    def _reconnect(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+        self._close(place)
+
+    # As broken workers do
+
+    def _write_slowly(self, place: Place, client: StoreClient) -> None:
+        names = self._names()
+        pauses = 0.0
+
+        def source(index: int) -> ByteArray:
+            nonlocal pauses
+            if self._rng.random() < 2 / len(names):
+                pauses += self._pause(self._orders.longest_pause_seconds / 2)
+            return place.content.of(names[index])
+
+        limit = 2 * CALL_SECONDS + place.transfer_seconds(len(names)) + 2 * self._orders.longest_pause_seconds
+        with self._call("slow write", limit):
+            client.write(names, source)
+
+    def _read_slowly(self, place: Place, client: StoreClient) -> None:
+        match = self._match(client, self._names(), 0.5)
+        for index in range(0, len(match), 4):
+            self._pause(0.3)
+            self._fetch(place, client, match, range(index, min(index + 4, len(match))))
+        self._release(client, match)
+
+    def _read_with_an_old_match(self, place: Place, client: StoreClient) -> None:
+        if place.matches:
+            match = self._rng.choice(place.matches)
+            self._fetch(place, client, match, range(len(match)))
+        place.matches.append(self._match(client, self._names(), self._rng.choice([0, 0.1, 1.0])))
+
+    def _forget(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+        self._match(client, self._names(), self._orders.longest_pause_seconds)
+
+    def _condemn_good_blocks(self, place: Place, client: StoreClient) -> None:
+        match = self._match(client, self._names(), 0)
+        if not match:
+            return
+        request = pb.CondemnRequest(
+            digest=place.namespace.digest,
+            hashes=b"".join(match.names),
+            generations=[slot.generation + self._rng.choice([0, 0, 1]) for slot in match.slots],
+        )
+        self._ask(self._stub.Condemn, request)
+
+    def _lie(self, place: Place, client: StoreClient) -> None:
+        """Reserve, write nothing, and publish: the place holds another block's bytes, or half of one."""
+        reservation = self._reserve(place, client)
+        if reservation is None:
+            return
+        request = pb.PublishRequest(
+            reservation_id=reservation.reservation_id,
+            indices=reservation.indices,
+            crc32c=[self._rng.getrandbits(32) for _ in reservation.indices],
+            owner="liar",
+        )
+        self._ask(self._stub.Publish, request)
+
+    def _abandon(self, place: Place, client: StoreClient) -> None:
+        self._reserve(place, client)
+
+    def _send_garbage(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+        """To the data plane and to the socket that hands the memory out: noise, or noise that begins as it should."""
+        noise = self._rng.randbytes(self._rng.choice([0, 1, 31, 32, 4096]))
+        family, target = self._rng.choice(
+            [(socket.AF_UNIX, self._orders.shm_socket), (socket.AF_INET, _host_port(self._orders.data_address))]
+        )
+        with socket.socket(family, socket.SOCK_STREAM) as wire:
+            wire.settimeout(CALL_SECONDS)
+            if self._rng.random() < 0.3:  # closed with unread bytes, or not: a reset, or an end
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            try:
+                wire.connect(target)
+                wire.sendall(self._rng.choice([b"", b"FKV1", b"FKVM"]) + noise)
+                self._pause(0.05)
+            except OSError:  # the node is away, or has had enough
+                return
+
+    # Parts of operations
+
+    def _names(self) -> list[ChainHash]:
+        """A chain, popular ones more often, of a length that is often all of it."""
+        number = min(int(self._rng.expovariate(4 / self._orders.chains)), self._orders.chains - 1)
+        length = min(self._rng.randint(1, 2 * self._orders.chain_blocks), self._orders.chain_blocks)
+        return chain(self._orders.seed, number, length)
+
+    def _match(self, client: StoreClient, names: Sequence[ChainHash], lease_seconds: float) -> Match:
+        with self._call("match", CALL_SECONDS):
+            return client.match(names, lease_seconds=lease_seconds)
+
+    def _release(self, client: StoreClient, match: Match) -> None:
+        with self._call("release", CALL_SECONDS):
+            client.release(match.lease_id)
+
+    def _fetch(self, place: Place, client: StoreClient, match: Match, indices: Sequence[int]) -> None:
+        destinations = list(place.buffer[: len(indices)])
+        place.buffer[: len(indices)] = VOID
+        with self._call("read", 2 * CALL_SECONDS + place.transfer_seconds(len(indices))):
+            arrived = client.read(match, list(indices), destinations)
+        for index, there, found in zip(indices, arrived, destinations, strict=True):
+            if there and (wrong := place.content.wrong_bytes(match.names[index], found)):
+                self._report.tell(
+                    wrong_bytes=wrong,
+                    path=client.path,
+                    block_bytes=found.nbytes,
+                    thread=threading.current_thread().name,
+                )
+
+    def _reserve(self, place: Place, client: StoreClient) -> pb.ReserveResponse | None:
+        match = self._match(client, self._names()[:1], 0)
+        request = pb.ReserveRequest(
+            digest=place.namespace.digest,
+            hashes=b"".join(self._names()[:4]),
+            lease_ms=1000,
+            incarnation=match.incarnation,
+            owner="liar",
+        )
+        return self._ask(self._stub.Reserve, request)
+
+    def _ask(self, call: Callable[..., Any], request: object) -> Any:
+        try:
+            with self._call("raw call", CALL_SECONDS):
+                return call(request, timeout=CALL_SECONDS)
+        except grpc.RpcError:
+            return None
+
+    def _client(self, place: Place) -> StoreClient | None:
+        if place.client is None:
+            try:
+                with self._call("connect", CONNECT_SECONDS):
+                    place.client = StoreClient.connect(
+                        place.address,
+                        place.namespace,
+                        timeout_seconds=CONNECT_SECONDS,
+                        call_timeout_seconds=CALL_SECONDS,
+                        prefer=place.prefer,
+                    )
+            except StoreUnreachable:
+                return None
+        return place.client
+
+    def _close(self, place: Place) -> None:
+        if place.client is not None:
+            with self._call("close", CALL_SECONDS):
+                place.client.close()
+            place.client = None
+
+    def _call(self, name: str, limit_seconds: float) -> Any:
+        return self._watchdog.call(name, limit_seconds)
+
+    def _pause(self, longest_seconds: float) -> float:
+        pause = self._rng.uniform(0, longest_seconds)
+        self._stopping.wait(pause)
+        return pause
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _visit(address: str, namespace: Namespace, prefer: str) -> None:
+    with StoreClient.connect(address, namespace, timeout_seconds=CONNECT_SECONDS, prefer=[prefer]) as client:
+        client.stats()
+
+
+def _come_and_go(orders: Orders, stopping: threading.Event) -> int:
+    """Open files of a process that has used the store, and is done with it."""
+    while not stopping.is_set():
+        try:
+            for namespace in namespaces(orders.block_bytes):
+                for prefer in ("shm", "tcp"):
+                    _visit(orders.address, namespace, prefer)
+        except StoreUnreachable:
+            continue
+        break
+    gc.collect()
+    return _open_files()
+
+
+def main() -> None:
+    orders = msgspec.json.decode(sys.argv[1], type=Orders)
+    report = Report()
+    stopping = threading.Event()
+    failed = threading.Event()
+
+    def wait_for_the_end() -> None:
+        sys.stdin.buffer.read()
+        stopping.set()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    watchdog = Watchdog(lambda call, seconds: report.tell(late=call, seconds=round(seconds, 1)))
+    files_at_first = _come_and_go(orders, stopping)
+
+    def work(number: int) -> None:
+        try:
+            Worker(orders, number, report, watchdog, stopping).run()
+        except Exception:  # noqa: BLE001 - supervisor: whatever the store raises is a finding
+            report.tell(error=traceback.format_exc())
+            failed.set()
+            stopping.set()
+
+    threads = [
+        threading.Thread(target=work, args=(number,), name=f"worker-{number}") for number in range(orders.threads)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    deadline = time.monotonic() + 5
+    while gc.collect() is not None and _open_files() > files_at_first and time.monotonic() < deadline:
+        time.sleep(0.05)  # gRPC closes in threads of its own
+    report.tell(files_at_first=files_at_first, files_at_last=_open_files())
+    sys.stdout.flush()
+    os._exit(1 if failed.is_set() else 0)  # daemon threads that wait for standard input must not delay the end
+
+
+if __name__ == "__main__":
+    main()

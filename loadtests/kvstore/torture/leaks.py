@@ -1,0 +1,118 @@
+"""What a run may not leave behind.
+
+Looked at when every client has gone and everything that ends by itself has had the time to:
+
+1. No pin, lease or reservation is open in the node, and all of its space can be written to again.
+2. Neither the clients that lived to the end nor the node have more open files than when they began.
+3. No child process lives; a node that is asked to stop takes its sockets away.
+4. Nobody ever mapped anything that has a name in /dev/shm, where a killed process would leave it; and the folder of the
+   SSD tier never occupied more than its cap. (Both are sampled throughout.)
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from kvstore.client import StoreClient
+from kvstore.extents import PAGE_BYTES
+from kvstore.layout import Namespace
+from loadtests.kvstore.nodes import StoreNode
+
+NODE_FILES = 8  # more than at its start: what gRPC keeps for itself once it had connections
+BATCH = 256  # blocks written at a time
+
+FILLING = Namespace(
+    model="filling",
+    revision="r1",
+    dtype="float32",
+    block_tokens=32,
+    layers=1,
+    kv_heads=1,
+    head_dim=8,
+    block_bytes=PAGE_BYTES,
+)
+"""Blocks of one page each fill a pool without a rest."""
+
+
+def named_memory(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that these processes have mapped."""
+    found = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found |= {line.rpartition("/dev/shm/")[2] for line in maps.splitlines() if "/dev/shm/" in line}
+    return found
+
+
+def in_node(node: StoreNode, files_at_first: int, settle_seconds: float) -> list[str]:
+    """Leaks in a node that nobody uses any more.
+
+    Args:
+        node: Runs.
+        files_at_first: Its open files when it had just started.
+        settle_seconds: In which leases, reservations and stalled connections end.
+    """
+    found = []
+    with StoreClient.connect(node.address, FILLING, timeout_seconds=10, call_timeout_seconds=10) as client:
+        stats = client.stats()
+        deadline = time.monotonic() + settle_seconds
+        while stats is not None and stats.pinned and time.monotonic() < deadline:
+            time.sleep(0.1)
+            stats = client.stats()
+        if stats is None:
+            return ["the node does not answer"]
+        if stats.pinned:
+            found.append(f"{stats.pinned} blocks are still pinned {settle_seconds:.0f} s after the last client left")
+        for field in ("leases", "reservations"):
+            if count := getattr(stats, field, 0):
+                found.append(f"{count} {field} are still open")
+        time.sleep(max(0.0, deadline - time.monotonic()))  # reservations too must have ended
+        found += _lost_space(client, stats.capacity_bytes)
+    deadline = time.monotonic() + settle_seconds
+    while node.open_files() > files_at_first + NODE_FILES and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if (files := node.open_files()) > files_at_first + NODE_FILES:
+        found.append(f"the node has {files} open files, {files_at_first} when it started")
+    return found
+
+
+def after_the_node(folder: Path) -> list[str]:
+    """What a node that was asked to stop has left."""
+    return [f"{path.name} was left by the node" for path in folder.iterdir() if path.is_socket()]
+
+
+def occupied_bytes(folder: Path) -> int:
+    """Of the disk, by all files below the folder; files that vanish meanwhile do not count."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(Path(parent, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def children() -> list[str]:
+    """Processes that this one, or its children, have started and that still live."""
+    return [f"process {child.pid} ({child.name()}) still lives" for child in psutil.Process().children(recursive=True)]
+
+
+def _lost_space(client: StoreClient, capacity_bytes: int) -> list[str]:
+    """Fills the pool with new blocks, which takes every byte that nobody is entitled to."""
+    room = capacity_bytes // PAGE_BYTES
+    block = np.zeros(PAGE_BYTES, dtype=np.uint8)
+    names = [hashlib.blake2b(f"space {index}".encode(), digest_size=16).digest() for index in range(room)]
+    batches = [names[start : start + BATCH] for start in range(0, room, BATCH)]
+    written = sum(client.write(batch, lambda _: block) for batch in batches)
+    matched = sum(len(client.match(batch, lease_seconds=0)) for batch in batches)
+    if written < room or matched < room:
+        return [f"of room for {room} blocks, {written} could be written, {matched} of them are there"]
+    return []

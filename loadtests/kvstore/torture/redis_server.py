@@ -1,0 +1,52 @@
+"""A Redis server of this run's own, on a Unix socket, that can be killed and started again."""
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+START_SECONDS = 10.0
+MEMORY = "64mb"
+
+
+class RedisMissing(Exception):
+    """No `redis-server` or `valkey-server` is installed."""
+
+
+class RedisServer:
+    """Keeps nothing over a restart, as a cache does."""
+
+    def __init__(self, folder: Path):
+        program = shutil.which("redis-server") or shutil.which("valkey-server")
+        if program is None:
+            raise RedisMissing("neither redis-server nor valkey-server is installed: apt-get install redis-server")
+        self._program = program
+        self._folder = folder
+        self._socket = folder / "redis"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
+
+    def start(self) -> None:
+        """Returns when it listens."""
+        self._socket.unlink(missing_ok=True)
+        command = [self._program, "--port", "0", "--unixsocket", str(self._socket), "--dir", str(self._folder)]
+        command += ["--save", "", "--appendonly", "no", "--maxmemory", MEMORY, "--maxmemory-policy", "allkeys-lru"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_SECONDS
+        while not self._socket.exists():
+            assert self._process.poll() is None, "redis-server ended at once"
+            assert time.monotonic() < deadline, "redis-server does not listen"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(START_SECONDS)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+        self._socket.unlink(missing_ok=True)

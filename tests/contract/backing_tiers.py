@@ -1,0 +1,133 @@
+"""The backing tiers that the contract is held against. A new tier is a new entry of `CASES`."""
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.codecs.plain import PlainCodec
+from kvstore.messages import BlockKey
+from kvstore.monotonic import MonotonicClock
+from kvstore.ports import BackingTier, Codec
+from kvstore.tiers.backing_memory import MemoryBackingTier
+from kvstore.tiers.redis import RedisSettings, RedisTier
+from kvstore.tiers.s3 import S3Settings, S3Tier
+from kvstore.tiers.ssd.settings import SsdSettings
+from kvstore.tiers.ssd.tier import SsdTier
+from tests.kv_builders import BLOCK_BYTES
+from tests.servers import s3_credentials, shared_redis, shared_s3
+
+MIB = 1 << 20
+
+Codecs = Callable[[bytes], Codec]
+
+
+@dataclass
+class Case:
+    """One way to have a tier, with room for at least 64 blocks of `BLOCK_BYTES`."""
+
+    open: Callable[[Codecs], BackingTier]  # a tier that holds nothing; after `close`, what the last one held
+    damage: Callable[[BackingTier, BlockKey], None] | None = None  # flips a bit of a block that is held, where it lies
+    keeps: bool = False  # what is held outlives `close`
+    name: str = ""  # of the kind of tier
+
+
+def clock() -> MonotonicClock:
+    return MonotonicClock()
+
+
+def soon(seconds: float = 10) -> Nanos:
+    """A deadline that nothing here comes near."""
+    return Nanos(MonotonicClock().now() + round(seconds * SECOND))
+
+
+def plain(digest: bytes) -> Codec:
+    return PlainCodec()
+
+
+@contextlib.contextmanager
+def memory(folder: Path) -> Iterator[Case]:
+    yield Case(
+        open=lambda codecs: MemoryBackingTier(64 * BLOCK_BYTES, codecs=codecs, clock=clock()),
+        damage=lambda tier, key: tier.damage(key),
+        name="memory",
+    )
+
+
+@contextlib.contextmanager
+def ssd(folder: Path) -> Iterator[Case]:
+    settings = SsdSettings(directories=(str(folder / "ssd"),), capacity_bytes=16 * MIB, segment_bytes=2 * MIB)
+    yield Case(
+        open=lambda codecs: SsdTier.open(settings, codecs=codecs, clock=clock()),
+        damage=lambda tier, key: flip_on_disk(folder / "ssd", key),
+        keeps=True,
+        name="ssd",
+    )
+
+
+@contextlib.contextmanager
+def redis(folder: Path) -> Iterator[Case]:
+    server = shared_redis()
+    settings = RedisSettings(url=server.url, key_prefix=f"test-{uuid.uuid4().hex}")
+
+    def damage(tier: BackingTier, key: BlockKey) -> None:
+        with server.client() as client:
+            name = f"{settings.key_prefix}:{key.digest.hex()}:{key.name.hex()}"
+            client.setrange(name, 64 + 17, bytes([client.getrange(name, 64 + 17, 64 + 17)[0] ^ 1]))
+
+    yield Case(
+        open=lambda codecs: RedisTier.open(settings, codecs=codecs, clock=clock()),
+        damage=damage,
+        keeps=True,
+        name="redis",
+    )
+    with server.client() as client:
+        if kept := list(client.scan_iter(f"{settings.key_prefix}:*", count=1000)):
+            client.delete(*kept)
+
+
+@contextlib.contextmanager
+def s3(folder: Path) -> Iterator[Case]:
+    server = shared_s3()
+    settings = S3Settings(
+        bucket=f"test-{uuid.uuid4().hex}", endpoint_url=server.url, region="us-east-1", missing_seconds=0
+    )
+    client = server.client
+    client.create_bucket(Bucket=settings.bucket)
+
+    def damage(tier: BackingTier, key: BlockKey) -> None:
+        name = f"{settings.prefix}/{key.digest.hex()}/{key.name.hex()}"
+        content = bytearray(client.get_object(Bucket=settings.bucket, Key=name)["Body"].read())
+        content[64 + 17] ^= 1
+        client.put_object(Bucket=settings.bucket, Key=name, Body=content)
+
+    with s3_credentials():
+        yield Case(
+            open=lambda codecs: S3Tier.open(settings, codecs=codecs, clock=clock()),
+            damage=damage,
+            keeps=True,
+            name="s3",
+        )
+
+
+def flip_on_disk(folder: Path, key: BlockKey) -> None:
+    """Flip a bit in the payload of a block, wherever it lies in the folder's segments."""
+    for path in sorted(folder.glob("segment-*")):
+        content = path.read_bytes()
+        at = content.find(key.digest + key.name)
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek((at // 4096 + 1) * 4096 + 17)
+                file.write(bytes([content[(at // 4096 + 1) * 4096 + 17] ^ 1]))
+            return
+    raise AssertionError(f"{key} is in no segment of {folder}")
+
+
+CASES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Case]]] = {
+    "memory": memory,
+    "ssd": ssd,
+    "redis": redis,
+    "s3": s3,
+}

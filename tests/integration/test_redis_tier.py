@@ -1,0 +1,523 @@
+"""The Redis tier against a real server that is killed, frozen, full, locked, and full of what others planted there."""
+
+import logging
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.clock import Nanos
+from kvstore.codecs.plain import PlainCodec
+from kvstore.errors import StoreNotStarted, TierFailed
+from kvstore.messages import BlockKey, Outcome
+from kvstore.monotonic import MonotonicClock
+from kvstore.tiers import records
+from kvstore.tiers.redis import RedisSettings, RedisTier
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain
+from tests.scripted_server import Script, a_scripted_server
+from tests.servers import a_free_port, a_redis, can_connect
+
+pytestmark = pytest.mark.integration
+
+DIGEST = b"namespace-digest"
+KEYS = [BlockKey(DIGEST, name) for name in a_chain(4)]
+BLOCKS = [a_block(seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with a_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared):
+    with shared.client() as client:
+        client.flushall()
+    return shared
+
+
+@pytest.fixture
+def tier(server):
+    with_tier = open_tier(server.url)
+    yield with_tier
+    with_tier.close()
+
+
+def open_tier(url: str, **settings) -> RedisTier:
+    return RedisTier.open(
+        RedisSettings(url=url, **settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock()
+    )
+
+
+def within(seconds: float) -> Nanos:
+    return Nanos(MonotonicClock().now() + round(seconds * 1e9))
+
+
+def empty(count: int = 4) -> list[np.ndarray]:
+    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
+
+
+def outcomes(tier: RedisTier, keys=KEYS, seconds: float = 10) -> list[Outcome]:
+    """What comes of a get; whatever is said to be there is compared."""
+    into = empty(len(keys))
+    answers = tier.get(keys, into, within(seconds))
+    for key, answer, block in zip(keys, answers, into, strict=True):
+        assert answer.outcome is not Outcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
+    return [answer.outcome for answer in answers]
+
+
+def place_of(key: BlockKey) -> str:
+    return f"fleet:{key.digest.hex()}:{key.name.hex()}"
+
+
+def a_value(key: BlockKey = KEYS[1], block: np.ndarray = BLOCKS[1]) -> bytes:
+    return records.pack(key, PlainCodec.codec_id, block.nbytes, block) + block.tobytes()
+
+
+# Servers that are away
+
+
+def test_a_killed_server_is_a_failure_at_once_and_found_again_when_it_is_back():
+    with a_redis() as server:
+        tier = open_tier(server.url)
+        tier.put(KEYS, BLOCKS, within(10))
+        server.kill()
+
+        started = time.monotonic()
+        for call in (
+            lambda: outcomes(tier),
+            lambda: tier.put(KEYS, BLOCKS, within(10)),
+            lambda: tier.find(KEYS, within(10)),
+        ):
+            with pytest.raises(TierFailed, match="unix://"):
+                call()
+        assert time.monotonic() - started < 5
+
+        server.start()
+        assert tier.find(KEYS, within(10)) == 0, "it has forgotten"
+        assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+        assert outcomes(tier) == [Outcome.MOVED] * 4
+        assert tier.status().failures == 3
+        tier.close()
+
+
+def test_connections_that_a_restart_has_cut_cost_no_call():
+    with a_redis() as server:
+        tier = open_tier(server.url)
+        tier.put(KEYS, BLOCKS, within(10))
+        server.kill()
+        server.start()
+
+        assert outcomes(tier) == [Outcome.GONE] * 4
+        assert tier.status().failures == 0
+        tier.close()
+
+
+CALLS = {
+    "find": lambda tier: tier.find(KEYS, within(0.2)),
+    "put": lambda tier: tier.put(KEYS, BLOCKS, within(0.2)),
+    "get": lambda tier: tier.get(KEYS, empty(), within(0.2)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_frozen_server_costs_no_more_than_the_deadline(call):
+    with a_redis() as server:
+        tier = open_tier(server.url)
+        tier.put(KEYS, BLOCKS, within(10))
+        server.freeze()
+
+        started = time.monotonic()
+        with pytest.raises(TierFailed):
+            call(tier)
+        assert time.monotonic() - started < 2
+        tier.discard(KEYS)
+        assert time.monotonic() - started < 4
+
+        server.thaw()
+        assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+        assert outcomes(tier) == [Outcome.MOVED] * 4
+        tier.close()
+
+
+def test_a_server_that_is_frozen_from_the_start_costs_no_more_than_the_deadline():
+    with a_redis() as server:
+        tier = open_tier(f"redis://127.0.0.1:{server.port}")
+        server.freeze()
+
+        started = time.monotonic()
+        with pytest.raises(TierFailed):
+            tier.get(KEYS, empty(), within(0.2))
+
+        assert time.monotonic() - started < 2
+        tier.close()
+
+
+def test_a_server_that_is_not_there_yet_is_found_when_it_comes():
+    with a_redis() as server:
+        server.kill()
+        tier = open_tier(server.url)
+        with pytest.raises(TierFailed):
+            tier.find(KEYS, within(5))
+
+        server.start()
+
+        assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+        tier.close()
+
+
+def test_a_server_killed_in_the_middle_of_much_work_never_gives_a_wrong_byte():
+    keys = [BlockKey(DIGEST, name) for name in a_chain(32, "busy")]
+    with a_redis() as server:
+        tier = open_tier(server.url, in_flight_bytes=1 << 16)
+        stop = threading.Event()
+        wrong = []
+
+        def work(first: int) -> int:
+            rounds = 0
+            while not stop.is_set():
+                mine = keys[first : first + 8]
+                into = [np.zeros(1 << 18, np.uint8) for _ in mine]
+                try:
+                    tier.put(mine, [a_block(index, 1 << 18) for index in range(first, first + 8)], within(2))
+                    answers = tier.get(mine, into, within(2))
+                except TierFailed:
+                    continue
+                for index, (answer, block) in enumerate(zip(answers, into, strict=True)):
+                    good = np.array_equal(block, a_block(first + index, 1 << 18))
+                    wrong.extend([first + index] if answer.outcome is Outcome.MOVED and not good else [])
+                rounds += 1
+            return rounds
+
+        with ThreadPoolExecutor(3) as threads:
+            working = [threads.submit(work, first) for first in (0, 8, 16)]
+            for _ in range(3):
+                reads = tier.status().hits
+                while tier.status().hits < reads + 8:
+                    time.sleep(0.005)
+                server.kill()
+                server.start()
+            stop.set()
+            assert all(each.result(30) >= 0 for each in working)
+
+        assert wrong == []
+        assert tier.status().failures > 0
+        tier.close()
+
+
+def test_more_callers_than_connections_wait_for_their_turn(server):
+    tier = open_tier(server.url, connections=1)
+    tier.put(KEYS, BLOCKS, within(10))
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: outcomes(tier), range(40)))
+
+    assert answers == [[Outcome.MOVED] * 4] * 40
+    tier.close()
+
+
+# What lies under a key
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        b"",
+        b"garbage",
+        bytes(64),
+        bytes(64 + BLOCK_BYTES),
+        a_value()[:63],
+        a_value()[:64],
+        a_value()[: 64 + BLOCK_BYTES // 2],
+        a_value()[:-1],
+        a_value() + b"x",
+        a_value(KEYS[2], BLOCKS[2]),
+        a_value(BlockKey(b"another-digest..", KEYS[1].name)),
+        a_value()[:80] + bytes([a_value()[80] ^ 1]) + a_value()[81:],
+        b"FKVR\1\1" + a_value()[6:],
+    ],
+    ids=["empty", "garbage", "zeros", "zeros as long as a value", "half a head", "a head", "half a value",
+         "a byte short", "a byte long", "another block", "another namespace", "a flipped bit", "a changed head"],
+)  # fmt: skip
+def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, server, planted, caplog):
+    tier.put(KEYS, BLOCKS, within(10))
+    with server.client() as client:
+        client.set(place_of(KEYS[1]), planted)
+
+    assert outcomes(tier) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED, Outcome.MOVED]
+
+    assert tier.status().corrupt == 1
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == ["block is corrupt"]
+    assert tier.find(KEYS, within(10)) == 1
+    assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+    assert outcomes(tier) == [Outcome.MOVED] * 4
+
+
+def test_what_is_not_even_a_string_is_a_miss_and_replaced(tier, server):
+    tier.put(KEYS, BLOCKS, within(10))
+    with server.client() as client:
+        client.delete(place_of(KEYS[1]))
+        client.rpush(place_of(KEYS[1]), "a", "list")
+
+    assert tier.find(KEYS, within(10)) == 1
+    assert outcomes(tier) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED, Outcome.MOVED]
+    assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+    assert outcomes(tier) == [Outcome.MOVED] * 4
+
+
+def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, server, caplog):
+    newer = b"FKVR\2" + a_value()[5:]
+    with server.client() as client:
+        client.set(place_of(KEYS[1]), newer)
+        client.set(place_of(KEYS[2]), newer)
+
+        assert tier.put(KEYS, BLOCKS, within(10)) == [True, False, False, True]
+        assert outcomes(tier) == [Outcome.MOVED, Outcome.GONE, Outcome.GONE, Outcome.MOVED]
+        assert tier.find(KEYS, within(10)) == 1
+
+        assert client.get(place_of(KEYS[1])) == newer
+    assert tier.status().corrupt == 0
+    assert len([record for record in caplog.records if "newer format" in record.message]) == 1
+
+
+def test_a_planted_value_that_claims_to_be_huge_is_not_taken_in(tier, server):
+    block = np.zeros(1 << 20, np.uint8)
+    head = bytearray(records.pack(KEYS[0], 9, BLOCK_BYTES, block))
+    with server.client() as client:
+        client.set(place_of(KEYS[0]), bytes(head) + block.tobytes())
+
+    assert outcomes(tier, KEYS[:1]) == [Outcome.CORRUPT]
+
+
+def test_two_writers_of_one_block_agree(server):
+    tiers = [open_tier(server.url) for _ in range(2)]
+
+    with ThreadPoolExecutor(2) as threads:
+        kept = list(threads.map(lambda tier: tier.put(KEYS, BLOCKS, within(10)), tiers))
+
+    assert kept == [[True] * 4] * 2
+    for tier in tiers:
+        assert outcomes(tier) == [Outcome.MOVED] * 4
+        tier.close()
+
+
+def test_a_hole_in_a_chain_ends_what_is_found_wherever_it_is(tier):
+    keys = [BlockKey(DIGEST, name) for name in a_chain(700)]
+    small = [np.full(8, index % 251, np.uint8) for index in range(700)]
+    tier.put(keys, small, within(10))
+    assert tier.find(keys, within(10)) == 700
+
+    for hole in (699, 512, 256, 255, 0):
+        tier.discard(keys[hole : hole + 1])
+
+        assert tier.find(keys, within(10)) == hole
+
+
+# Limits of the server
+
+
+def test_a_full_server_refuses_blocks_which_is_no_failure():
+    with a_redis("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+        tier = open_tier(server.url, in_flight_bytes=1 << 16)
+        keys = [BlockKey(DIGEST, name) for name in a_chain(32, "full")]
+
+        kept = tier.put(keys, [a_block(index, 1 << 18) for index in range(32)], within(10))
+
+        assert True in kept
+        assert False in kept
+        status = tier.status()
+        assert (status.refused, status.failures) == (kept.count(False), 0)
+        into = [np.zeros(1 << 18, np.uint8) for _ in keys]
+        answers = tier.get(keys, into, within(10))
+        assert [answer.outcome is Outcome.MOVED for answer in answers] == kept
+        tier.close()
+
+
+def test_a_server_that_evicts_keeps_taking_blocks():
+    with a_redis("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru") as server:
+        tier = open_tier(server.url)
+        keys = [BlockKey(DIGEST, name) for name in a_chain(32, "evict")]
+
+        assert tier.put(keys, [a_block(index, 1 << 18) for index in range(32)], within(10)) == [True] * 32
+
+        answers = tier.get(keys, [np.zeros(1 << 18, np.uint8) for _ in keys], within(10))
+        lost = [key for key, answer in zip(keys, answers, strict=True) if answer.outcome is Outcome.GONE]
+        assert lost
+        assert tier.gone() == lost
+        tier.close()
+
+
+def test_a_read_only_replica_is_a_failure_that_says_so():
+    with a_redis() as server:
+        with server.client() as client:
+            client.replicaof("127.0.0.1", server.port)  # of itself: never in step, read-only at once
+        tier = open_tier(server.url)
+
+        with pytest.raises(TierFailed, match=r"READONLY|MASTERDOWN|LOADING"):
+            tier.put(KEYS, BLOCKS, within(10))
+        tier.close()
+
+
+def test_blocks_live_as_long_as_they_are_told_to(server):
+    tier = open_tier(server.url, ttl_seconds=100)
+    tier.put(KEYS, BLOCKS, within(10))
+
+    with server.client() as client:
+        assert all(90 < client.ttl(place_of(key)) <= 100 for key in KEYS)
+    tier.close()
+
+
+# Ways to the server
+
+
+def test_tcp_with_a_password_and_a_database():
+    with a_redis("--requirepass", "open sesame") as server:
+        url = f"redis://:open%20sesame@127.0.0.1:{server.port}/3"
+        tier = open_tier(url)
+        assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+        assert outcomes(tier) == [Outcome.MOVED] * 4
+        with server.client(password="open sesame", db=3) as client:
+            assert client.dbsize() == 4
+        tier.close()
+
+
+def test_the_password_may_lie_in_a_file_and_is_read_at_each_connection(tmp_path):
+    secret = tmp_path / "password"
+    secret.write_text("first\n")
+    with a_redis("--requirepass", "second") as server:
+        tier = open_tier(f"redis://127.0.0.1:{server.port}", password_file=str(secret))
+        with pytest.raises(TierFailed, match="AuthenticationError"):
+            tier.find(KEYS, within(10))
+
+        secret.write_text("second\n")
+
+        assert tier.find(KEYS, within(10)) == 0
+        tier.close()
+    with pytest.raises(StoreNotStarted, match="password_file: /nowhere"):
+        open_tier("redis://127.0.0.1", password_file="/nowhere")
+
+
+def test_tls(tmp_path):
+    certificate, private = tmp_path / "cert", tmp_path / "key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", private, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    port = a_free_port()
+    tls = ("--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(private))
+    with a_redis(*tls, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no", "--port", "0"):
+        assert can_connect(("127.0.0.1", port))
+        tier = open_tier(f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificate}")
+        blocks = [a_block(seed, 1 << 20) for seed in range(4)]
+        assert tier.put(KEYS, blocks, within(10)) == [True] * 4
+        into = [np.zeros(1 << 20, np.uint8) for _ in KEYS]
+        assert [answer.outcome for answer in tier.get(KEYS, into, within(10))] == [Outcome.MOVED] * 4
+        assert all(map(np.array_equal, into, blocks))
+        tier.close()
+
+        stranger = open_tier(f"rediss://127.0.0.1:{port}")  # does not trust that certificate
+        with pytest.raises(TierFailed, match="certificate"):
+            stranger.find(KEYS, within(10))
+        stranger.close()
+
+
+# Servers that are none
+
+
+HANDSHAKE = (b"+OK\r\n", b"+OK\r\n")  # to the two commands in which a client tells its name
+
+SCRIPTS = {
+    "garbage from the start": Script((b"SSH-2.0-OpenSSH_9.2\r\n",)),
+    "nothing from the start": Script((), hold=True),
+    "garbage": Script((*HANDSHAKE, b"SSH-2.0-OpenSSH_9.2\r\n")),
+    "nothing": Script(HANDSHAKE, hold=True),
+    "an end": Script(HANDSHAKE),
+    "half a value": Script((*HANDSHAKE, b"$8256\r\n" + a_value(KEYS[0], BLOCKS[0])[:4000])),
+    "half a value, and silence": Script((*HANDSHAKE, b"$8256\r\n" + a_value(KEYS[0], BLOCKS[0])[:4000]), hold=True),
+    "a line without an end": Script((*HANDSHAKE, b"+" + b"x" * 100_000), hold=True),
+    "a number that is none": Script((*HANDSHAKE, b"$abc\r\n"), hold=True),
+    "replies of another kind": Script((*HANDSHAKE, b":1\r\n" * 10), hold=True),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
+    with a_scripted_server(script) as port:
+        tier = open_tier(f"redis://127.0.0.1:{port}")
+
+        started = time.monotonic()
+        with pytest.raises(TierFailed):
+            tier.get(KEYS, empty(), within(0.3))
+
+        assert time.monotonic() - started < 2
+        tier.close()
+
+
+def test_blocks_that_came_before_the_cut_count():
+    good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_value(KEYS[0], BLOCKS[0]))
+    with a_scripted_server(Script((*HANDSHAKE, good + b"$8256\r\nFKVR"))) as port:
+        tier = open_tier(f"redis://127.0.0.1:{port}")
+
+        assert outcomes(tier) == [Outcome.MOVED, Outcome.GONE, Outcome.GONE, Outcome.GONE]
+
+        assert tier.status().failures == 1
+        assert tier.gone() == [], "nobody said that the others are not there"
+        tier.close()
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("url", {"url": "localhost:6379"}),
+        ("url", {"url": "http://host"}),
+        ("url", {"url": "redis://"}),
+        ("url", {"url": "redis://host:port"}),
+        ("url", {"url": "redis://[::1"}),
+        ("url", {"url": "unix://"}),
+        ("url", {"url": "redis://host?socket_timeout=0"}),
+        ("password_file", {"url": "redis://:secret@host", "password_file": "f"}),
+        ("key_prefix", {"url": "redis://host", "key_prefix": "a b"}),
+        ("connections", {"url": "redis://host", "connections": 0}),
+    ],
+)
+def test_wrong_settings_are_refused_by_name_without_telling_secrets(field, settings):
+    with pytest.raises(msgspec.ValidationError) as refused:
+        msgspec.convert(settings, RedisSettings)
+
+    assert field in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_secrets_are_neither_in_repr_nor_in_errors():
+    settings = RedisSettings(url=f"redis://user:secret@127.0.0.1:{a_free_port()}/1")
+    tier = RedisTier.open(settings, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
+
+    with pytest.raises(TierFailed) as failed:
+        tier.find(KEYS, within(1))
+
+    assert "secret" not in repr(settings) + str(failed.value)
+    assert f"127.0.0.1:{settings.place.rpartition(':')[2]}" in str(failed.value)
+    tier.close()
+
+
+def test_a_closed_tier_lets_its_connections_go(server):
+    with server.client() as client:
+        others = len(client.client_list())
+        tier = open_tier(server.url)
+        tier.put(KEYS, BLOCKS, within(10))
+        assert len(client.client_list()) == others + 1
+
+        tier.close()
+
+        deadline = time.monotonic() + 10
+        while len(client.client_list()) > others:
+            assert time.monotonic() < deadline

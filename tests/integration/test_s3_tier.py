@@ -1,0 +1,335 @@
+"""The S3 tier against a server that is killed, frozen, strict, or full of what others planted there."""
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.clock import Nanos
+from kvstore.codecs.plain import PlainCodec
+from kvstore.errors import StoreNotStarted, TierFailed
+from kvstore.messages import BlockKey, Outcome
+from kvstore.monotonic import MonotonicClock
+from kvstore.tiers import records
+from kvstore.tiers.s3 import Clients, S3Settings, S3Tier
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain
+from tests.scripted_server import Script, a_scripted_server
+from tests.servers import an_s3, s3_credentials
+
+pytestmark = pytest.mark.integration
+
+DIGEST = b"namespace-digest"
+KEYS = [BlockKey(DIGEST, name) for name in a_chain(4)]
+BLOCKS = [a_block(seed) for seed in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def credentials():
+    with s3_credentials():
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with an_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(shared, request):
+    name = f"b{abs(hash(request.node.nodeid))}"
+    shared.client.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture
+def tier(shared, bucket):
+    tier = open_tier(shared, bucket)
+    yield tier
+    tier.close()
+
+
+def open_tier(server, bucket: str, **settings) -> S3Tier:
+    chosen = S3Settings(bucket=bucket, **{"endpoint_url": server.url, "region": "us-east-1", **settings})
+    return S3Tier.open(chosen, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
+
+
+def open_with_endpoint(bucket: str, port: int) -> S3Tier:
+    """Without the look at the bucket, which such a server would not survive."""
+    settings = S3Settings(bucket=bucket, endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1")
+    return S3Tier(settings, Clients(settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
+
+
+def within(seconds: float) -> Nanos:
+    return Nanos(MonotonicClock().now() + round(seconds * 1e9))
+
+
+def empty(count: int = 4) -> list[np.ndarray]:
+    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
+
+
+def outcomes(tier: S3Tier, keys=KEYS, seconds: float = 20) -> list[Outcome]:
+    """What comes of a get; whatever is said to be there is compared."""
+    into = empty(len(keys))
+    answers = tier.get(keys, into, within(seconds))
+    for key, answer, block in zip(keys, answers, into, strict=True):
+        assert answer.outcome is not Outcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
+    return [answer.outcome for answer in answers]
+
+
+def place_of(key: BlockKey) -> str:
+    return f"fleet/{key.digest.hex()}/{key.name.hex()}"
+
+
+def a_value(key: BlockKey = KEYS[1], block: np.ndarray = BLOCKS[1]) -> bytes:
+    return records.pack(key, PlainCodec.codec_id, block.nbytes, block) + block.tobytes()
+
+
+# Servers that are away
+
+
+def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
+    with an_s3() as server:
+        server.client.create_bucket(Bucket="blocks")
+        tier = open_tier(server, "blocks", known_seconds=0, missing_seconds=0)
+        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+        server.kill()
+
+        started = time.monotonic()
+        for call in (
+            lambda: outcomes(tier),
+            lambda: tier.put(KEYS, BLOCKS, within(20)),
+            lambda: tier.find(KEYS, within(20)),
+        ):
+            with pytest.raises(TierFailed, match="http://"):
+                call()
+        assert time.monotonic() - started < 10
+
+        server.start()
+        server.client.create_bucket(Bucket="blocks")
+        assert tier.find(KEYS, within(20)) == 0, "it has forgotten"
+        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+        assert outcomes(tier) == [Outcome.MOVED] * 4
+        assert tier.status().failures == 3
+        tier.close()
+
+
+CALLS = {
+    "find": lambda tier: tier.find(KEYS, within(0.4)),
+    "put": lambda tier: tier.put(KEYS, BLOCKS, within(0.4)),
+    "get": lambda tier: tier.get(KEYS, empty(), within(0.4)),
+}
+
+
+def test_a_frozen_server_costs_no_more_than_the_deadline():
+    with an_s3() as server:
+        server.client.create_bucket(Bucket="blocks")
+        tier = open_tier(server, "blocks", known_seconds=0, parallel=2)
+        tier.put(KEYS, BLOCKS, within(20))
+        server.freeze()
+
+        for call in CALLS.values():
+            started = time.monotonic()
+            with pytest.raises(TierFailed):
+                call(tier)
+            assert time.monotonic() - started < 2
+        started = time.monotonic()
+        tier.discard(KEYS)
+        assert time.monotonic() - started < 4
+
+        server.thaw()
+        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+        assert outcomes(tier) == [Outcome.MOVED] * 4
+        tier.close()
+
+
+def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
+    with an_s3() as server:
+        server.kill()
+        tier = open_tier(server, "blocks", start_seconds=1)
+        assert [record.message for record in caplog.records] == ["object store does not answer yet"]
+        with pytest.raises(TierFailed):
+            tier.find(KEYS, within(5))
+
+        server.start()
+        server.client.create_bucket(Bucket="blocks")
+
+        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+        tier.close()
+
+
+def test_what_cannot_work_is_refused_at_the_start_by_name(shared, monkeypatch, tmp_path):
+    with pytest.raises(StoreNotStarted, match="bucket: 'missing' does not exist"):
+        open_tier(shared, "missing")
+    with pytest.raises(StoreNotStarted, match="bucket"):
+        open_tier(shared, "Not A Bucket")
+    with pytest.raises(StoreNotStarted, match="profile"):
+        open_tier(shared, "missing", profile="nobody")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with pytest.raises(StoreNotStarted, match="no credentials"):
+        open_tier(shared, "missing")
+
+
+# What lies under a key
+
+
+PLANTED = {
+    "empty": b"",
+    "garbage": b"garbage",
+    "zeros as long as a value": bytes(64 + BLOCK_BYTES),
+    "a head": a_value()[:64],
+    "half a value": a_value()[: 64 + BLOCK_BYTES // 2],
+    "a byte long": a_value() + b"x",
+    "another block": a_value(KEYS[2], BLOCKS[2]),
+    "another namespace": a_value(BlockKey(b"another-digest..", KEYS[1].name)),
+    "a flipped bit": a_value()[:80] + bytes([a_value()[80] ^ 1]) + a_value()[81:],
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, shared, bucket, planted, caplog):
+    tier.put(KEYS, BLOCKS, within(20))
+    shared.client.put_object(Bucket=bucket, Key=place_of(KEYS[1]), Body=planted)
+
+    assert outcomes(tier) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED, Outcome.MOVED]
+
+    assert tier.status().corrupt == 1
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == ["block is corrupt"]
+    with pytest.raises(shared.client.exceptions.NoSuchKey):
+        shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))
+    assert tier.find(KEYS, within(20)) == 1
+    assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+    assert outcomes(tier) == [Outcome.MOVED] * 4
+
+
+def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, shared, bucket, caplog):
+    newer = b"FKVR\2" + a_value()[5:]
+    for key in KEYS[1:3]:
+        shared.client.put_object(Bucket=bucket, Key=place_of(key), Body=newer)
+
+    tier.put(KEYS, BLOCKS, within(20))
+    for _ in range(2):
+        assert outcomes(tier) == [Outcome.MOVED, Outcome.GONE, Outcome.GONE, Outcome.MOVED]
+        assert tier.put(KEYS, BLOCKS, within(20)) == [True, False, False, True]
+
+    assert shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))["Body"].read() == newer
+    assert tier.status().corrupt == 0
+    assert len([record for record in caplog.records if "newer format" in record.message]) == 1
+
+
+def test_two_writers_of_one_block_write_it_once(shared, bucket):
+    tiers = [open_tier(shared, bucket) for _ in range(2)]
+
+    for tier in tiers:
+        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+
+    assert [tier.status().bytes_written > 0 for tier in tiers] == [True, False]
+    with ThreadPoolExecutor(2) as threads:
+        more = [BlockKey(DIGEST, name) for name in a_chain(4, "more")]
+        assert list(threads.map(lambda tier: tier.put(more, BLOCKS, within(20)), tiers)) == [[True] * 4] * 2
+    for tier in tiers:
+        assert outcomes(tier) == [Outcome.MOVED] * 4
+        tier.close()
+
+
+def test_what_was_seen_of_late_is_not_asked_about_again(shared, bucket):
+    writer, reader = open_tier(shared, bucket), open_tier(shared, bucket, missing_seconds=0)
+    writer.put(KEYS[:2], BLOCKS[:2], within(20))
+    assert reader.find(KEYS, within(20)) == 2
+    for key in KEYS[:2]:
+        shared.client.delete_object(Bucket=bucket, Key=place_of(key))
+
+    assert reader.find(KEYS, within(20)) == 2, "a guess, for a while"
+    assert outcomes(reader) == [Outcome.GONE] * 4
+    assert reader.find(KEYS, within(20)) == 0
+    assert reader.gone() == KEYS
+    writer.close()
+    reader.close()
+
+
+def test_large_blocks_come_back_and_connections_are_used_again(shared, bucket):
+    tier = open_tier(shared, bucket, parallel=2)
+    keys = [BlockKey(DIGEST, name) for name in a_chain(6, "large")]
+    blocks = [a_block(seed, (3 << 20) + seed) for seed in range(6)]
+
+    assert tier.put(keys, blocks, within(60)) == [True] * 6
+    into = [np.zeros(block.nbytes, np.uint8) for block in blocks]
+    answers = tier.get(keys, into, within(60))
+
+    assert [answer.outcome for answer in answers] == [Outcome.MOVED] * 6
+    assert all(map(np.array_equal, into, blocks))
+    tier.close()
+
+
+# Servers that are none
+
+
+def an_answer(status: str, body: bytes, length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    return f"HTTP/1.1 {status}\r\nContent-Length: {size}\r\n\r\n".encode() + body
+
+
+SCRIPTS = {
+    "garbage": Script((b"SSH-2.0-OpenSSH_9.2\r\n",)),
+    "nothing": Script((), hold=True),
+    "an end": Script((b"",)),
+    "half a value": Script((an_answer("200 OK", a_value(KEYS[0], BLOCKS[0])[:4000], 64 + BLOCK_BYTES),)),
+    "half a value, and silence": Script(
+        (an_answer("200 OK", a_value(KEYS[0], BLOCKS[0])[:4000], 64 + BLOCK_BYTES),), hold=True
+    ),
+    "an error that is no XML": Script((an_answer("500 Oops", b"<<<"),)),
+    "slow down": Script((an_answer("503 Slow Down", b""),)),
+    "no access": Script((an_answer("403 Forbidden", b""),)),
+    "half a head": Script((b"HTTP/1.1 200 OK\r\nContent-Le",), hold=True),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
+    with a_scripted_server(script) as port:
+        tier = open_with_endpoint("blocks", port)
+
+        started = time.monotonic()
+        with pytest.raises(TierFailed):
+            tier.get(KEYS[:1], empty(1), within(0.6))
+
+        assert time.monotonic() - started < 2
+        tier.close()
+
+
+def test_a_whole_answer_without_a_value_is_corrupt():
+    with a_scripted_server(Script((an_answer("200 OK", b"<html>welcome</html>"),))) as port:
+        tier = open_with_endpoint("blocks", port)
+
+        assert outcomes(tier, KEYS[:1], 5) == [Outcome.CORRUPT]
+        tier.close()
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("bucket", {"bucket": ""}),
+        ("prefix", {"bucket": "blocks", "prefix": "/a"}),
+        ("endpoint_url", {"bucket": "blocks", "endpoint_url": "host:9000"}),
+        ("endpoint_url", {"bucket": "blocks", "endpoint_url": "http://host:port"}),
+        ("endpoint_url", {"bucket": "blocks", "endpoint_url": "http://user:secret@host"}),
+        ("addressing", {"bucket": "blocks", "addressing": "best"}),
+        ("parallel", {"bucket": "blocks", "parallel": 0}),
+    ],
+)
+def test_wrong_settings_are_refused_by_name_without_telling_secrets(field, settings):
+    with pytest.raises(msgspec.ValidationError) as refused:
+        msgspec.convert(settings, S3Settings)
+
+    assert field in str(refused.value)
+    assert "secret" not in str(refused.value)

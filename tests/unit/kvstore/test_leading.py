@@ -1,0 +1,37 @@
+"""The search for the end of a prefix, when asking costs requests."""
+
+import pytest
+
+from kvstore.tiers.s3 import leading
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 16, 100])
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 100])
+def test_the_end_of_any_prefix_is_found_in_few_rounds(count, width):
+    for held in range(count + 1):
+        rounds = []
+
+        def are_there(indices, held=held, rounds=rounds):
+            rounds.append(len(indices))
+            assert len(set(indices)) == len(indices) <= width
+            return [index < held for index in indices]
+
+        assert leading(count, width, are_there) == held
+        most = 1
+        while width > 1 and (width + 0) ** most < count:
+            most += 1
+        assert len(rounds) <= (most + 1 if width > 1 else count)
+
+
+def test_a_chain_that_is_there_as_a_whole_takes_one_round():
+    rounds = []
+
+    assert leading(4096, 16, lambda indices: rounds.append(1) or [True] * len(indices)) == 4096
+
+    assert len(rounds) == 1
+
+
+def test_a_hole_among_few_is_seen():
+    there = [True, True, False, True]
+
+    assert leading(4, 16, lambda indices: [there[index] for index in indices]) == 2

@@ -1,0 +1,237 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import LayoutMismatch
+from kvstore.layout import ELEMENT_BYTES
+from kvstore.repack import plan_fill, plan_pour, read_share, write_share
+from kvstore.shards import BlockShape, Box, Part, Span, one_a_layer, one_a_rank
+from tests.kv_shapes import a_shape
+
+LAYOUTS = ["LHND", "LNHD", "HLND", "NLHD", "LKHND", "LKNHD", "KLNHD", "LHKND", "LHDN"]
+TP_PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (1, 1), (8, 2), (2, 8)]
+DTYPES = ["float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2", "int8"]
+
+shapes = st.builds(
+    BlockShape,
+    layers=st.integers(1, 3),
+    kv_heads=st.sampled_from([1, 2, 4, 8]),
+    block_tokens=st.integers(1, 4),
+    head_dim=st.sampled_from([2, 4, 6]),
+    element_bytes=st.sampled_from([ELEMENT_BYTES[dtype] for dtype in DTYPES]),
+)
+
+
+def a_whole_block(shape: BlockShape, seed: int = 0) -> np.ndarray:
+    """Bytes in the order L, H, N, D: [layers, heads, tokens, elements, bytes of an element]."""
+    axes = (shape.layers, shape.kv_heads, shape.block_tokens, shape.head_dim, shape.element_bytes)
+    return np.random.default_rng(seed).integers(0, 256, axes, np.uint8)
+
+
+def index_by_index(shape: BlockShape, block: np.ndarray, part: Part) -> np.ndarray:
+    """A part's bytes, found the slow way: for each element, where it lies, by the definition of a layout."""
+    half = shape.head_dim // 2
+    sizes = {"L": part.box.layers.count, "H": part.box.heads.count, "N": shape.block_tokens, "K": 2, "D": half}
+    axes = part.layout if "K" in part.layout else part.layout.replace("D", "KD")
+    found = []
+    for position in itertools.product(*(range(sizes[axis]) for axis in axes)):
+        at = dict(zip(axes, position, strict=True))
+        layer, head = part.box.layers.first + at["L"], part.box.heads.first + at["H"]
+        found.append(block[layer, head, at["N"], at["K"] * half + at["D"]])
+    return np.concatenate(found)
+
+
+def objects(shape: BlockShape, parts) -> list[np.ndarray]:
+    return [np.full(shape.bytes_of(part.box), 0xEE, np.uint8) for part in parts]
+
+
+@pytest.mark.parametrize(("tp", "other_tp"), TP_PAIRS)
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, layout=st.sampled_from(LAYOUTS), other_layout=st.sampled_from(LAYOUTS))
+def test_ranks_of_another_number_and_layout_get_exactly_their_bytes_and_back(tp, other_tp, shape, layout, other_layout):
+    block = a_whole_block(shape)
+    theirs, ours = one_a_rank(shape, layout, tp), one_a_rank(shape, other_layout, other_tp)
+    written = [index_by_index(shape, block, part) for part in theirs]
+
+    read, back = objects(shape, ours), objects(shape, theirs)
+    for rank, part in enumerate(ours):
+        plan_fill(shape, theirs, [part]).perform(written, [read[rank]])
+    plan_fill(shape, ours, theirs).perform(read, back)
+
+    for part, found in zip(ours, read, strict=True):
+        assert np.array_equal(found, index_by_index(shape, block, part))
+    for sent, returned in zip(written, back, strict=True):
+        assert np.array_equal(sent, returned)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=shapes,
+    at_rest=st.sampled_from(LAYOUTS),
+    layout=st.sampled_from(LAYOUTS),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    turn=st.integers(0, 9),
+)
+def test_ranks_write_their_slices_of_one_block_and_each_byte_once(shape, at_rest, layout, tp, turn):
+    block = a_whole_block(shape)
+    whole = index_by_index(shape, block, Part(at_rest, shape.everything))
+    stored = np.full(shape.bytes_of(shape.everything), 0xEE, np.uint8)
+    times_written = np.zeros(stored.nbytes, int)
+
+    for rank in range(tp):
+        held = one_a_layer(layout, shape.share(tp, rank))
+        plan = write_share(shape, held, at_rest, tp=tp, rank=rank, turn=turn)
+        plan.perform([index_by_index(shape, block, part) for part in held], [stored])
+        for _, _, _, offset, length in plan.runs():
+            times_written[offset : offset + length] += 1
+
+    assert np.array_equal(stored, whole)
+    assert set(times_written) == {1}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=shapes, at_rest=st.sampled_from(LAYOUTS), layout=st.sampled_from(LAYOUTS), tp=st.sampled_from([1, 2, 4, 8])
+)
+def test_a_rank_reads_its_heads_into_a_tensor_a_layer(shape, at_rest, layout, tp):
+    block = a_whole_block(shape)
+    whole = index_by_index(shape, block, Part(at_rest, shape.everything))
+
+    for rank in range(tp):
+        tensors = one_a_layer(layout, shape.share(tp, rank))
+        filled = objects(shape, tensors)
+        read_share(shape, at_rest, tensors).perform([whole], filled)
+
+        for part, found in zip(tensors, filled, strict=True):
+            assert np.array_equal(found, index_by_index(shape, block, part))
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=shapes, layout=st.sampled_from(LAYOUTS), other=st.sampled_from(LAYOUTS), tp=st.sampled_from([1, 2, 4]))
+def test_the_runs_of_a_plan_say_what_it_does(shape, layout, other, tp):
+    assume(shape.kv_heads % tp == 0)
+    sources, destination = one_a_rank(shape, layout, tp), Part(other, shape.everything)
+    plan = plan_fill(shape, sources, [destination])
+    written = [index_by_index(shape, a_whole_block(shape), part) for part in sources]
+    by_plan, by_runs = objects(shape, [destination]), objects(shape, [destination])
+
+    plan.perform(written, by_plan)
+    runs = plan.runs()
+    for source, start, to, at, length in runs:
+        by_runs[to][at : at + length] = written[source][start : start + length]
+
+    assert np.array_equal(by_plan[0], by_runs[0])
+    assert (len(runs), int(runs[:, 4].sum())) == (plan.run_count, plan.bytes)
+
+
+def test_heads_outermost_make_a_share_one_run():
+    shape = a_shape(layers=4, kv_heads=8)
+
+    plan = read_share(shape, "HLND", [Part("HLND", shape.share(tp=4, rank=1))])
+
+    assert plan.runs().tolist() == [[0, plan.bytes, 0, 0, plan.bytes]]
+
+
+def test_a_share_of_heads_before_tokens_is_one_run_a_layer():
+    shape = a_shape(layers=4, kv_heads=8)
+
+    plan = read_share(shape, "LHND", [Part("LHND", shape.share(tp=4, rank=1))])
+
+    assert plan.run_count == 4
+
+
+def test_replicated_heads_are_taken_from_the_replica_that_is_tried_first():
+    shape = a_shape(kv_heads=2)
+    sources = one_a_rank(shape, "LHND", tp=8)
+
+    plan = plan_fill(shape, sources, [Part("LHND", shape.share(tp=8, rank=6))], first=6)
+
+    assert {copy.source for copy in plan.copies} == {6}
+
+
+def test_of_ranks_with_the_same_head_one_writes_and_another_next_time():
+    shape = a_shape(kv_heads=2)
+    wrote = [
+        [
+            rank
+            for rank in range(4)
+            if write_share(shape, [Part("LHND", shape.share(4, rank))], "LHND", tp=4, rank=rank, turn=turn).bytes
+        ]
+        for turn in range(3)
+    ]
+
+    assert wrote == [[0, 2], [1, 3], [0, 2]]
+
+
+def test_an_odd_number_of_elements_is_moved_undivided():
+    shape = BlockShape(layers=2, kv_heads=1, block_tokens=3, head_dim=5, element_bytes=2)
+    whole = a_whole_block(shape)
+
+    into = objects(shape, [Part("NLHD", shape.everything)])
+    read_share(shape, "LHND", [Part("NLHD", shape.everything)]).perform([whole.reshape(-1)], into)
+
+    assert np.array_equal(into[0], whole.transpose(2, 0, 1, 3, 4).reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("field", "layout"),
+    [("layout", "LHN"), ("layout", "LHNDX"), ("layout", "LLHND"), ("layout", "LKKHND"), ("layout", "")],
+)
+def test_a_layout_that_is_none_is_refused_by_field(field, layout):
+    with pytest.raises(LayoutMismatch) as refused:
+        read_share(a_shape(), "LHND", [Part(layout, a_shape().everything)])
+
+    assert refused.value.field == field
+
+
+def test_keys_apart_from_values_need_an_even_number_of_elements():
+    shape = BlockShape(layers=1, kv_heads=1, block_tokens=1, head_dim=5, element_bytes=2)
+
+    with pytest.raises(LayoutMismatch, match="head_dim is 5"):
+        read_share(shape, "LKHND", [Part("LHND", shape.everything)])
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "rank", "field"),
+    [(6, 4, 0, "tp"), (4, 6, 0, "tp"), (4, 0, 0, "tp"), (4, 2, 2, "rank"), (4, 2, -1, "rank")],
+)
+def test_heads_that_cannot_be_shared_out_are_refused_by_field(heads, tp, rank, field):
+    with pytest.raises(LayoutMismatch) as refused:
+        a_shape(kv_heads=heads).share(tp, rank)
+
+    assert refused.value.field == field
+
+
+def test_what_no_source_holds_is_refused_before_anything_moves():
+    shape = a_shape(kv_heads=4)
+
+    with pytest.raises(LayoutMismatch, match="sources do not have"):
+        plan_fill(shape, one_a_rank(shape, "LHND", 4)[:3], [Part("LHND", shape.everything)])
+    with pytest.raises(LayoutMismatch, match="destinations do not have"):
+        plan_pour(shape, [Part("LHND", shape.everything)], one_a_rank(shape, "LHND", 4)[1:])
+    with pytest.raises(LayoutMismatch, match="is not within"):
+        plan_fill(shape, [Part("LHND", shape.everything)], [Part("LHND", Box(Span(0, shape.layers + 1), Span(0, 4)))])
+
+
+def test_heads_of_another_rank_cannot_be_written():
+    shape = a_shape(kv_heads=4)
+
+    with pytest.raises(LayoutMismatch, match="not of rank 1 of 4"):
+        write_share(shape, [Part("LHND", shape.share(4, 2))], "LHND", tp=4, rank=1)
+
+
+@pytest.mark.parametrize("which", ["sources", "destinations"])
+def test_an_object_of_another_size_is_refused_and_nothing_is_written(which):
+    shape = a_shape()
+    part = Part("LHND", shape.everything)
+    given = {name: objects(shape, [part]) for name in ("sources", "destinations")}
+    given[which][0] = given[which][0][:-1]
+    given["sources"][0][:] = 1
+
+    with pytest.raises(ValueError, match=which):
+        plan_fill(shape, [part], [part]).perform(given["sources"], given["destinations"])
+
+    assert set(given["destinations"][0]) == {0xEE}

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from kvstore.client import StoreClient
 from kvstore.clock import Clock
 from kvstore.codecs.registry import Codecs
 from kvstore.hierarchy import Admission, Everything, TierRule
 from kvstore.layout import Namespace
 from kvstore.ports import BackingTier, Codec
 from kvstore.settings import AnyTier
+from kvstore.tiers.peer import PeerSettings, PeerTier
 from kvstore.tiers.redis import RedisSettings, RedisTier
+from kvstore.tiers.s3 import S3Settings, S3Tier
 from kvstore.tiers.settings import Keep, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
@@ -64,11 +67,21 @@ def _open(
     match settings:
         case SsdSettings():
             return SsdTier.open(settings, codecs=codecs, clock=clock)
+        case PeerSettings():
+
+            def connect(address: str, namespace: Namespace, timeout_seconds: float) -> StoreClient:
+                return StoreClient.connect(address, namespace, timeout_seconds=timeout_seconds, clock=clock)
+
+            return PeerTier(settings, connect, namespaces=namespaces, clock=clock)
         case RedisSettings():
             return RedisTier.open(settings, codecs=codecs, clock=clock)
+        case S3Settings():
+            return S3Tier.open(settings, codecs=codecs, clock=clock)
 
 
 def _admission(settings: TierSettings) -> Admission | None:
+    if isinstance(settings, PeerSettings) and not settings.push:
+        return None
     match settings.keep:
         case Keep.NONE:
             return None

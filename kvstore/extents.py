@@ -39,6 +39,8 @@ class Extents:
     def take(self, length: int) -> int | None:
         """Offset in bytes of an extent of `length` bytes; None when there is no hole that large."""
         pages = pages_for(length)
+        if self._free_pages < pages:
+            return None
         place = bisect_left(self._sizes, pages)
         if place == len(self._sizes):
             return None

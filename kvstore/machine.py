@@ -485,8 +485,13 @@ class BlockMachine:
         if account is not None and not self._make_room_within(account, length):
             return None
         while (offset := self._extents.take(length)) is None:
-            if not self._evict_one(self._eviction):
+            victim = self._choose(self._eviction)
+            if victim is None:
                 return None
+            vacant = self._evict(victim)
+            if occupied_bytes(victim.length) == occupied_bytes(length):
+                return vacant  # the common case: no need to look for it
+            self._extents.give_back(vacant, victim.length)
         return offset
 
     def _make_room_within(self, account: Account, length: int) -> bool:
@@ -495,26 +500,29 @@ class BlockMachine:
         if size_bytes > account.limit_bytes:
             return False  # it never will
         while account.bytes + size_bytes > account.limit_bytes:
-            if not self._evict_one(account.eviction):
+            victim = self._choose(account.eviction)
+            if victim is None:
                 return False
+            self._extents.give_back(self._evict(victim), victim.length)
             account.evicted += 1
         return True
 
-    def _evict_one(self, policy: Eviction) -> bool:
-        """Drop what the policy chooses; False when nothing may go."""
+    def _choose(self, policy: Eviction) -> StoredBlock | None:
+        """The next to go, which has no pin; None when nothing may go."""
         while (key := policy.choose()) is not None:
-            opened = self._namespaces.get(key.digest)
-            block = opened.readable[key.name]
-            if block.pins:
-                policy.withdraw(key)  # admitted again with its last pin (rule 8)
-                continue
-            block.state = advance(block.state, Step.EVICT)
-            self._forget(opened, block)
-            self._free(block)
-            self._evicted += 1
-            self._evicted_keys.append(key)
-            return True
-        return False
+            block = self._namespaces.get(key.digest).readable[key.name]
+            if not block.pins:
+                return block
+            policy.withdraw(key)  # admitted again with its last pin (rule 8)
+        return None
+
+    def _evict(self, block: StoredBlock) -> int:
+        """Drop a block to make room; returns the offset of its extent, which is the caller's to give back."""
+        block.state = advance(block.state, Step.EVICT)
+        self._forget(self._namespaces.get(block.key.digest), block)
+        self._evicted += 1
+        self._evicted_keys.append(block.key)
+        return self._vacate(block)
 
     def _admit(self, block: StoredBlock, now: Nanos) -> None:
         self._eviction.admit(block.key, block.length, now)
@@ -544,12 +552,16 @@ class BlockMachine:
         self._free(block)
 
     def _free(self, block: StoredBlock) -> None:
+        self._extents.give_back(self._vacate(block), block.length)
+
+    def _vacate(self, block: StoredBlock) -> int:
+        """The block is at its place no more; returns the offset of its extent."""
         address = block.address
         del self._by_offset[address.offset]
-        self._extents.give_back(address.offset, address.length)
         if block.account is not None:
             block.account.bytes -= occupied_bytes(block.length)
         self._commands.append(Discard(address))
+        return address.offset
 
     def _at(self, digest: bytes, slot: Slot) -> StoredBlock | None:
         block = self._by_offset.get(slot.offset)
@@ -589,16 +601,19 @@ class BlockMachine:
 
     def _unpin(self, blocks: Sequence[StoredBlock], now: Nanos, *, is_use: bool) -> None:
         """Tail first (rule 6)."""
+        unpinned = advance(State.PINNED, Step.UNPIN)  # looked up once, as in `_pin`
         for block in reversed(blocks):
             block.pins -= 1
             if not block.pins:
                 self._pinned -= 1
-                block.state = advance(block.state, Step.UNPIN)
+                block.state = unpinned if block.state is State.PINNED else advance(block.state, Step.UNPIN)
             if block.state is State.GONE:
                 self._free(block)
-            elif block.state in READABLE and is_use:
+            elif block.state is State.CONDEMNED:
+                continue
+            elif is_use:
                 self._admit(block, now)
-            elif block.state is State.HELD:
+            elif not block.pins:
                 self._readmit(block, now)
 
     def _let_go(self, block: StoredBlock, now: Nanos) -> None:

@@ -186,14 +186,14 @@ class Transport(Protocol):
 
 
 class Eviction(Protocol):
-    """Says which block goes next. Sees only blocks that may go: published and not pinned."""
+    """Says which block goes next. Sees published blocks only; pinned ones stay admitted while nobody needs their space."""
 
     def admit(self, key: BlockKey, size_bytes: int, now: Nanos) -> None:
         """The block may go from now on, and was in use until now; again means used again. Chains come tail first."""
         ...
 
     def withdraw(self, key: BlockKey) -> None:
-        """The block may not go any more, or is gone. It was admitted before."""
+        """The block is gone; or it was chosen while it is pinned, and comes back with its last pin. It was admitted before."""
         ...
 
     def choose(self) -> BlockKey | None:

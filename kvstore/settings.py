@@ -6,10 +6,12 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvstore.extents import PAGE_BYTES
+from kvstore.tiers.peer import PeerSettings
 from kvstore.tiers.redis import RedisSettings
+from kvstore.tiers.s3 import S3Settings
 from kvstore.tiers.ssd.settings import SsdSettings
 
-AnyTier = SsdSettings | RedisSettings
+AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings
 """Settings of a tier below a node's memory, told apart by their `kind`."""
 
 TenantSalt = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]

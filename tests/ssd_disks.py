@@ -193,17 +193,27 @@ def content_of(key: BlockKey, length: int = BLOCK_BYTES) -> np.ndarray:
     return a_block(int.from_bytes(key.name, "big"), length)
 
 
+def buffers(count: int, length: int) -> list[np.ndarray]:
+    """Every other one begins on a page, as in a node's pool, the others somewhere."""
+    stride = -(-length // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
+    memory = aligned(max(count, 1) * stride)
+    return [memory[index * stride + index % 2 * 7 :][:length] for index in range(count)]
+
+
 def put(
     tier: SsdTier, keys: Sequence[BlockKey], length: int = BLOCK_BYTES, deadline: Nanos | None = None
 ) -> list[bool]:
-    return tier.put(keys, [content_of(key, length) for key in keys], deadline or soon())
+    blocks = buffers(len(keys), length)
+    for key, block in zip(keys, blocks, strict=True):
+        block[:] = content_of(key, length)
+    return tier.put(keys, blocks, deadline or soon())
 
 
 def get(
     tier: SsdTier, keys: Sequence[BlockKey], length: int = BLOCK_BYTES, deadline: Nanos | None = None
 ) -> list[Outcome]:
     """What came of reading blocks; whatever came is compared with what it has to be."""
-    into = [np.zeros(length, np.uint8) for _ in keys]
+    into = buffers(len(keys), length)
     answers: list[Fetched] = tier.get(keys, into, deadline or soon())
     for key, block, answer in zip(keys, into, answers, strict=True):
         if answer.outcome is Outcome.MOVED:

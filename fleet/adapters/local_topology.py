@@ -133,6 +133,7 @@ def _store_process(topology: Topology, folder: Path, address: str) -> LocalProce
         listen=(address,),
         shm_socket=str(folder / "pool.sock"),
         capacity_bytes=topology.store.capacity_mib << 20,
+        tiers=topology.store.tiers,
     )
     child = Child(
         name=STORE, start_stage=START_STORE, stop_stage=STOP_STORE, ready_within=READY_WITHIN, stop_within=STOP_WITHIN

@@ -246,7 +246,9 @@ static PyObject *split(PyObject *module, PyObject *args)
     const uint8_t *source = block->buf;
     uint8_t *destination = planes->buf;
     Py_BEGIN_ALLOW_THREADS
-    if (width == 2)
+    if (width == 1)
+        memcpy(destination, source, (size_t)values);
+    else if (width == 2)
         split_two(source, destination, destination + values, values);
     else
         for (Py_ssize_t place = 0; place < width; place++)
@@ -281,7 +283,9 @@ static PyObject *join(PyObject *module, PyObject *args)
     }
     uint8_t *destination = block->buf;
     Py_BEGIN_ALLOW_THREADS
-    if (width == 2)
+    if (width == 1)
+        memcpy(destination, planes.views[0].buf, (size_t)values);
+    else if (width == 2)
         join_two(planes.views[0].buf, planes.views[1].buf, destination, values);
     else
         for (Py_ssize_t place = 0; place < width; place++) {

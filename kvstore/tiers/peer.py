@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Protocol
 
 import xxhash
-from msgspec import Meta, Struct
+from msgspec import Meta
 from msgspec.structs import replace
 
 from kvstore.block import ChainHash
@@ -30,6 +30,7 @@ from kvstore.clock import SECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreError, StoreUnreachable, TierFailed
 from kvstore.layout import Namespace
 from kvstore.messages import GONE, BlockKey, Counters, Fetched, LeaseId, Match, Outcome, TierStatus
+from kvstore.tiers.settings import TierSettings
 from kvstore.tiers.tally import Tally
 
 HINTS = 1 << 16  # blocks of which it is remembered who has them
@@ -41,7 +42,7 @@ LEASE_AFTER_SECONDS = 1.0  # by which a lease outlasts the call that holds it, s
 log = logging.getLogger(__name__)
 
 
-class PeerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PeerSettings(TierSettings, frozen=True, kw_only=True, tag="peer"):
     """Whose memory to read. Refused as a whole when a field is wrong (`ValueError` names it)."""
 
     peers: tuple[str, ...]

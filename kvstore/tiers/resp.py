@@ -9,9 +9,11 @@ Rules:
 """
 
 import socket
+import ssl
 from collections.abc import Callable, Iterable
 
 from kvstore.clock import Clock, Nanos, seconds
+from kvstore.transports.runs import Run
 
 BUFFER_BYTES = 4096  # for lines and the heads of values; what is received in place goes around it
 LINE_BYTES = 2048  # of a reply that is no value
@@ -31,6 +33,7 @@ class Pipe:
 
     def __init__(self, connection: socket.socket, close: Callable[[], None], clock: Clock):
         self._socket = connection
+        self._gathers = not isinstance(connection, ssl.SSLSocket)
         self._close = close
         self._clock = clock
         self._deadline = Nanos(0)
@@ -45,9 +48,15 @@ class Pipe:
         self.answered = False
 
     def send(self, parts: Iterable[bytes | memoryview]) -> None:
-        for part in parts:
+        if not self._gathers:
+            for part in parts:
+                self._socket.settimeout(self._left())
+                self._socket.sendall(part)
+            return
+        run = Run(memoryview(part) for part in parts)
+        while run.left:
             self._socket.settimeout(self._left())
-            self._socket.sendall(part)
+            run.advance(self._socket.sendmsg(run.front(run.left)))
 
     def status(self) -> None:
         """A reply that says that it was done.
@@ -78,7 +87,9 @@ class Pipe:
         self._start += at_hand
         into = into[at_hand:]
         while len(into):
-            into = into[self._receive(into) :]
+            count = self._receive([into, self._view])  # and what follows, which is a short line in most cases
+            self._start, self._end = 0, max(count - len(into), 0)
+            into = into[count:]
 
     def close(self) -> None:
         self._close()
@@ -92,7 +103,7 @@ class Pipe:
         line = b""
         while not line.endswith(b"\r\n"):
             if self._start == self._end:
-                self._start, self._end = 0, self._receive(self._view)
+                self._start, self._end = 0, self._receive([self._view])
             stop = self._buffer.find(b"\n", self._start, self._end) + 1 or self._end
             line += self._buffer[self._start : stop]
             self._start = stop
@@ -103,9 +114,9 @@ class Pipe:
             raise Refusal(line[1:-2].decode(errors="replace"))
         return line[:-2]
 
-    def _receive(self, into: memoryview) -> int:
+    def _receive(self, into: list[memoryview]) -> int:
         self._socket.settimeout(self._left())
-        count = self._socket.recv_into(into)
+        count = self._socket.recvmsg_into(into)[0] if self._gathers else self._socket.recv_into(into[0])
         if not count:
             raise ConnectionError("the server closed the connection")
         return count

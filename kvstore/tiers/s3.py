@@ -18,12 +18,12 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvstore.buffers import ByteArray
 from kvstore.clock import SECOND, Clock, Nanos, nanos, seconds
@@ -31,6 +31,7 @@ from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import GONE, BlockKey, Fetched, Outcome, TierStatus
 from kvstore.ports import Codec
 from kvstore.tiers.records import HEAD_BYTES, Records, Standing
+from kvstore.tiers.settings import TierSettings
 from kvstore.tiers.tally import Tally
 
 MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
@@ -54,7 +55,7 @@ Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 
-class S3Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class S3Settings(TierSettings, frozen=True, kw_only=True, tag="s3"):
     """Where to keep blocks. Credentials come from the places where the AWS tools look for them."""
 
     bucket: Annotated[str, Meta(min_length=3, max_length=255)]
@@ -214,7 +215,7 @@ class S3Tier:
 
     def close(self) -> None:
         self._closed = True
-        self._threads.shutdown(wait=True, cancel_futures=True)  # requests under way end with their timeouts
+        self._threads.shutdown(wait=False, cancel_futures=True)  # requests under way end by their deadlines
         self._clients.close()
 
     # One request
@@ -330,6 +331,9 @@ class S3Tier:
             except TierFailed as error:
                 failure = error
                 answers.append(None)
+            except CancelledError:
+                failure = TierFailed("the s3 tier is closed")
+                answers.append(None)
         if failure is not None:
             self._tally.count(failures=1)
             if not any(answer is not None for answer in answers):
@@ -414,8 +418,8 @@ class Clients:
     """The client library, its errors, and its clients by how long they wait."""
 
     def __init__(self, settings: S3Settings):
-        import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra; only a node with this tier has it
-        from botocore import config, exceptions, parsers  # type: ignore[import-untyped]  # noqa: PLC0415
+        import boto3  # noqa: PLC0415 - an extra; only a node with this tier has it
+        from botocore import config, exceptions, parsers  # noqa: PLC0415
         from urllib3 import exceptions as http  # noqa: PLC0415 - comes with it
 
         self.Refused: type[Exception] = exceptions.ClientError

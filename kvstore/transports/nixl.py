@@ -16,10 +16,10 @@ Rules:
    goes to clients that the control plane has let in; networks have to keep strangers off the ports.
 """
 
+import itertools
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from kvstore.breaker import Breaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
-from kvstore.clock import MILLISECOND, Clock, Nanos, seconds
+from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable
+from kvstore.extents import PAGE_BYTES
 from kvstore.messages import Outcome, Slot
-from kvstore.settings import PAGE_BYTES
-from kvstore.transports.nixl_agent import Agent, AgentFailed, Span, Way, joined
+from kvstore.transports.nixl_agent import Agent, AgentFailed, Way, joined, spans
 
 CHUNK_BYTES = 8 << 20
 """Of one transfer: checksums are taken of one while the next is on its way."""
@@ -42,8 +42,11 @@ STAMP_BYTES = 8
 CLOSING = Nanos(300 * MILLISECOND)
 SHORTEST = Nanos(50 * MILLISECOND)  # that a call waits, if its deadline is as near as that
 
+REOPENING = Nanos(10 * SECOND)
+
 SPINS = 200  # looks at a transfer before the pauses between them begin: small ones are done by then
 PAUSE_SECONDS = 50e-6
+PAUSE = threading.Event()  # that nobody sets
 NUDGE_AFTER = Nanos(2 * MILLISECOND)
 NUDGE_EVERY = Nanos(500 * MILLISECOND)
 
@@ -95,10 +98,10 @@ class NixlTransport:
             raise StoreUnreachable(f"no way by NIXL: {error}") from error
 
     def get(self, slots: Sequence[Slot], into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
-        return self._exchange(_get, slots, into, deadline)
+        return self._exchange(_get, slots, [self._pieces(block) for block in into], deadline)
 
     def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
-        return self._exchange(_put, slots, blocks, deadline)
+        return self._exchange(_put, slots, [self._pieces(block) for block in blocks], deadline)
 
     def close(self) -> None:
         """Waits for the call in progress, which has a deadline."""
@@ -107,23 +110,194 @@ class NixlTransport:
             self._drop()
 
     def _exchange(
-        self, act: "_Act", slots: Sequence[Slot], blocks: Sequence[Block | MutableBlock], deadline: Nanos
+        self, act: "_Act", slots: Sequence[Slot], blocks: list[list[ByteArray]], deadline: Nanos
     ) -> list[Outcome]:
-        work = [_Moving(slot, self._pieces(block)) for slot, block in zip(slots, blocks, strict=True)]
-        started = self._clock.now()
-        left = seconds(deadline - started)
-        if work and left > 0 and self._turn.acquire(timeout=left):
+        assert len(slots) == len(blocks), (len(slots), len(blocks))
+        batches = [
+            _Work(slots[start : start + BATCH], blocks[start : start + BATCH]) for start in range(0, len(slots), BATCH)
+        ]
+        left = seconds(deadline - self._clock.now())
+        if batches and left > 0 and self._turn.acquire(timeout=left):
             try:
-                link = self._current(started)
-                if link is not None:
-                    until = max(Nanos(deadline - CLOSING), min(Nanos(started + SHORTEST), deadline))
-                    for start in range(0, len(work), BATCH):
-                        act(link, work[start : start + BATCH], until)
-            except AgentFailed:
-                for each in work:  # nothing is known of those that were under way
-                    each.outcome = each.settled
-                self._drop()
-                self._breaker.failed(started, self._clock.now())
+                self._run(act, batches, deadline)
             finally:
                 self._turn.release()
-        return [each.outcome for each in work]
+        return [outcome for batch in batches for outcome in batch.outcomes]
+
+    def _run(self, act: "_Act", batches: list["_Work"], deadline: Nanos) -> None:
+        started = self._clock.now()
+        link = self._current(started)
+        if link is None:
+            return
+        until = max(Nanos(deadline - CLOSING), min(Nanos(started + SHORTEST), deadline))
+        in_order = False
+        try:
+            for batch in batches:
+                act(link, batch, until)
+            in_order = True
+        except AgentFailed:
+            self._breaker.failed(started, self._clock.now())
+        finally:
+            del link  # or it would outlive its agent's end
+            if not in_order:
+                self._drop()
+
+    def _current(self, now: Nanos) -> "_Link | None":
+        """The link; None while there is none, which this call may begin to mend."""
+        if self._link is None and not self._closed and not self._opening and self._breaker.allows(now):
+            self._opening = True
+            threading.Thread(target=self._open_again, args=(now,), name="kvstore-nixl", daemon=True).start()
+        return None if self._closed else self._link
+
+    def _open_again(self, started: Nanos) -> None:
+        deadline = Nanos(started + REOPENING)
+        try:
+            offer = self._renew(deadline)
+            link = None if offer is None else _Link(offer, self._make_agent, self._clock, deadline)
+        except (AgentFailed, StoreError):
+            link = None
+        with self._turn:
+            self._opening = False
+            if link is None:
+                self._breaker.failed(started, self._clock.now())
+            elif self._closed:
+                link.close()
+            else:
+                self._breaker.succeeded()
+                self._link = link
+
+    def _drop(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _pieces(self, block: Block) -> list[ByteArray]:
+        parts = pieces(block)
+        assert size_of(parts) == self._block_bytes, (size_of(parts), self._block_bytes)
+        return parts
+
+
+class _Work:
+    """Blocks on their way, and what has come of them."""
+
+    def __init__(self, slots: Sequence[Slot], blocks: list[list[ByteArray]]):
+        self.slots = slots
+        self.blocks = blocks
+        self.right = [False] * len(slots)  # their checksums
+        self.outcomes = [Outcome.GONE] * len(slots)
+        parts = [part for parts in blocks for part in parts]
+        self.starts = [0, *itertools.accumulate(len(parts) for parts in blocks)]  # of each block among the parts
+        self.local = spans([(int(part.__array_interface__["data"][0]), part.nbytes) for part in parts])
+        block_bytes = size_of(blocks[0])
+        inside = np.cumsum(self.local[:, 1]) - self.local[:, 1]  # where each part begins among all bytes
+        of = np.repeat(np.arange(len(blocks)), [len(parts) for parts in blocks])
+        offsets = np.array([slot.offset for slot in slots], dtype=np.uint64)
+        self.remote = self.local.copy()  # by offset in the pool
+        self.remote[:, 0] = offsets[of] + inside - of.astype(np.uint64) * np.uint64(block_bytes)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def chosen(self, indices: list[int]) -> "_Work":
+        return _Work([self.slots[index] for index in indices], [self.blocks[index] for index in indices])
+
+    def sum_up(self, chunk: range) -> None:
+        for index in chunk:
+            self.right[index] = crc32c(self.blocks[index]) == self.slots[index].crc32c
+
+    def chunks(self) -> Iterator[range]:
+        step = max(1, CHUNK_BYTES // size_of(self.blocks[0]))
+        for start in range(0, len(self), step):
+            yield range(start, min(start + step, len(self)))
+
+
+_Act = Callable[["_Link", _Work, Nanos], None]
+
+
+class _Link:
+    """An agent and its peer. All methods raise `AgentFailed`; then only `close` is left."""
+
+    def __init__(self, offer: NixlOffer, make_agent: Callable[[str], Agent], clock: Clock, deadline: Nanos):
+        self._offer = offer
+        self._clock = clock
+        self._agent = make_agent(f"kvstore-client-{uuid.uuid4().hex}")
+        try:
+            self._stamps: NDArray[np.uint64] = np.zeros(BATCH, np.uint64)
+            address = int(self._stamps.__array_interface__["data"][0])
+            self._agent.register(spans([(address, self._stamps.nbytes)]))
+            self._into = spans([(address + index * STAMP_BYTES, STAMP_BYTES) for index in range(BATCH)])
+            self._peer = self._agent.add_peer(offer.metadata)
+            self.holds([Slot(0, 0)], deadline)  # the way works, or it is not one
+        except BaseException:
+            self._agent.close()
+            raise
+
+    def register(self, work: _Work) -> int:
+        return self._agent.register(joined(work.local))
+
+    def deregister(self, registered: int) -> None:
+        self._agent.deregister(registered)
+
+    def start(self, way: Way, work: _Work, chunk: range) -> int:
+        parts = slice(work.starts[chunk.start], work.starts[chunk.stop])
+        remote = work.remote[parts].copy()
+        remote[:, 0] += np.uint64(self._offer.blocks)
+        return self._agent.start(way, work.local[parts], remote, self._peer)
+
+    def holds(self, slots: Sequence[Slot], until: Nanos) -> list[bool]:
+        """Which of these places belong to their slots' blocks now."""
+        pages = np.array([slot.offset // PAGE_BYTES for slot in slots], dtype=np.uint64)
+        remote = np.full((len(slots), 3), (0, STAMP_BYTES, 0), dtype=np.uint64)
+        remote[:, 0] = np.uint64(self._offer.stamps) + pages * np.uint64(STAMP_BYTES)
+        self.wait(self._agent.start(Way.READ, self._into[: len(slots)], remote, self._peer), until)
+        generations = np.array([slot.generation for slot in slots], dtype=np.uint64)
+        return [bool(each) for each in self._stamps[: len(slots)] == generations]
+
+    def wait(self, transfer: int, until: Nanos) -> None:
+        looks = 0
+        nudge_at: Nanos | None = None
+        while not self._agent.is_done(transfer):
+            looks += 1
+            if looks <= SPINS:
+                continue
+            now = self._clock.now()
+            if now >= until:
+                raise AgentFailed("the deadline has passed")
+            if nudge_at is None:
+                nudge_at = Nanos(now + NUDGE_AFTER)
+            elif now >= nudge_at:
+                self._agent.nudge(self._peer)
+                nudge_at = Nanos(now + NUDGE_EVERY)
+            PAUSE.wait(PAUSE_SECONDS)
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+def _get(link: _Link, work: _Work, until: Nanos) -> None:
+    registered = link.register(work)
+    arrived = range(0)
+    for chunk in work.chunks():
+        transfer = link.start(Way.READ, work, chunk)
+        work.sum_up(arrived)  # while the next bytes are on their way
+        link.wait(transfer, until)
+        arrived = chunk
+    work.sum_up(arrived)
+    for index, is_held in enumerate(link.holds(work.slots, until)):
+        if is_held:
+            work.outcomes[index] = Outcome.MOVED if work.right[index] else Outcome.CORRUPT
+    link.deregister(registered)
+
+
+def _put(link: _Link, work: _Work, until: Nanos) -> None:
+    held = [index for index, is_held in enumerate(link.holds(work.slots, until)) if is_held]
+    if not held:
+        return
+    writing = work if len(held) == len(work) else work.chosen(held)
+    registered = link.register(writing)
+    for chunk in writing.chunks():
+        link.wait(link.start(Way.WRITE, writing, chunk), until)
+    for index, is_held in zip(held, link.holds(writing.slots, until), strict=True):
+        if is_held:
+            work.outcomes[index] = Outcome.MOVED
+    link.deregister(registered)

@@ -4,15 +4,17 @@ NIXL raises a dozen exceptions that share no base, returns states as strings and
 the process when a peer goes away at a bad moment, so that a node keeps its agent in a process of its own.
 """
 
+import contextlib
 import importlib
 import inspect
+import itertools
 import logging
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from msgspec import Struct
+from numpy.typing import NDArray
 
 BACKEND = "UCX"
 
@@ -35,24 +37,25 @@ class Way(StrEnum):
     WRITE = "WRITE"
 
 
-class Span(Struct, frozen=True, order=True):
-    """Consecutive bytes of a process."""
-
-    device: int  # 0 for DRAM
-    address: int
-    length: int
+Spans: TypeAlias = NDArray[np.uint64]
+"""Stretches of a process's memory, one a row: address, length in bytes, device (0 for DRAM)."""
 
 
-def joined(spans: Sequence[Span]) -> list[Span]:
-    """The same bytes in as few spans as possible."""
-    found: list[Span] = []
-    for span in sorted(spans):
-        last = found[-1] if found else None
-        if last is not None and last.device == span.device and span.address <= last.address + last.length:
-            end = max(last.address + last.length, span.address + span.length)
-            found[-1] = Span(last.device, last.address, end - last.address)
-        else:
-            found.append(span)
+def spans(rows: Sequence[tuple[int, int]], device: int = 0) -> Spans:
+    """Of addresses and lengths."""
+    table = np.full((len(rows), 3), device, dtype=np.uint64)
+    table[:, :2] = rows
+    return table
+
+
+def joined(table: Spans) -> Spans:
+    """The same bytes in as few spans as possible, which do not overlap; all on one device."""
+    table = table[np.argsort(table[:, 0])]
+    begins, ends = table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])
+    first = np.flatnonzero(np.concatenate(([True], begins[1:] > ends[:-1])))
+    last = np.concatenate((first[1:], [len(table)])) - 1
+    found = table[first].copy()
+    found[:, 1] = ends[last] - begins[first]
     return found
 
 
@@ -75,6 +78,9 @@ class Agent:
             self._agent = api.nixl_agent(name, config)
         if BACKEND not in self._agent.backends:
             raise AgentFailed("nixl has no UCX plugin here; `fleet doctor` says more")
+        self._transfers: dict[int, Any] = {}
+        self._registered: dict[int, Any] = {}
+        self._numbers = itertools.count()
 
     @property
     def metadata(self) -> bytes:
@@ -82,14 +88,17 @@ class Agent:
         with self._translated():
             return bytes(self._agent.get_agent_metadata())
 
-    def register(self, spans: Sequence[Span], memory: Memory = Memory.DRAM) -> Any:
-        """Make memory usable in transfers, until `deregister` of what is returned."""
+    def register(self, table: Spans, memory: Memory = Memory.DRAM) -> int:
+        """Make memory usable in transfers, until `deregister` of the number that is returned."""
+        number = next(self._numbers)
         with self._translated():
-            return self._agent.register_memory([(each.address, each.length, each.device, "") for each in spans], memory)
+            regions = [(*row, "") for row in table.tolist()]
+            self._registered[number] = self._agent.register_memory(regions, memory)
+        return number
 
-    def deregister(self, registered: Any) -> None:
+    def deregister(self, registered: int) -> None:
         with self._translated():
-            self._agent.deregister_memory(registered)
+            self._agent.deregister_memory(self._registered.pop(registered))
 
     def add_peer(self, metadata: bytes) -> str:
         """Get to know another agent; returns its name."""
@@ -97,35 +106,33 @@ class Agent:
             name = self._agent.add_remote_agent(metadata)
             return name.decode() if isinstance(name, bytes) else str(name)
 
-    def start(
-        self, way: Way, local: Sequence[Span], remote: Sequence[Span], peer: str, memory: Memory = Memory.DRAM
-    ) -> Any:
+    def start(self, way: Way, local: Spans, remote: Spans, peer: str, memory: Memory = Memory.DRAM) -> int:
         """Begin a transfer between as many spans on both sides, pairwise of one length; the peer's are in its DRAM.
 
-        Where both processes are on one host, the bytes may be there when it returns.
+        Where both processes are on one host, the bytes may be there when it returns. Returns the transfer's number.
         """
+        number = next(self._numbers)
         with self._translated():
-            transfer = self._agent.initialize_xfer(
+            self._transfers[number] = self._agent.initialize_xfer(
                 way,
-                self._agent.get_xfer_descs(_table(local), memory),
-                self._agent.get_xfer_descs(_table(remote), Memory.DRAM),
+                self._agent.get_xfer_descs(local, memory),
+                self._agent.get_xfer_descs(remote, Memory.DRAM),
                 peer,
             )
-            if self._agent.transfer(transfer) == "ERR":
+            if self._agent.transfer(self._transfers[number]) == "ERR":
                 raise AgentFailed("a transfer failed at its start")
-            return transfer
+        return number
 
-    def is_done(self, transfer: Any) -> bool:
+    def is_done(self, transfer: int) -> bool:
+        """Whether all its bytes are there; then the number is void."""
         with self._translated():
-            state = self._agent.check_xfer_state(transfer)
-        if state == "ERR":
-            raise AgentFailed("a transfer failed")
-        return bool(state == "DONE")
-
-    def end(self, transfer: Any) -> None:
-        """Of a transfer that is done."""
-        with self._translated():
-            self._agent.release_xfer_handle(transfer)
+            state = self._agent.check_xfer_state(self._transfers[transfer])
+            if state == "PROC":
+                return False
+            if state != "DONE":
+                raise AgentFailed("a transfer failed")
+            self._agent.release_xfer_handle(self._transfers.pop(transfer))
+        return True
 
     def nudge(self, peer: str) -> None:
         """Have the peer attend to its transfers, where it is its processor that moves the bytes."""
@@ -139,7 +146,12 @@ class Agent:
 
     def close(self) -> None:
         """Ends all transfers: when this returns, nothing writes to this process's memory any more. Takes 0.2 s."""
-        self._agent = None
+        for transfer in self._transfers.values():
+            with contextlib.suppress(*self._failures):  # one that cannot be cancelled ends with the agent
+                transfer.release()
+        self._transfers.clear()
+        self._registered.clear()
+        self._agent = None  # and nobody else has it: this is its end
 
     def _translated(self) -> "_Translated":
         return _Translated(self._failures)
@@ -155,7 +167,3 @@ class _Translated:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, self._failures):
             raise AgentFailed(str(error) or type(error).__name__) from error
-
-
-def _table(spans: Sequence[Span]) -> Any:
-    return np.array([(each.address, each.length, each.device) for each in spans], dtype=np.uint64)

@@ -7,9 +7,9 @@ from functools import cache, partial
 
 import numpy as np
 
-from kvstore.codecs.measure import CodecFigures, measure
-from kvstore.codecs.registry import CodecSettings, Codecs, Compression
 from kvstore.clock import Nanos
+from kvstore.codecs.measure import CodecFigures, measure
+from kvstore.codecs.registry import Codecs, CodecSettings, Compression
 from kvstore.errors import StoreNotStarted
 from kvstore.layout import Namespace
 from loadtests.kvstore.contest import Absent, Better, Line
@@ -33,24 +33,26 @@ SECRET = "42" * 32
 
 @contextmanager
 def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:  # noqa: ARG001 - no peer has a codec for hosts without GPUs
-    """Three lines a codec: size, time to encode, time to decode."""
+    """Three lines a codec: size, speed to encode, speed to decode."""
     settings = {each.value: CodecSettings(compression=each) for each in Compression if each is not Compression.NONE}
     settings["sealed"] = CodecSettings(sealing_secrets=(SECRET,))
     found = []
     for name, each in settings.items():
         figures = _Figures(each)
-        found.append(Line(name=f"codec {name}: size of a block / kept", unit="×", better=Better.MORE, fleet=figures.ratio))
-        for kind in ("encode", "decode"):
-            found.append(
-                Line(
-                    name=f"codec {name}: {kind}",
-                    unit="GB/s",
-                    better=Better.MORE,
-                    limit=_memcpy,
-                    limit_is="memcpy",
-                    fleet=partial(figures.speed, kind),
-                )
+        found.append(
+            Line(name=f"codec {name}: size of a block / kept", unit="×", better=Better.MORE, fleet=figures.ratio)
+        )
+        found += [
+            Line(
+                name=f"codec {name}: {kind}",
+                unit="GB/s",
+                better=Better.MORE,
+                limit=_memcpy,
+                limit_is="memcpy",
+                fleet=partial(figures.speed, kind),
             )
+            for kind in ("encode", "decode")
+        ]
     yield found
 
 

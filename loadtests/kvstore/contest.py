@@ -16,7 +16,7 @@ FLEET = "fleet"
 LIMIT = "limit"
 
 
-class Absent(Exception):  # noqa: N818 - it is one, and no error
+class Absent(Exception):
     """A contestant cannot take part; says why, and what to do about it."""
 
 

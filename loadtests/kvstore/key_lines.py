@@ -1,7 +1,6 @@
 """Names: making them, finding them, and what they weigh."""
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,18 +12,18 @@ from kvstore.block import HashAlgorithm, chain
 from kvstore.client import StoreClient
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
+from kvstore.extents import PAGE_BYTES
 from kvstore.machine import BlockMachine
-from kvstore.settings import PAGE_BYTES
 from loadtests.kvstore.contest import Better, Contestant, Line
 from loadtests.kvstore.memory_lines import chains, named
 from loadtests.kvstore.nodes import running
+from loadtests.kvstore.peers.answering import best_of
 from loadtests.kvstore.peers.roster import MICROSECONDS, MILLISECONDS, Peers
 from loadtests.kvstore.plan import Plan
 from loadtests.kvstore.resident import measured
 
 LOOKUP_KEYS = 512  # 128k tokens in blocks of 256
 HELD_KEYS = 16_384  # among which they are found
-REPEATS = 20  # of what takes microseconds
 PROMPTS = (8_192, 131_072)  # tokens
 BLOCK_TOKENS = (16, 64, 256)
 
@@ -43,16 +42,6 @@ def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
             yield [*_lookup_lines(client, peers), *_hashing_lines(peers), _memory_line(plan, peers)]
 
 
-def best_of(act: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few: of what takes microseconds, the rest is other people's work."""
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
 def _lookup_lines(client: StoreClient, peers: Peers) -> list[Line]:
     namespace = named(PAGE_BYTES)
     names = next(chains(HELD_KEYS))
@@ -69,7 +58,7 @@ def _lookup_lines(client: StoreClient, peers: Peers) -> list[Line]:
 
     def in_the_node() -> float:
         def match() -> None:
-            found = machine.match(namespace.digest, asked, owner="bench", lease=Nanos(0), now=Nanos(0))
+            found = machine.match(namespace.digest, asked, lease=Nanos(0), now=Nanos(0))
             assert len(found.slots) == LOOKUP_KEYS
 
         return MICROSECONDS * best_of(match)
@@ -83,10 +72,18 @@ def _lookup_lines(client: StoreClient, peers: Peers) -> list[Line]:
 
         return MICROSECONDS * best_of(match)
 
-    shared = {"unit": "µs", "better": Better.LESS, "limit": in_a_dict, "limit_is": "a loop over a dict"}
+    in_node, by_client = f"lookup of {LOOKUP_KEYS} keys, in the node", f"lookup of {LOOKUP_KEYS} keys, by a client"
     return [
-        Line(name=f"lookup of {LOOKUP_KEYS} keys, in the node", fleet=in_the_node, **shared),
-        Line(name=f"lookup of {LOOKUP_KEYS} keys, by a client", fleet=by_a_client, peers=peers.lookup(LOOKUP_KEYS), **shared),
+        Line(
+            name=name,
+            unit="µs",
+            better=Better.LESS,
+            limit=in_a_dict,
+            limit_is="a loop over a dict",
+            fleet=ours,
+            peers=others,
+        )
+        for name, ours, others in ((in_node, in_the_node, {}), (by_client, by_a_client, peers.lookup(LOOKUP_KEYS)))
     ]
 
 

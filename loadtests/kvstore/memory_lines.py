@@ -149,7 +149,7 @@ class _Ends:
         def run() -> float:
             source, warm, _, _ = self._open()
             room = untouched(self._block_bytes, self._blocks) if fresh else warm
-            return speed(self._total, lambda: _copy(source, room))
+            return speed(self._total, lambda: copy(source, room))
 
         return run
 
@@ -231,7 +231,8 @@ def _tier(block_bytes: int, blocks: int) -> Iterator[tuple[SharedMemoryTier, lis
         tier.close()
 
 
-def _copy(source: ByteArray, destination: ByteArray) -> None:
+def copy(source: ByteArray, destination: ByteArray) -> None:
+    """Block by block."""
     for origin, place in zip(source, destination, strict=True):
         np.copyto(place, origin)
 

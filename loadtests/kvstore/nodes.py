@@ -118,7 +118,7 @@ class StoreNode:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def open_files(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
 
 @contextmanager

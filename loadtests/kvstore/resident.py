@@ -1,6 +1,6 @@
 """How much memory the names of many blocks take, measured in a process that does nothing else.
 
-    python -m loadtests.kvstore.resident {fleet,dict} KEYS      prints bytes a key
+python -m loadtests.kvstore.resident {fleet,dict} KEYS      prints bytes a key
 """
 
 import gc
@@ -25,7 +25,9 @@ def measured(what: str, keys: int) -> float:
 
 
 def _names(start: int, count: int) -> list[bytes]:
-    return [hashlib.blake2b(index.to_bytes(8, "little"), digest_size=16).digest() for index in range(start, start + count)]
+    return [
+        hashlib.blake2b(index.to_bytes(8, "little"), digest_size=16).digest() for index in range(start, start + count)
+    ]
 
 
 def _fill_a_dict(keys: int) -> object:
@@ -37,8 +39,8 @@ def _fill_a_machine(keys: int) -> object:
     """A node's whole knowledge of its blocks; no bytes belong to it."""
     from kvstore.clock import Nanos  # noqa: PLC0415 - what the other measurement does not load
     from kvstore.eviction.lru import LruEviction  # noqa: PLC0415
+    from kvstore.extents import PAGE_BYTES  # noqa: PLC0415
     from kvstore.machine import BlockMachine  # noqa: PLC0415
-    from kvstore.settings import PAGE_BYTES  # noqa: PLC0415
     from loadtests.kvstore.memory_lines import named  # noqa: PLC0415
 
     namespace = named(PAGE_BYTES)

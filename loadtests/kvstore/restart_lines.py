@@ -110,13 +110,17 @@ def _kill_and_start(plan: Plan, blocks: int) -> float:
         node = StoreNode(folder, capacity_bytes=2 * blocks * BLOCK_BYTES, tiers=[tier])
         node.start()
         try:
-            with StoreClient.connect(node.address, named(BLOCK_BYTES), timeout_seconds=30, call_timeout_seconds=10) as client:
+            with StoreClient.connect(
+                node.address, named(BLOCK_BYTES), timeout_seconds=30, call_timeout_seconds=10
+            ) as client:
                 client.write(names, list(content(BLOCK_BYTES, blocks)))
                 _wait_until_kept(client, blocks)
             node.kill()
             started = time.perf_counter()
             node.start()
-            with StoreClient.connect(node.address, named(BLOCK_BYTES), timeout_seconds=30, call_timeout_seconds=10) as client:
+            with StoreClient.connect(
+                node.address, named(BLOCK_BYTES), timeout_seconds=30, call_timeout_seconds=10
+            ) as client:
                 room = np.ones(BLOCK_BYTES, dtype=np.uint8)
                 deadline = started + KEPT_SECONDS
                 while not _first_hit(client, names, room):
@@ -129,7 +133,7 @@ def _kill_and_start(plan: Plan, blocks: int) -> float:
 
 
 def _first_hit(client: StoreClient, names: list[bytes], room: np.ndarray) -> bool:
-    match = client.match(names[:1], lease_seconds=5)
+    match = client.match_patiently(names[:1], lease_seconds=5, patience_seconds=5)
     arrived = client.read(match, range(len(match)), [room][: len(match)])
     client.release(match.lease_id)
     return arrived == [True]

@@ -1,7 +1,9 @@
 """What every backing tier promises."""
 
+import mmap
 import threading
 
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -64,8 +66,6 @@ def outcomes(answers: list[Fetched]) -> list[Outcome]:
 
 
 def test_what_was_put_is_got_with_its_checksum(tier):
-    import google_crc32c
-
     keys = keys_of(20)
     assert put(tier, keys) == [True] * 20
 
@@ -80,8 +80,8 @@ def test_what_was_put_is_got_with_its_checksum(tier):
 @pytest.mark.parametrize("shift", [0, 1, 512])
 def test_any_length_at_any_place_in_memory(tier, length, shift):
     keys = keys_of(3)
-    pool = np.zeros(3 * (length + PAGE_BYTES) + shift, np.uint8)
-    places = [pool[shift + i * (length + PAGE_BYTES) :][:length] for i in range(3)]
+    pool = np.frombuffer(mmap.mmap(-1, 40 * PAGE_BYTES), np.uint8)  # begins on a page, as a node's does
+    places = [pool[shift + i * 10 * PAGE_BYTES :][:length] for i in range(3)]
     for seed, place in enumerate(places):
         place[:] = a_block(seed, length)
     assert tier.put(keys, places, soon()) == [True] * 3

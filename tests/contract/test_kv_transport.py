@@ -1,6 +1,10 @@
 """What every way between a client's buffers and a node's slots promises."""
 
 import asyncio
+import importlib.util
+import itertools
+import os
+import signal
 import socket
 import threading
 import time
@@ -20,6 +24,8 @@ from kvstore.sockets import listen
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.frames import WINDOW
 from kvstore.transports.memory import InProcessTransport
+from kvstore.transports.nixl import NixlOffer, NixlTransport
+from kvstore.transports.nixl_node import NixlNode
 from kvstore.transports.shared_memory import MemoryHandout, SharedMemoryTransport
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_server import DataPlane
@@ -28,30 +34,81 @@ from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_block, a_chain, a_sho
 BLOCKS = 2 * WINDOW + 5
 CLOCK = MonotonicClock()
 
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+
 
 def soon(seconds: float = 5) -> Nanos:
     return Nanos(CLOCK.now() + nanos(seconds))
 
 
-class Node:
-    """The node's end. Its event loop has a thread of its own, where everything that touches the machine runs."""
+class Loop:
+    """An event loop with a thread of its own."""
 
-    def __init__(self, kind: str, folder):
-        self.kind = kind
-        self.store = Store(blocks=BLOCKS)
-        self.digest = self.store.digest
-        self.tier = SharedMemoryTier(BLOCKS * BLOCK_BYTES)
-        self.path = f"{folder}/m"
+    def __init__(self):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
+
+    def do(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Runs a function or coroutine function there."""
+
+        async def run() -> Any:
+            result = act(*args)
+            return await result if asyncio.iscoroutine(result) else result
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+class NixlPool:
+    """A pool with an agent, for one test after the other: both ends of NIXL take seconds to start on a busy machine."""
+
+    def __init__(self):
+        self.tier = SharedMemoryTier(BLOCKS * BLOCK_BYTES)
+        self.node = NixlNode(self.tier)
+        self.loop = Loop()
+
+    def empty(self) -> None:
+        self.tier.mapping.stamps[:] = 0
+        if self.node.pid is None:
+            self.loop.do(self.node.start)
+
+    def kill(self) -> None:
+        os.kill(self.node.pid, signal.SIGKILL)
+        self.loop.do(self.node.stop)
+
+    def close(self) -> None:
+        self.loop.do(self.node.stop)
+        self.loop.close()
+        self.tier.close()
+
+
+class Node:
+    """The node's end. Everything that touches the machine runs on the thread of its event loop."""
+
+    def __init__(self, kind: str, folder, nixl: Callable[[], NixlPool]):
+        self.kind = kind
+        self.store = Store(blocks=BLOCKS)
+        self.digest = self.store.digest
+        self.path = f"{folder}/m"
+        self.loop = Loop()
+        if kind == "nixl":
+            self.nixl = nixl()
+            self.nixl.empty()
+            self.tier = self.nixl.tier
+        else:
+            self.tier = SharedMemoryTier(BLOCKS * BLOCK_BYTES)
         self.do(self._start)
 
     async def _start(self) -> None:
         if self.kind == "shared memory":
             self.listener = listen("shm_socket", self.path)
-            knows = lambda digest: digest == self.digest  # noqa: E731
-            self.handout = self.loop.create_task(MemoryHandout(self.listener, self.tier, knows).run())
+            handout = MemoryHandout(self.listener, self.tier, lambda digest: digest == self.digest)
+            self.handout = asyncio.get_running_loop().create_task(handout.run())
         if self.kind == "tcp":
             self.plane = DataPlane(self.store.machine, self.tier, CLOCK)
             self.address = await self.plane.listen("127.0.0.1", 0)
@@ -67,7 +124,7 @@ class Node:
                 (self.tier.claim if isinstance(command, Claim) else self.tier.discard)(command.address)
             return result
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return self.loop.do(run)
 
     def open(self, digest: bytes | None = None):
         digest = digest or self.digest
@@ -78,6 +135,17 @@ class Node:
                 return SharedMemoryTransport(self.path, digest, BLOCK_BYTES, CLOCK, soon())
             case "tcp":
                 return TcpTransport(self.address, digest, BLOCK_BYTES, CLOCK, soon())
+            case "nixl":
+                offer = self.offer(digest)
+                return NixlTransport(offer, BLOCK_BYTES, CLOCK, soon(30), lambda _: self.offer(digest))
+
+    def offer(self, digest: bytes) -> NixlOffer:
+        """As the handshake of the control plane gives it."""
+        self.store.machine.namespace(digest)
+        offer = self.nixl.node.offer
+        if offer is None:
+            raise StoreUnreachable("not offered")
+        return offer
 
     def reserve(self, chain) -> tuple[int, list[Slot]]:
         reservation = self.do(self.store.reserve, chain)
@@ -96,6 +164,8 @@ class Node:
             self.do(self._end_handout)
         if self.kind == "tcp":
             self.do(self.plane.close)
+        if self.kind == "nixl":
+            self.nixl.kill()
 
     async def _end_handout(self) -> None:
         self.handout.cancel()
@@ -103,17 +173,32 @@ class Node:
         self.listener.close()
 
     def close(self) -> None:
+        if self.kind == "nixl":
+            self.loop.close()
+            return
         self.cut()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
         self.loop.close()
         self.tier.close()
 
 
-@pytest.fixture(params=["in process", "shared memory", "tcp"])
-def node(request):
+@pytest.fixture(scope="module")
+def nixl():
+    pools: list[NixlPool] = []
+
+    def pool() -> NixlPool:
+        if not pools:
+            pools.append(NixlPool())
+        return pools[0]
+
+    yield pool
+    for each in pools:
+        each.close()
+
+
+@pytest.fixture(params=["in process", "shared memory", "tcp", pytest.param("nixl", marks=needs_nixl)])
+def node(request, nixl):
     with a_short_folder() as folder:
-        node = Node(request.param, folder)
+        node = Node(request.param, folder, nixl)
         yield node
         node.close()
 
@@ -253,7 +338,7 @@ def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
     assert time.monotonic() - started < 1.5
     for outcome, block, copy in zip(outcomes, blocks, into, strict=True):
         assert outcome is Outcome.GONE or (outcome is Outcome.MOVED and np.array_equal(block, copy))
-    if node.kind == "tcp":
+    if node.kind in ("tcp", "nixl"):
         assert outcomes == [Outcome.GONE] * 3
     if node.kind != "in process":
         with pytest.raises(StoreUnreachable):
@@ -276,6 +361,76 @@ def test_threads_do_not_get_each_others_blocks(node, transport):
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(read, [range(start, start + 10) for start in range(0, 40, 10)]))
+
+
+def test_two_clients_do_not_disturb_each_other(node, transport):
+    if node.kind == "in process":
+        return  # is the only one, and says so
+    blocks = [a_block(seed) for seed in range(40)]
+    slots = put_and_publish(node, transport, a_chain(40), blocks)
+    other = node.open()
+    _, to_write = node.reserve(a_chain(40, "b"))
+    theirs = [a_block(seed) for seed in range(100, 140)]
+    to_write = summed(to_write, theirs)
+
+    def write() -> list[Outcome]:
+        return [outcome for _ in range(10) for outcome in other.put(to_write, theirs, soon())]
+
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(write)
+        for _ in range(10):
+            into = empty(40)
+            assert transport.get(slots, into, soon()) == [Outcome.MOVED] * 40
+            assert all(np.array_equal(one, copy) for one, copy in zip(blocks, into, strict=True))
+        assert set(writing.result()) == {Outcome.MOVED}
+    other.close()
+
+
+def test_a_reader_gets_the_blocks_bytes_or_a_miss_while_places_change_hands(node, transport):
+    """Slots are given to others as fast as they can be, while they are read."""
+    if node.kind == "in process":
+        return  # nothing can change under a reader
+    over = threading.Event()
+    names = itertools.count()
+
+    def churn() -> None:
+        while not over.is_set():
+            blocks = [a_block(next(names)) for _ in range(4)]
+            reservation_id, slots = node.reserve(a_chain(4, f"c{next(names)}"))
+            for slot, block in zip(slots, blocks, strict=True):
+                node.tier.mapping.block(slot.offset, BLOCK_BYTES)[:] = block
+            slots = summed(slots, blocks)
+            node.publish(reservation_id, slots)
+            published.append((slots, blocks))
+
+    published: list[tuple[list[Slot], list[np.ndarray]]] = []
+    counts = dict.fromkeys(Outcome, 0)
+    with ThreadPoolExecutor(1) as threads:
+        churning = threads.submit(churn)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and (counts[Outcome.MOVED] < 20 or counts[Outcome.GONE] < 20):
+            for age in (1, BLOCKS // 4):  # young ones are there mostly, the oldest are about to go
+                if len(published) < age:
+                    continue
+                slots, blocks = published[-age]
+                into = empty(len(slots))
+                for outcome, block, copy in zip(transport.get(slots, into, soon()), blocks, into, strict=True):
+                    assert outcome is not Outcome.MOVED or np.array_equal(block, copy)
+                    counts[outcome] += 1
+        over.set()
+        churning.result()
+
+    assert counts[Outcome.MOVED] >= 20
+    assert counts[Outcome.GONE] + counts[Outcome.CORRUPT] >= 20
+
+
+def test_a_closed_transport_only_misses(node, transport):
+    if node.kind in ("in process", "shared memory"):
+        return  # hold on to what they have mapped
+    (slot,) = put_and_publish(node, transport, a_chain(1), [a_block(1)])
+    transport.close()
+
+    assert transport.get([slot], empty(1), soon()) == [Outcome.GONE]
 
 
 def test_a_listener_that_says_nothing_is_unreachable_within_the_deadline():

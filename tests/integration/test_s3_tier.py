@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from kvstore.clock import Nanos
@@ -15,7 +16,7 @@ from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import records
 from kvstore.tiers.s3 import Clients, S3Settings, S3Tier
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import an_s3, s3_credentials
 
@@ -146,6 +147,21 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
         tier.close()
 
 
+def test_calls_under_way_end_when_the_tier_is_closed():
+    with an_s3() as server:
+        server.client.create_bucket(Bucket="blocks")
+        tier = open_tier(server, "blocks", parallel=1)
+        server.freeze()
+        with ThreadPoolExecutor(1) as threads:
+            call = threads.submit(tier.get, KEYS, empty(), within(2))
+            eventually(lambda: len(tier._threads._threads) > 0)
+
+            tier.close()
+
+            with pytest.raises(TierFailed):
+                call.result(5)
+
+
 def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
     with an_s3() as server:
         server.kill()
@@ -265,6 +281,11 @@ def test_large_blocks_come_back_and_connections_are_used_again(shared, bucket):
 
     assert [answer.outcome for answer in answers] == [Outcome.MOVED] * 6
     assert all(map(np.array_equal, into, blocks))
+    connections = psutil.Process().net_connections("tcp")
+    ours = [
+        each for each in connections if each.raddr and each.raddr.port == shared.port and each.status == "ESTABLISHED"
+    ]
+    assert len(ours) <= 3, "two of the tier, one of this test"
     tier.close()
 
 

@@ -85,7 +85,8 @@ def test_a_read_error_is_a_failure_and_then_a_miss(tmp_path, faults, caplog):
 def test_where_only_some_reads_fail_the_others_are_answered(tmp_path, faults):
     tier = a_tier(tmp_path, faults=faults)
     keys = keys_of(2 * PER_SEGMENT)
-    put(tier, keys)
+    put(tier, keys[:PER_SEGMENT])
+    put(tier, keys[PER_SEGMENT:])
     bad = segments(tmp_path)[0].name
     faults.read_error = lambda name, offset: OSError(errno.EIO, "injected") if name == bad else None
 
@@ -193,7 +194,8 @@ def test_a_footer_that_cannot_be_written_costs_time_and_no_block(tmp_path, fault
 
 def test_a_file_that_cannot_be_read_at_the_start_is_left_out(tmp_path, faults, caplog):
     tier = a_tier(tmp_path)
-    put(tier, keys_of(2 * PER_SEGMENT))
+    put(tier, keys_of(PER_SEGMENT, "a"))
+    put(tier, keys_of(PER_SEGMENT, "b"))
     tier.close()
     bad = segments(tmp_path)[0].name
     faults.read_error = lambda name, offset: OSError(errno.EIO, "injected") if name == bad else None
@@ -213,7 +215,8 @@ def test_a_read_that_hangs_delays_its_own_call_only(tmp_path, faults):
     gate, clock = Gate(), MovedClock()
     tier = a_tier(tmp_path, faults=faults, clock=clock)
     keys = keys_of(2 * PER_SEGMENT)
-    put(tier, keys)
+    put(tier, keys[:PER_SEGMENT])
+    put(tier, keys[PER_SEGMENT:])
     slow = segments(tmp_path)[0].name
     faults.before_read = lambda name, offset: gate() if name == slow else None
 

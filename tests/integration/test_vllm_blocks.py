@@ -1,6 +1,7 @@
 """Blocks between an engine's tensors and a real store node, without an engine."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +9,14 @@ import pytest
 from kvstore.client import StoreClient
 from kvstore.messages import Match
 from tests.kv_builders import a_block, a_chain, a_namespace, a_node
-from workers.engines.vllm_blocks import BlockMover, DeviceBlocks, HostBlocks
+from workers.engines.vllm_blocks import (
+    LONGEST_WAIT_SECONDS,
+    MIN_STAGED_BLOCKS,
+    PAUSE_SECONDS,
+    BlockMover,
+    DeviceBlocks,
+    HostBlocks,
+)
 from workers.engines.vllm_planning import Load, Save, StoreWork
 
 torch = pytest.importorskip("torch")
@@ -54,7 +62,7 @@ def test_blocks_come_back_as_they_were_in_whatever_order_memory_has_them(client,
     saved = source if save_with is HostBlocks else tokens_first(source)
     loaded = target if load_with is HostBlocks else tokens_first(target)
 
-    save_with(saved).save(client, Save(names, list(range(5, 40))))
+    save_with(saved).save(client, Save("r", names, list(range(5, 40))))
     found = match(client, names)
     whole = load_with(loaded).load(client, Load("r", found, 2, list(range(33))))
 
@@ -85,14 +93,14 @@ def collect(mover: BlockMover) -> list:
 
 
 def test_urgent_blocks_are_there_when_the_call_returns(client, mover):
-    mover.save(work(urgent=[Save(a_chain(3), [4, 5, 6])]))
+    mover.save(work(urgent=[Save("r", a_chain(3), [4, 5, 6])]))
 
     assert len(match(client, a_chain(3))) == 3
 
 
 def test_deferred_blocks_are_what_they_were_when_they_were_offered(client, mover):
     before = [layer[4:7].clone() for layer in heads_first(2)]
-    mover.save(work(deferred=[Save(a_chain(3), [4, 5, 6])]))
+    mover.save(work(deferred=[Save("r", a_chain(3), [4, 5, 6])]))
     for layer in mover._blocks._layers:
         layer[4:7] = 0  # the engine gives the blocks to another request
     mover.close()
@@ -108,10 +116,88 @@ def test_more_than_the_staging_area_holds_is_dropped_from_the_end(client, monkey
     monkeypatch.setattr("workers.engines.vllm_blocks.MIN_STAGED_BLOCKS", 2)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
 
-    mover.save(work(deferred=[Save(a_chain(5), [1, 2, 3, 4, 5])]))
+    mover.save(work(deferred=[Save("r", a_chain(5), [1, 2, 3, 4, 5])]))
     mover.close()
 
     assert len(match(client, a_chain(5))) == 2
+
+
+class Steps(threading.Event):
+    """In place of the mover's own clock: an engine that steps during the writer's first `busy` looks, then pauses."""
+
+    def __init__(self, mover: BlockMover, busy: int):
+        super().__init__()
+        self.looks = 0
+        self._mover = mover
+        self._busy = busy
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.looks += 1
+        if self.looks <= self._busy:
+            self._mover.start(work())
+            self._mover.save(work())
+        return self.is_set()
+
+
+@pytest.fixture
+def written(mover) -> list[list[bytes]]:
+    """The names of every write, as the mover asks for them."""
+    writes, write = [], mover._client.write
+
+    def spy(names, sources):
+        writes.append(list(names))
+        return write(names, sources)
+
+    mover._client.write = spy
+    return writes
+
+
+@pytest.mark.parametrize(("busy", "looks"), [(0, 1), (4, 5), (1000, round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS))])
+def test_deferred_blocks_are_written_in_a_pause_of_the_engine_but_not_too_late(client, mover, busy, looks):
+    mover._closing = steps = Steps(mover, busy)
+
+    mover.save(work(deferred=[Save("r", a_chain(3), [4, 5, 6])]))
+
+    until(lambda: len(match(client, a_chain(3))) == 3)
+    assert steps.looks == looks
+
+
+def test_deferred_blocks_that_fill_the_staging_area_do_not_wait_for_a_pause(client, monkeypatch):
+    monkeypatch.setattr("workers.engines.vllm_blocks.STAGING_BYTES", 0)
+    mover = BlockMover(client, HostBlocks(heads_first(2)))
+    mover._closing = steps = Steps(mover, 1000)
+
+    mover.save(work(deferred=[Save("r", a_chain(MIN_STAGED_BLOCKS // 2 + 1), list(range(MIN_STAGED_BLOCKS // 2 + 1)))]))
+
+    until(lambda: len(match(client, a_chain(MIN_STAGED_BLOCKS // 2 + 1))) == MIN_STAGED_BLOCKS // 2 + 1)
+    assert steps.looks == 1
+    mover.close()
+
+
+def test_what_a_request_staged_step_by_step_is_written_together(client, mover, written):
+    chain, other = a_chain(3), a_chain(5)[3:]
+    mover._closing = Steps(mover, 1)
+    go_on, wait = threading.Event(), mover._closing.wait
+    mover._closing.wait = lambda timeout: go_on.wait(10) and wait(timeout)
+
+    mover.save(work(deferred=[Save("r", chain[:1], [4]), Save("q", other[:1], [10])]))
+    mover.save(work(deferred=[Save("r", chain[1:], [5, 6]), Save("q", other[1:], [11])]))
+    go_on.set()
+
+    until(lambda: len(written) == 2)
+    assert written == [chain, other]
+    until(lambda: len(match(client, chain)) == 3)
+    target = empty_like(heads_first(2))
+    assert HostBlocks(target).load(client, Load("r", match(client, chain), 0, [0, 1, 2])) == [True] * 3
+    for before, after in zip(heads_first(2), target, strict=True):
+        assert torch.equal(after[:3], before[4:7]), "each under its own name"
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.001)
 
 
 def test_a_load_gives_its_lease_back_and_says_what_is_good(client, mover):

@@ -8,6 +8,9 @@ Rules:
    belongs to nobody else until the load is reported as ended, and every load is.
 3. Urgent blocks are written before the step returns. Deferred ones are copied to a fixed staging area and written by
    one thread; when the area is full they are dropped, since a store is only a cache.
+4. A write costs milliseconds on both ends, however few its blocks, and steps beside it take longer. So deferred blocks
+   wait for a pause of the engine, at most `LONGEST_WAIT_SECONDS` or until half of the area is taken, and those of one
+   request that have gathered meanwhile are written together.
 """
 
 import logging
@@ -18,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvstore.block import ChainHash
@@ -33,7 +37,8 @@ log = logging.getLogger(__name__)
 STAGING_BYTES = 64 << 20  # 500 blocks of a tiny model, 6 of a large one
 MIN_STAGED_BLOCKS = 16  # a decode step of 16 requests may complete this many
 IDLE_WAIT_SECONDS = 0.001  # how long a step without computation waits for a load instead of spinning
-LINGER_SECONDS = 0.02  # deferred writes let the step's output go first; on few cores they would delay the first token
+PAUSE_SECONDS = 0.02  # without a step beginning or ending: nothing runs, or one long step, which hardly notices
+LONGEST_WAIT_SECONDS = 0.25  # what other engines cannot find yet, they compute
 CLOSE_SECONDS = 5.0  # for what is staged, when the engine stops
 
 Bytes = NDArray[np.uint8]
@@ -150,6 +155,24 @@ class DeviceBlocks:
         ]
 
 
+class Staged(Struct, frozen=True):
+    """Blocks of one request in the staging area, in the order of their chain."""
+
+    request_id: str
+    names: list[ChainHash]
+    slots: list[int]
+
+
+def by_request(gathered: Sequence[Staged]) -> list[Staged]:
+    """As one item a request: what a chain was staged in, step by step, becomes one write."""
+    merged: dict[str, Staged] = {}
+    for staged in gathered:
+        whole = merged.setdefault(staged.request_id, Staged(staged.request_id, [], []))
+        whole.names.extend(staged.names)
+        whole.slots.extend(staged.slots)
+    return list(merged.values())
+
+
 class BlockMover:
     """Performs the orders of the scheduler side. All but the private methods are called by the engine's thread."""
 
@@ -167,14 +190,17 @@ class BlockMover:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(slots):
             self._free.put(slot)
+        self._slots = slots
         self._full = False
+        self._turns = 0  # steps begun and ended
         self._closing = threading.Event()
-        self._staged: queue.SimpleQueue[tuple[list[ChainHash], list[int]] | None] = queue.SimpleQueue()
+        self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()  # None: the end
         self._writer = threading.Thread(target=self._write_staged, name="fleet-kv-write", daemon=True)
         self._writer.start()
 
     def start(self, work: StoreWork) -> None:
         """Begin the loads of a step."""
+        self._turns += 1
         for load in work.loads:
             with self._ended:
                 self._loading += 1
@@ -184,6 +210,7 @@ class BlockMover:
 
     def save(self, work: StoreWork) -> None:
         """Keep the blocks that became full in a step."""
+        self._turns += 1
         for save in work.urgent:
             try:
                 self._blocks.save(self._client, save)
@@ -237,18 +264,33 @@ class BlockMover:
             self._blocks.copy_out(block_id, self._staging[slot])
             slots.append(slot)
         if slots:
-            self._staged.put((save.names[: len(slots)], slots))
+            self._staged.put(Staged(save.request_id, save.names[: len(slots)], slots))
         if (full := len(slots) < len(save.block_ids)) and not self._full:
             log.warning("the KV store is slower than the engine; blocks are not kept")
         self._full = full
 
     def _write_staged(self) -> None:
-        while (staged := self._staged.get()) is not None:
-            self._closing.wait(LINGER_SECONDS)
-            names, slots = staged
-            try:
-                self._client.write(names, [self._staging[slot] for slot in slots])
-            except Exception:  # supervisor: a block that is not kept is a later miss
-                log.exception("blocks could not be written to the KV store")
-            for slot in slots:
-                self._free.put(slot)
+        gathered: list[Staged | None] = []
+        while None not in gathered:
+            gathered = [self._staged.get()]
+            self._await_pause()
+            while not self._staged.empty():
+                gathered.append(self._staged.get())
+            for staged in by_request([one for one in gathered if one is not None]):
+                self._write(staged)
+
+    def _await_pause(self) -> None:
+        """Wait as rule 4 says."""
+        for _ in range(round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS)):
+            turns = self._turns
+            closing = self._closing.wait(PAUSE_SECONDS)
+            if closing or self._turns == turns or 2 * self._free.qsize() < self._slots:
+                return
+
+    def _write(self, staged: Staged) -> None:
+        try:
+            self._client.write(staged.names, [self._staging[slot] for slot in staged.slots])
+        except Exception:  # supervisor: a block that is not kept is a later miss
+            log.exception("blocks could not be written to the KV store")
+        for slot in staged.slots:
+            self._free.put(slot)

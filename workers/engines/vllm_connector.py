@@ -17,7 +17,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvstore.block import ChainHash
 from kvstore.client import StoreClient
 from kvstore.layout import Namespace
+from kvstore.messages import Match
 from workers.engines.vllm_blocks import BlockMover, DeviceBlocks, HostBlocks
 from workers.engines.vllm_namespace import namespace_of
 from workers.engines.vllm_planning import COUNTS, LEASE_SECONDS, StorePlanner, StoreWork
@@ -84,6 +86,19 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
         return StepResults(merged)
 
 
+class _ClientStore:
+    """`workers.engines.vllm_planning.Store` over a client."""
+
+    def __init__(self, client: StoreClient):
+        self._client = client
+
+    def match(self, names: Sequence[ChainHash], *, patience_seconds: float, tenant: bytes) -> Match:
+        return self._client.match(names, lease_seconds=LEASE_SECONDS, patience_seconds=patience_seconds, tenant=tenant)
+
+    def coming(self, names: Sequence[ChainHash]) -> bool:
+        return self._client.match(names, lease_seconds=0).loading > 0
+
+
 class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -108,7 +123,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._planner = StorePlanner(
                 block_tokens=self._namespace.block_tokens,
                 algorithm=self._namespace.hash_algorithm,
-                match=None if client is None else lambda hashes: client.match(hashes, lease_seconds=LEASE_SECONDS),
+                store=None if client is None else _ClientStore(client),
                 remember=REMEMBERED_PER_BLOCK * kv_cache_config.num_blocks,
                 now=time.monotonic,  # noqa: TID251 - runs in vLLM's process, where nobody hands us a clock
             )
@@ -129,7 +144,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if request.mm_features or request.lora_request is not None or request.prompt_embeds is not None:
             return 0, False  # their blocks depend on more than tokens; the chain does not cover it yet
         tokens = self._planner.look_up(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         assert self._planner is not None

@@ -9,7 +9,9 @@ Rules:
 4. Every block that becomes full is offered to the store once. For work that hands its blocks off, everything that the
    store does not hold is offered again, because the decode side will look for it there, and the offer is urgent: it
    is kept before the step ends.
-5. What a request reports of its prompt's blocks is what happened at its first admission: blocks found in the engine's
+5. Where the store has blocks of a chain in a slower tier, the request waits while they come up, no longer than computing
+   them would take; the engine goes on with others. It waits once.
+6. What a request reports of its prompt's blocks is what happened at its first admission: blocks found in the engine's
    own cache, blocks loaded (as the worker side confirmed them), blocks pulled directly. The rest was computed.
 """
 
@@ -24,8 +26,11 @@ from msgspec import Struct
 from kvstore import block
 from kvstore.block import ChainHash, HashAlgorithm
 from kvstore.messages import LeaseId, Match
+from workers.engines.prefill_pace import PrefillPace
 
 LEASE_SECONDS = 30.0  # as vLLM's NIXL connector holds handed-off blocks
+MAX_PATIENCE_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
+LOOK_AGAIN_SECONDS = 0.002  # between looks at blocks on their way
 MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks again after this long, well within the lease
 
 HANDOFF = "fleet_handoff"
@@ -33,6 +38,18 @@ HANDOFF = "fleet_handoff"
 
 COUNTS = "fleet_kv"
 """Key of a finished request's transfer parameters: its `Counts`, as a list."""
+
+
+class Store(Protocol):
+    """What is needed of a store node's client; nothing raises."""
+
+    def match(self, names: Sequence[ChainHash], *, patience_seconds: float, tenant: bytes) -> Match:
+        """The longest prefix in the node's memory, pinned for `LEASE_SECONDS`; what follows may begin to come up."""
+        ...
+
+    def coming(self, names: Sequence[ChainHash]) -> bool:
+        """Whether blocks right after that prefix are on their way up."""
+        ...
 
 
 class EngineRequest(Protocol):
@@ -68,6 +85,7 @@ class Load(Struct, frozen=True):
 class Save(Struct, frozen=True):
     """Blocks of the engine to offer to the store, consecutive in one chain."""
 
+    request_id: str
     names: list[ChainHash]
     block_ids: list[int]
 
@@ -85,12 +103,16 @@ class StoreWork(Struct):
 class _Tracked:
     """One request between its first look-up and its end."""
 
-    def __init__(self, request: EngineRequest, root: ChainHash):
+    def __init__(self, request: EngineRequest, salt: bytes, root: ChainHash):
         self.request = request
+        self.salt = salt
         self.root = root
         self.hashes: list[ChainHash] = []
         self.match: Match | None = None  # not yet claimed
         self.matched_at = 0.0
+        self.waits_until: float | None = None  # for blocks on their way up in the store
+        self.looked_at = 0.0
+        self.has_waited = False
         self.offered = 0  # leading blocks that the store holds or was offered
         self.local = 0  # leading blocks found in the engine's own cache
         self.claimed: list[int] = []  # engine blocks being filled from the store
@@ -112,7 +134,7 @@ class StorePlanner:
         *,
         block_tokens: int,
         algorithm: HashAlgorithm,
-        match: Callable[[Sequence[ChainHash]], Match] | None,
+        store: Store | None,
         remember: int,
         now: Callable[[], float],
     ):
@@ -121,13 +143,14 @@ class StorePlanner:
         Args:
             block_tokens: Tokens a block.
             algorithm: Of the chain hashes.
-            match: Longest held prefix, pinned for `LEASE_SECONDS`; never raises. None: there is no store.
+            store: To ask. None: there is none.
             remember: Names of blocks offered lately that are kept in mind.
             now: Monotonic seconds.
         """
         self._block_tokens = block_tokens
         self._algorithm = algorithm
-        self._match = match
+        self._store = store
+        self._pace = PrefillPace()
         self._remember = remember
         self._now = now
         self._tracked: dict[str, _Tracked] = {}
@@ -135,10 +158,10 @@ class StorePlanner:
         self._loads: list[Load] = []
         self._releases: list[LeaseId] = []
 
-    def look_up(self, request: EngineRequest, local_tokens: int) -> int:
+    def look_up(self, request: EngineRequest, local_tokens: int) -> int | None:
         """How many tokens after the `local_tokens` of the engine's own cache the store can provide.
 
-        May be called again and again while the request waits for room.
+        May be called again and again while the request waits for room. None: ask again with the next step (rule 5).
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
@@ -149,13 +172,15 @@ class StorePlanner:
         tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))  # once only, see vLLM
         if tracked.will_pull:
             return 0
-        if self._match is None or not tracked.may_load:
+        if self._store is None or not tracked.may_load:
             return 0
         num_tokens = len(request.all_token_ids)
         claimable = (num_tokens - 1) // self._block_tokens
         if claimable <= tracked.local and not tracked.hands_off:
             return 0
-        match = self._fresh_match(tracked, num_tokens // self._block_tokens)
+        match = self._fresh_match(self._store, tracked, num_tokens)
+        if match is None:
+            return None
         return max(0, min(len(match.slots), claimable) - tracked.local) * self._block_tokens
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], external_tokens: int) -> None:
@@ -181,8 +206,9 @@ class StorePlanner:
             loads=self._loads, urgent=[], deferred=[], releases=self._releases, idle=not any(scheduled.values())
         )
         self._loads, self._releases = [], []
-        if self._match is None:
+        if self._store is None:
             return work
+        self._pace.planned(sum(scheduled.values()), self._now())
         for request_id, num_tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -235,22 +261,40 @@ class StorePlanner:
 
     def _track(self, request: EngineRequest) -> _Tracked:
         salt = bytes.fromhex(request.cache_salt) if request.cache_salt else b""
-        tracked = _Tracked(request, block.root(salt, self._algorithm))
+        tracked = _Tracked(request, salt, block.root(salt, self._algorithm))
         self._tracked[request.request_id] = tracked
         return tracked
 
-    def _fresh_match(self, tracked: _Tracked, num_blocks: int) -> Match:
-        assert self._match is not None
+    def _fresh_match(self, store: Store, tracked: _Tracked, num_tokens: int) -> Match | None:
+        """What the store holds; None while more of it is on its way up, and worth waiting for (rule 5)."""
         now = self._now()
-        if tracked.match is not None:
-            if now - tracked.matched_at < MATCH_FRESH_SECONDS:
-                return tracked.match
-            if tracked.match.slots:
-                self._releases.append(tracked.match.lease_id)
-        tracked.match = self._match(self._hashes(tracked, num_blocks)[:num_blocks])
-        tracked.matched_at = now
+        num_blocks = num_tokens // self._block_tokens
+        if tracked.waits_until is not None:
+            if now < tracked.waits_until and self._is_coming(store, tracked, num_blocks, now):
+                return None
+            tracked.waits_until = None
+            tracked.has_waited = True
+        elif tracked.match is not None and now - tracked.matched_at < MATCH_FRESH_SECONDS:
+            return tracked.match
+        computed = num_tokens - tracked.local * self._block_tokens
+        patience = 0.0 if tracked.has_waited else min(self._pace.seconds(computed), MAX_PATIENCE_SECONDS)
+        names = self._hashes(tracked, num_blocks)[:num_blocks]
+        before = tracked.match
+        tracked.match = store.match(names, patience_seconds=patience, tenant=tracked.salt)
+        if before is not None and before.slots:  # not earlier: it kept the beginning in place while the rest came
+            self._releases.append(before.lease_id)
+        tracked.matched_at = tracked.looked_at = now
         tracked.offered = len(tracked.match.slots)
+        if patience and tracked.match.loading:
+            tracked.waits_until = now + patience
+            return None
         return tracked.match
+
+    def _is_coming(self, store: Store, tracked: _Tracked, num_blocks: int, now: float) -> bool:
+        if now - tracked.looked_at < LOOK_AGAIN_SECONDS:
+            return True
+        tracked.looked_at = now
+        return store.coming(self._hashes(tracked, num_blocks)[:num_blocks])
 
     def _hashes(self, tracked: _Tracked, num_blocks: int) -> list[ChainHash]:
         """At least the first `num_blocks` names of the request's chain, which grows with its answer."""
@@ -263,14 +307,14 @@ class StorePlanner:
         return tracked.hashes
 
     def _offer(self, tracked: _Tracked, full: int, block_ids: Sequence[int], work: StoreWork) -> None:
-        names = self._hashes(tracked, full)[:full]
+        request_id, names = tracked.request.request_id, self._hashes(tracked, full)[:full]
         fresh = [index for index in range(tracked.offered, full) if names[index] not in self._offered]
         tracked.offered = full
         if tracked.hands_off:  # the whole chain: the store skips what it holds, and keeps its start the longer
-            work.urgent.append(Save(names, list(block_ids[:full])))
+            work.urgent.append(Save(request_id, names, list(block_ids[:full])))
         elif fresh:
             first = fresh[0]
-            work.deferred.append(Save(names[first:], list(block_ids[first:full])))
+            work.deferred.append(Save(request_id, names[first:], list(block_ids[first:full])))
         for index in fresh:
             self._offered[names[index]] = None
         while len(self._offered) > self._remember:

@@ -101,7 +101,9 @@ class _Landing(Struct, frozen=True):
             return Finding.OTHER_CODEC, GONE
         if not self.copy.nbytes:
             np.copyto(wanted.into[self._whole :], self.tail[: length - self._whole])
-            return _judged(record.crc32c, crc32c([wanted.into]))
+            if crc32c([wanted.into]) != record.crc32c:
+                return Finding.BAD, CORRUPT
+            return Finding.GOOD, Fetched(Outcome.MOVED, record.crc32c)
         content = self.copy[:length]
         if crc32c([content]) != record.crc32c:
             return Finding.BAD, CORRUPT
@@ -109,19 +111,13 @@ class _Landing(Struct, frozen=True):
             wanted.codec.decode(wanted.key, content, wanted.into)
         except UndecodableBlock:
             return Finding.BAD, CORRUPT
-        checksum = crc32c([wanted.into])
-        return _judged(record.crc32c if _is_plain(wanted) else checksum, checksum)
+        checksum = record.crc32c if _is_plain(wanted) else crc32c([wanted.into])
+        return Finding.GOOD, Fetched(Outcome.MOVED, checksum)
 
     @property
     def _whole(self) -> int:
         """Bytes of the payload that fill pages."""
         return self.wanted.place.length - self.wanted.place.length % PAGE_BYTES
-
-
-def _judged(expected: int, checksum: int) -> tuple[Finding, Fetched]:
-    if checksum != expected:
-        return Finding.BAD, CORRUPT
-    return Finding.GOOD, Fetched(Outcome.MOVED, checksum)
 
 
 def _is_plain(wanted: Wanted) -> bool:

@@ -114,16 +114,8 @@ class SsdTier:
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:  # noqa: ARG002 - it takes no time
         if self._closed:
             raise TierFailed("the SSD tier is closed")
-        index = self._held.index
-        digest = b""
-        for count, key in enumerate(keys):
-            if key.digest != digest:
-                digest = key.digest
-                if self._held.codec(digest) is None:
-                    return count
-            if digest + key.name not in index:
-                return count
-        return len(keys)
+        known = {digest for digest in {key.digest for key in keys} if self._held.codec(digest) is not None}
+        return self._held.index.leading(keys, known)
 
     def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
         assert len(keys) == len(blocks), (len(keys), len(blocks))

@@ -1,5 +1,6 @@
 """A peer's process: starts when it is first asked, answers one JSON line a question, and takes its children along."""
 
+import contextlib
 import json
 import os
 import select
@@ -60,14 +61,10 @@ class PeerProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # whatever it started and left
-        except ProcessLookupError:
-            pass
         process.wait(END_SECONDS)
         process.stdout.close()
 
@@ -93,9 +90,7 @@ class PeerProcess:
             line = self._line(time.monotonic() + timeout_seconds)
         except (OSError, TimeoutError) as error:
             self.end()
-            raise Absent(
-                f"{self._name} does not answer ({error or type(error).__name__}): {self._last_words()}"
-            ) from error
+            raise Absent(f"{self._name} does not answer ({error}): {self._last_words()}") from error
         answer: dict[str, Any] = json.loads(line)
         if "cannot" in answer:
             raise Absent(f"{self._name}: {answer['cannot']}")

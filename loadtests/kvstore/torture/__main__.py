@@ -53,6 +53,7 @@ LOOK_SECONDS = 0.5  # between two looks at disk and memory
 NODE_SETTINGS: dict[str, Any] = {
     "capacity_bytes": CAPACITY_BYTES,
     "max_lease_seconds": LEASE_SECONDS,
+    "max_hold_seconds": LEASE_SECONDS,
     "reservation_seconds": RESERVATION_SECONDS,
 }
 

@@ -136,10 +136,12 @@ class Worker:
         self._operations: dict[Callable[[Place, StoreClient], None], int] = {
             self._write: 20,
             self._write_slowly: 3,
-            self._read: 30,
+            self._read: 25,
+            self._read_patiently: 10,
             self._read_slowly: 4,
             self._read_without_a_lease: 8,
             self._read_with_an_old_match: 8,
+            self._hold: 3,
             self._forget: 4,
             self._hand_over: 3,
             self._take_over: 4,
@@ -177,6 +179,22 @@ class Worker:
         match = self._match(client, self._names(), self._rng.uniform(0.5, 2 * self._orders.longest_pause_seconds))
         self._fetch(place, client, match, self._rng.sample(range(len(match)), self._rng.randint(0, len(match))))
         self._release(client, match)
+
+    def _read_patiently(self, place: Place, client: StoreClient) -> None:
+        """Waits for what lies in slower tiers."""
+        names, patience = self._names(), self._rng.choice([0.05, 0.3, 1.0])
+        with self._call("patient match", patience + 4 * CALL_SECONDS):
+            match = client.match_patiently(names, lease_seconds=2.0, patience_seconds=patience)
+        self._fetch(place, client, match, range(len(match)))
+        self._release(client, match)
+
+    def _hold(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+        session = f"session-{self._rng.randrange(8)}"
+        with self._call("hold", CALL_SECONDS):
+            client.hold(session, self._names(), seconds=self._orders.longest_pause_seconds)
+        if self._rng.random() < 0.5:  # else it ends by itself
+            with self._call("release a hold", CALL_SECONDS):
+                client.release_hold(session)
 
     def _read_without_a_lease(self, place: Place, client: StoreClient) -> None:
         match = self._match(client, self._names(), 0)
@@ -268,9 +286,11 @@ class Worker:
     def _send_garbage(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
         """To the data plane and to the socket that hands the memory out: noise, or noise that begins as it should."""
         noise = self._rng.randbytes(self._rng.choice([0, 1, 31, 32, 4096]))
-        family, target = self._rng.choice(
-            [(socket.AF_UNIX, self._orders.shm_socket), (socket.AF_INET, _host_port(self._orders.data_address))]
-        )
+        targets: list[tuple[socket.AddressFamily, Any]] = [
+            (socket.AF_UNIX, self._orders.shm_socket),
+            (socket.AF_INET, _host_port(self._orders.data_address)),
+        ]
+        family, target = self._rng.choice(targets)
         with socket.socket(family, socket.SOCK_STREAM) as wire:
             wire.settimeout(CALL_SECONDS)
             if self._rng.random() < 0.3:  # closed with unread bytes, or not: a reset, or an end
@@ -321,7 +341,8 @@ class Worker:
             incarnation=match.incarnation,
             owner="liar",
         )
-        return self._ask(self._stub.Reserve, request)
+        reservation: pb.ReserveResponse | None = self._ask(self._stub.Reserve, request)
+        return reservation
 
     def _ask(self, call: Callable[..., Any], request: object) -> Any:
         try:
@@ -366,7 +387,7 @@ def _host_port(address: str) -> tuple[str, int]:
 
 
 def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _visit(address: str, namespace: Namespace, prefer: str) -> None:

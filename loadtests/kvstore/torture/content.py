@@ -15,10 +15,7 @@ STRIDE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two words of a block a
 
 def chain(seed: int, number: int, length: int) -> list[ChainHash]:
     """The names of one prompt's blocks; the same for the same arguments, of any two lengths one is a prefix of the other."""
-    return [
-        hashlib.blake2b(f"{seed}:{number}:{index}".encode(), digest_size=16).digest()  #
-        for index in range(length)
-    ]
+    return [hashlib.blake2b(f"{seed}:{number}:{index}".encode(), digest_size=16).digest() for index in range(length)]
 
 
 class Content:

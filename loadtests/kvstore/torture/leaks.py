@@ -21,6 +21,7 @@ import psutil
 from kvstore.client import StoreClient
 from kvstore.extents import PAGE_BYTES
 from kvstore.layout import Namespace
+from kvstore.messages import Stats
 from loadtests.kvstore.nodes import StoreNode
 
 NODE_FILES = 8  # more than at its start: what gRPC keeps for itself once it had connections
@@ -59,21 +60,14 @@ def in_node(node: StoreNode, files_at_first: int, settle_seconds: float) -> list
         files_at_first: Its open files when it had just started.
         settle_seconds: In which leases, reservations and stalled connections end.
     """
-    found = []
+    found: list[str] = []
     with StoreClient.connect(node.address, FILLING, timeout_seconds=10, call_timeout_seconds=10) as client:
-        stats = client.stats()
         deadline = time.monotonic() + settle_seconds
-        while stats is not None and stats.pinned and time.monotonic() < deadline:
+        while (stats := client.stats()) is not None and _open_in(stats) and time.monotonic() < deadline:
             time.sleep(0.1)
-            stats = client.stats()
         if stats is None:
             return ["the node does not answer"]
-        if stats.pinned:
-            found.append(f"{stats.pinned} blocks are still pinned {settle_seconds:.0f} s after the last client left")
-        for field in ("leases", "reservations"):
-            if count := getattr(stats, field, 0):
-                found.append(f"{count} {field} are still open")
-        time.sleep(max(0.0, deadline - time.monotonic()))  # reservations too must have ended
+        found += [f"{each} {settle_seconds:.0f} s after the last client left" for each in _open_in(stats)]
         found += _lost_space(client, stats.capacity_bytes)
     deadline = time.monotonic() + settle_seconds
     while node.open_files() > files_at_first + NODE_FILES and time.monotonic() < deadline:
@@ -103,6 +97,12 @@ def occupied_bytes(folder: Path) -> int:
 def children() -> list[str]:
     """Processes that this one, or its children, have started and that still live."""
     return [f"process {child.pid} ({child.name()}) still lives" for child in psutil.Process().children(recursive=True)]
+
+
+def _open_in(stats: Stats) -> list[str]:
+    """What somebody holds in a node."""
+    held = {"pinned blocks": stats.pinned, "leases": stats.leases, "reservations": stats.reservations}
+    return [f"{count} {what}" for what, count in held.items() if count]
 
 
 def _lost_space(client: StoreClient, capacity_bytes: int) -> list[str]:

@@ -190,10 +190,10 @@ class MachineAgainstModel(RuleBasedStateMachine):
 
         self.perform()
 
-    @rule(namespace=spaces, chain=chains, stale=st.booleans())
-    def condemn(self, namespace, chain, stale):
+    @rule(namespace=spaces, chain=chains, index=st.sampled_from((0, -1)), stale=st.booleans())
+    def condemn(self, namespace, chain, index, stale):
         self.end_what_is_due()
-        key = (namespace.digest, chain[-1])
+        key = (namespace.digest, chain[index])
         generation = self.held[key][0] if key in self.held else 1
         dropped = self.machine.condemn(*key, generation + stale, Nanos(self.now))
         assert dropped == (key in self.held and not stale)

@@ -5,7 +5,7 @@ from kvstore.block import chain, salt_for
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.quotas import Quotas
-from tests.kv_builders import BLOCK_BYTES, Store, a_chain
+from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_chain, a_namespace
 
 ONE, TWO = b"1" * 32, b"2" * 32
 
@@ -80,9 +80,13 @@ def test_a_chain_longer_than_the_quota_keeps_its_beginning():
 
 def test_a_block_larger_than_the_quota_evicts_nothing_in_vain():
     store = a_store(quota_blocks=3)
-    small = Store(8, quotas=Quotas(lambda _: LruEviction(), default_bytes=BLOCK_BYTES - 1))
-    assert small.reserve(a_chain(1), tenant=ONE).refused == 1
+    big = a_namespace(model="big", block_bytes=4 * BLOCK_BYTES)
+    store.machine.open(big, Nanos(0))
     store.hold(a_chain(3), tenant=ONE)
+
+    reservation = store.machine.reserve(big.digest, a_chain(1), owner="w", lease=LEASE, now=Nanos(0), tenant=ONE)
+
+    assert reservation.refused == 1
     assert store.look(a_chain(3)) == 3
 
 

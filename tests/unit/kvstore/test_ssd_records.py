@@ -3,6 +3,7 @@
 import random
 from array import array
 
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -104,8 +105,6 @@ def test_a_record_of_another_life_or_another_place_is_nothing():
 
 
 def test_another_version_is_told_from_damage():
-    import google_crc32c
-
     body = HEAD.pack(b"FleetSeg", 2, NONCE, 9, 1 << 30)
     with pytest.raises(Newer):
         read_segment_head(a_page(body + google_crc32c.value(body).to_bytes(4, "little")))

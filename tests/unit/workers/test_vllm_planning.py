@@ -6,7 +6,7 @@ from msgspec import Struct
 from kvstore.block import HashAlgorithm, chain
 from kvstore.messages import LeaseId, Match, Slot
 from tests.builders import token_bytes
-from workers.engines.vllm_planning import HANDOFF, MATCH_FRESH_SECONDS, Counts, StorePlanner
+from workers.engines.vllm_planning import HANDOFF, LOOK_AGAIN_SECONDS, MATCH_FRESH_SECONDS, Counts, StorePlanner
 
 BLOCK = 4
 
@@ -37,18 +37,23 @@ class World:
 
     def __init__(self, remember: int = 1000, *, with_store: bool = True):
         self.held: set[bytes] = set()
+        self.below: set[bytes] = set()  # in a slower tier; comes up once somebody has patience
+        self.on_their_way = False
+        self.looks = 0
         self.asked: list[int] = []
+        self.patience: list[float] = []
         self.seconds = 0.0
         self.planner = StorePlanner(
             block_tokens=BLOCK,
             algorithm=HashAlgorithm.SHA256_128,
-            match=self.match if with_store else None,
+            store=self if with_store else None,
             remember=remember,
             now=lambda: self.seconds,
         )
 
-    def match(self, hashes) -> Match:
+    def match(self, hashes, *, patience_seconds: float, tenant: bytes) -> Match:
         self.asked.append(len(hashes))
+        self.patience.append(patience_seconds)
         prefix = []
         for name in hashes:
             if name not in self.held:
@@ -56,7 +61,20 @@ class World:
             prefix.append(name)
         lease = LeaseId(len(self.asked)) if prefix else LeaseId(0)
         slots = tuple(Slot(0, 0, 0) for _ in prefix)
-        return Match(incarnation="1", lease_id=lease, names=tuple(prefix), slots=slots)
+        loading = 0
+        if (missing := [name for name in hashes[len(prefix) :] if name in self.below]) and (
+            patience_seconds or self.on_their_way
+        ):
+            self.on_their_way, loading = True, len(missing)
+        return Match(incarnation="1", lease_id=lease, names=tuple(prefix), slots=slots, loading=loading)
+
+    def coming(self, hashes) -> bool:
+        self.looks += 1
+        return self.on_their_way
+
+    def arrive(self) -> None:
+        self.held |= self.below
+        self.below, self.on_their_way = set(), False
 
     def hold(self, request: Request, blocks: int, salt: bytes = b"") -> None:
         self.held |= set(names(request, salt)[:blocks])
@@ -150,7 +168,7 @@ def test_what_became_full_is_offered_once():
 def save_of(request: Request, index: int):
     from workers.engines.vllm_planning import Save
 
-    return Save([names(request)[index]], [100 + index])
+    return Save(request.request_id, [names(request)[index]], [100 + index])
 
 
 def test_chunks_of_a_prompt_are_offered_as_they_become_full():
@@ -303,3 +321,51 @@ def test_without_a_store_nothing_is_offered_and_the_engines_own_blocks_count():
     assert world.admit(request, local_blocks=1) == 0
     assert world.step(request, 6).deferred == []
     assert world.planner.finished(request) == Counts(engine=1)
+
+
+def test_a_request_waits_for_blocks_on_their_way_and_asks_without_patience_after():
+    world = World()
+    request = a_request(20)
+    world.hold(request, 1)
+    world.below |= set(names(request)[1:4])
+
+    assert world.planner.look_up(request, 0) is None
+    world.seconds += 0.001
+    assert world.planner.look_up(request, 0) is None
+    assert world.looks == 0, "it looks only now and then"
+    world.seconds += LOOK_AGAIN_SECONDS
+    assert world.planner.look_up(request, 0) is None
+    world.arrive()
+    world.seconds += LOOK_AGAIN_SECONDS
+    assert world.planner.look_up(request, 0) == 4 * BLOCK
+    assert (world.looks, world.patience[0] > 0, world.patience[1]) == (2, True, 0)
+    assert world.step(request, 0).releases == [LeaseId(1)], "the lease on the beginning, once there is another"
+
+
+def test_a_request_waits_no_longer_than_computing_would_take():
+    world = World()
+    for seconds in (0.0, 1.0, 1.1):  # 100 tokens in a second
+        world.seconds = seconds
+        world.planner.plan({"other": 100 if seconds == 0 else 1}, lambda _: [])
+    request = a_request(21)
+    world.below |= set(names(request)[:4])
+
+    assert world.planner.look_up(request, BLOCK) is None
+    assert world.patience == [pytest.approx(17 * 1.1 / 100)]
+    world.seconds += world.patience[0]
+    assert world.planner.look_up(request, BLOCK) == 0
+    world.seconds += MATCH_FRESH_SECONDS
+    assert world.planner.look_up(request, BLOCK) == 0
+    assert world.patience[1:] == [0, 0], "it has waited once"
+
+
+def test_a_request_that_ends_while_it_waits_leaves_no_lease():
+    world = World()
+    request = a_request(20)
+    world.hold(request, 1)
+    world.below |= set(names(request)[1:4])
+    world.planner.look_up(request, 0)
+
+    world.planner.finished(request)
+
+    assert world.planner.plan({}, lambda _: []).releases == [LeaseId(1)]

@@ -1,0 +1,262 @@
+"""By value: what is least likely to save work in the time that it occupies its place goes first.
+
+Rules:
+
+1. Value = uses to be expected a second (`kvstore.eviction.reuse_times`) × what a use saves a byte: the time to compute a
+   block again, less the time to load it. The first is learnt by class, while blocks are used.
+2. The class of a block is how often it was used, and the rhythm of its chain: the span between the last two uses of the
+   longest part of it that had been seen before. A conversation that has gone on before goes on again more likely; an
+   agent between two tool calls returns sooner than a person. Nothing else that a store can know added to that: the
+   length of a chain, how much of it was new, its place in the day (docs/adr/0007).
+3. Admissions of one instant are one chain, tail first. Those of its blocks that have the same class make a *run*. Runs of
+   a class wait in the order of their last use. Of each class, only the first and the last run are candidates: between
+   them the value has its top. So a choice costs a few steps a class, however many blocks there are.
+4. A chain goes from its end: a run whose continuation is still there gives that way first.
+5. Uses within `SAME_USE` are one use: to the store, a request is a match, a publication, and another match by the worker
+   that continues it.
+6. What has gone is remembered for a while, to learn from its return and to know it then. The memory is bounded.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.eviction.policy import K
+from kvstore.eviction.reuse_times import USES, Cohort, ReuseTimes
+
+RHYTHMS = tuple(Nanos(each * SECOND) for each in (15, 60, 180))
+"""Where classes by rhythm begin; what is shorter, or has no second use, is in the first."""
+
+SAME_USE = Nanos(2 * SECOND)
+LEARN_AFTER = 512  # uses of blocks, at the start
+LEARN_SHARE = 1 / 64  # of all uses so far; later
+LEARN_PAUSE = Nanos(1 * SECOND)
+REMEMBERED = 32_768
+"""Blocks that may be remembered in any case; when more are held, as many as are held."""
+
+
+Row = tuple[int, float]
+"""Class, and what a use saves a byte."""
+
+
+class _Run(Generic[K]):
+    """Blocks that follow each other in a chain, used at the same time and as often."""
+
+    __slots__ = ("cohort", "following", "keys", "live", "rhythm", "row", "used_at", "uses")
+
+    def __init__(self, used_at: Nanos, uses: int, rhythm: int, row: Row):
+        self.used_at = used_at
+        self.uses = uses
+        self.rhythm = rhythm
+        self.row = row
+        self.keys: list[K] = []  # head first; some may have left
+        self.live = 0  # that have not
+        self.cohort: Cohort
+        self.following: _Run[K] | None = None  # that continued the chain when it was last used
+
+
+class HazardEviction(Generic[K]):
+    """See the module."""
+
+    def __init__(self, saving: Callable[[K, int], float] | None = None, *, remembered: int = REMEMBERED):
+        """Knows nothing yet, and begins as LRU.
+
+        Args:
+            saving: Seconds that loading a block of that key and size saves against computing it again, per byte; the
+                same for all of its chain. None: the same for all blocks.
+            remembered: At least so many of the blocks that have gone are remembered.
+        """
+        self._saving = saving
+        self._remembered = remembered
+        self._times = ReuseTimes(len(RHYTHMS) + 1)
+        self._held: dict[K, _Run[K]] = {}
+        self._gone: OrderedDict[K, _Run[K]] = OrderedDict()
+        self._rows: dict[Row, OrderedDict[_Run[K], None]] = {}
+        self._burst: list[K] = []
+        self._size = 0
+        self._now = Nanos(0)
+        self._uses = 0  # of blocks
+        self._learnt_at_uses, self._learnt_at = 0, Nanos(0)
+        self._victim: _Run[K] | None = None
+        self._ranking: list[tuple[float, Row, bool]] = []  # a heap of each row's ends, with values that may be out of date
+
+    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
+        if now != self._now or size_bytes != self._size:
+            if self._burst:
+                self._use()
+            self._now, self._size = max(self._now, now), size_bytes
+        self._burst.append(key)
+
+    def withdraw(self, key: K) -> None:
+        if self._burst:
+            self._use()
+        run = self._held.pop(key)
+        self._leave(run, 1)
+        self._gone[key] = run
+        if len(self._gone) > self._remembered and len(self._gone) > len(self._held):
+            _, forgotten = self._gone.popitem(last=False)
+            forgotten.cohort.alive -= 1
+
+    def choose(self) -> K | None:
+        if self._burst:
+            self._use()
+        run = self._victim
+        if run is None or not run.live:
+            run = self._victim = self._least_valued()
+        return self._tail(run) if run is not None else None
+
+    def probability(self, key: K, span: Nanos) -> float:
+        """That the block is used within `span` from its last use on, by what is known of its class."""
+        if self._burst:
+            self._use()
+        run = self._held.get(key) or self._gone.get(key)
+        return self._times.probability(run.row[0], 0, span) if run is not None else 0.0
+
+    def __len__(self) -> int:
+        if self._burst:
+            self._use()
+        return len(self._held)
+
+    def __contains__(self, key: K) -> bool:
+        if self._burst:
+            self._use()
+        return key in self._held
+
+    # Uses
+
+    def _use(self) -> None:
+        """The admissions of an instant are complete: put them into runs, and learn from the spans since the uses before."""
+        chain = list(dict.fromkeys(reversed(self._burst)))
+        self._burst.clear()
+        self._victim = None
+        self._learn(len(chain))
+        former = self._former(chain)
+        rhythm = self._rhythm(former)
+        saving = 1.0 if self._saving is None else self._saving(chain[0], self._size)
+        last = former[-1]
+        continuation = last.following if last is not None else None
+        run: _Run[K] | None = None
+        start, end = 0, len(chain)
+        while start < end:
+            old = former[start]
+            stop = start + 1
+            while stop < end and former[stop] is old:
+                stop += 1
+            uses = 1 if old is None else self._uses_after(old, stop - start)
+            if run is None or run.uses != uses:
+                following = self._begin(uses, rhythm, saving)
+                if run is not None:
+                    self._times_used(run)
+                    run.following = following
+                run = following
+            self._move(chain[start:stop], old, run)
+            start = stop
+        assert run is not None, "a burst has at least one block"
+        self._times_used(run)
+        run.following = last if last is not None and last.live else continuation
+
+    def _learn(self, blocks: int) -> None:
+        """Bring values up to date, often at the start and seldom when much is known already."""
+        self._uses += blocks
+        if self._now < self._learnt_at + LEARN_PAUSE or self._uses < self._learnt_at_uses + LEARN_AFTER:
+            return
+        if self._uses * (1 - LEARN_SHARE) < self._learnt_at_uses:
+            return
+        self._learnt_at_uses, self._learnt_at = self._uses, self._now
+        self._times.learn(self._now)
+        self._ranking = [self._candidate(row, newest=newest) for row in self._rows for newest in (False, True)]
+        heapq.heapify(self._ranking)
+
+    def _former(self, chain: list[K]) -> list[_Run[K] | None]:
+        """The run that each block was in, also if it has gone since."""
+        former = list(map(self._held.get, chain))
+        if self._gone and None in former:
+            gone = self._gone
+            return [gone.pop(key, None) if run is None else run for key, run in zip(chain, former, strict=True)]
+        return former
+
+    def _rhythm(self, former: list[_Run[K] | None]) -> int:
+        known = next((run for run in reversed(former) if run is not None), None)
+        if known is None:
+            return 0
+        age = self._now - known.used_at
+        return known.rhythm if age <= SAME_USE else bisect_right(RHYTHMS, age)
+
+    def _uses_after(self, run: _Run[K], blocks: int) -> int:
+        """How often that many blocks of the run have been used by now; they leave it."""
+        run.cohort.alive -= blocks
+        age = self._now - run.used_at
+        if age <= SAME_USE:
+            return run.uses
+        self._times.reused(run.row[0], blocks, age)
+        return min(run.uses + 1, USES[-1])
+
+    def _begin(self, uses: int, rhythm: int, saving: float) -> _Run[K]:
+        row = (self._times.class_of(uses, rhythm), saving)
+        run: _Run[K] = _Run(self._now, uses, rhythm, row)
+        runs = self._rows.get(row)
+        if runs is None:
+            runs = self._rows[row] = OrderedDict()
+            heapq.heappush(self._ranking, (0.0, row, False))
+        runs[run] = None
+        heapq.heappush(self._ranking, (saving * self._times.value(row[0], 0), row, True))
+        return run
+
+    def _move(self, keys: list[K], old: _Run[K] | None, run: _Run[K]) -> None:
+        """Blocks that follow each other leave their former run, where some are still held, for a new one."""
+        held_before = len(self._held)
+        self._held.update(dict.fromkeys(keys, run))
+        run.keys += keys
+        run.live += len(keys)
+        if old is not None:
+            self._leave(old, len(keys) - (len(self._held) - held_before))
+
+    def _times_used(self, run: _Run[K]) -> None:
+        run.cohort = self._times.used(run.row[0], len(run.keys), self._now)
+
+    def _leave(self, run: _Run[K], blocks: int) -> None:
+        """That many blocks of the run are not held any more, or in another run."""
+        run.live -= blocks
+        if run.live or not blocks:
+            return
+        run.keys.clear()
+        run.following = None
+        row = self._rows[run.row]
+        del row[run]
+        if not row:
+            del self._rows[run.row]
+
+    # Choices
+
+    def _least_valued(self) -> _Run[K] | None:
+        """The run of the least value, or what continues it (rule 4)."""
+        ranking = self._ranking
+        while ranking:
+            _, row, newest = heapq.heappop(ranking)
+            if row not in self._rows:
+                continue
+            candidate = self._candidate(row, newest=newest)  # the one that was there may have gone
+            heapq.heappush(ranking, candidate)
+            if ranking[0] is candidate:
+                run = self._end(row, newest=newest)
+                while run.following is not None and run.following.live:
+                    run = run.following
+                return run
+        return None
+
+    def _candidate(self, row: Row, *, newest: bool) -> tuple[float, Row, bool]:
+        of, saving = row
+        return saving * self._times.value(of, self._now - self._end(row, newest=newest).used_at), row, newest
+
+    def _end(self, row: Row, *, newest: bool) -> _Run[K]:
+        runs = self._rows[row]
+        return next(reversed(runs)) if newest else next(iter(runs))
+
+    def _tail(self, run: _Run[K]) -> K:
+        keys, held = run.keys, self._held
+        while held.get(keys[-1]) is not run:
+            keys.pop()
+        return keys[-1]

@@ -1,0 +1,111 @@
+"""The node's end of the NIXL transport: a process that holds an agent, watched over and replaced when it dies.
+
+A process of its own, because UCX ends its process when a peer goes away at a bad moment, and a node must not end with it.
+"""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvstore.errors import StoreNotStarted
+from kvstore.tiers.shared_memory import SharedMemoryTier
+from kvstore.transports.nixl import NixlOffer
+
+STARTING_SECONDS = 60.0  # UCX looks at all the devices of a machine, which takes seconds where processors are busy
+ENDING_SECONDS = 2.0
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 60.0
+MAX_OFFER_BYTES = 1 << 20
+
+FABRICS = Path("/sys/class/infiniband")
+
+log = logging.getLogger(__name__)
+
+
+def has_fabric() -> bool:
+    """Whether this host has a device that NIXL is faster on than plain TCP."""
+    return FABRICS.is_dir() and any(FABRICS.iterdir())
+
+
+class NixlNode:
+    """An agent for a pool, as long as `run` runs."""
+
+    def __init__(self, tier: SharedMemoryTier):
+        self._tier = tier
+        self._process: asyncio.subprocess.Process | None = None
+        self._offer: NixlOffer | None = None
+
+    @property
+    def offer(self) -> NixlOffer | None:
+        """What to tell clients; None while there is no agent."""
+        return self._offer
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that holds the agent."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process, and wait until clients can connect.
+
+        Raises:
+            StoreNotStarted: NIXL cannot be used here.
+        """
+        pool = self._tier.fileno()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "kvstore.transports.nixl_process",
+            str(pool),
+            str(self._tier.capacity_bytes),
+            stdin=asyncio.subprocess.PIPE,  # it ends when this end is closed, however that comes about
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(pool,),
+        )
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(STARTING_SECONDS):
+                said = await self._process.stdout.read(MAX_OFFER_BYTES)
+            self._offer = msgspec.msgpack.decode(said, type=NixlOffer)
+        except (TimeoutError, msgspec.DecodeError) as error:
+            await self.stop()
+            raise StoreNotStarted(
+                "nixl: its process does not come up; `fleet doctor` says whether NIXL works"
+            ) from error
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def run(self) -> None:
+        """Replace the process whenever it dies, until cancelled."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            if self._process is not None:
+                code = await self._process.wait()
+                self._process, self._offer = None, None
+                log.warning("nixl process died", extra={"exit_code": code})
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            try:
+                await self.start()
+            except StoreNotStarted as error:
+                log.warning("nixl process does not start", extra={"reason": str(error)})
+            else:
+                log.info("nixl process started again")
+
+    async def stop(self) -> None:
+        """End the process."""
+        process, self._process, self._offer = self._process, None, None
+        if process is None or process.returncode is not None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(ENDING_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -12,7 +12,7 @@ Task = Callable[[], None]
 
 
 class Lanes:
-    """`asyncio.to_thread` with threads of its own, which are daemons: a disk that hangs holds up nobody else, and no exit."""
+    """Threads of their own, which are daemons: a disk that hangs holds up nobody else, and no exit."""
 
     def __init__(self, name: str, threads: int):
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -20,8 +20,8 @@ class Lanes:
         for index in range(threads):
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True).start()
 
-    async def run(self, act: Callable[[], Result]) -> Result:
-        """What `act` returns or raises, called in a thread. Cancelling the caller does not end the call."""
+    def call(self, act: Callable[[], Result]) -> "asyncio.Future[Result]":
+        """What `act` returns or raises, called in a thread. Cancelling the future does not end the call."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
@@ -41,7 +41,7 @@ class Lanes:
                 loop.call_soon_threadsafe(settle, outcome)
 
         self._tasks.put(task)
-        return await done
+        return done
 
     def close(self) -> None:
         """Threads end after the calls that were made before; nobody waits for them."""

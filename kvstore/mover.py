@@ -9,9 +9,8 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -30,8 +29,6 @@ LATE_SECONDS = 0.5  # after its deadline, a call that has not come back is not w
 
 Answer = Callable[[Nanos], None]
 """Tells the hierarchy what came of a movement; the argument is the present."""
-
-Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +66,7 @@ class Mover:
         self._on_moved = on_moved
         self._lanes = [Lanes(f"kvstore-{tier.name}", LANES) for tier in tiers]
         self._well = [True] * len(tiers)  # for the log
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Task[None]] = set()
 
     def settle(self) -> None:
         """Begin what the hierarchy has decided."""
@@ -78,7 +75,9 @@ class Mover:
                 if isinstance(movement, Find) and self._tiers[movement.tier].finds_in_memory:
                     self._hear(movement.tier, self._call(movement))
                 else:
-                    _ = self._begin(self._perform(movement))
+                    task = self._tasks.create_task(self._perform(movement))
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
 
     def held(self) -> list[BlockChanges]:
         """What the tiers hold, as far as they know without asking anybody."""
@@ -110,7 +109,7 @@ class Mover:
 
     async def _perform(self, movement: Movement) -> None:
         started = self._clock.now()
-        call = self._begin(self._lanes[movement.tier].run(partial(self._call, movement)))
+        call = self._lanes[movement.tier].call(partial(self._call, movement))
         try:
             await asyncio.wait([call], timeout=seconds(max(movement.deadline - started, 0)) + LATE_SECONDS)
             if not call.done():
@@ -126,12 +125,6 @@ class Mover:
             self._hierarchy.failed(movement, started, self._clock.now())
             self._fell_ill(movement.tier, str(error))
         self._on_answer()
-
-    def _begin(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
-        task = self._tasks.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
 
     def _call(self, movement: Movement) -> Answer:
         """Have the tier do it, in whatever thread this is; what it returns tells the hierarchy."""

@@ -1,14 +1,29 @@
 """A node with tiers below its memory: real processes, files and servers."""
 
+import asyncio
+import shutil
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 
+from fleet.adapters.grpc_store_watch import GrpcStoreWatch
+from fleet.router.messages import StoreChanged
+from fleet.router.settings import RouterSettings
 from kvstore.client import StoreClient
-from kvstore.messages import Stats
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
+from kvstore.clock import Nanos, nanos
+from kvstore.errors import StoreNotStarted
+from kvstore.hierarchy import Everything, Hierarchy, TierRule
+from kvstore.messages import BlockKey, Fetched, Outcome, Stats
+from kvstore.monotonic import MonotonicClock
+from kvstore.movement import Fetch, Find, Keep, Movement
+from kvstore.server import open_node
+from kvstore.settings import StoreSettings
+from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
+from tests.servers import a_free_port, a_redis
 
 POOL_BLOCKS = 8
 PATIENCE = 5.0
@@ -105,6 +120,204 @@ def test_a_miss_everywhere_costs_no_wait(tmp_path):
         assert (len(match), match.loading) == (0, 0)
 
 
+class Simulated:
+    """The same node as decisions alone: machine and hierarchy over tiers that answer at once."""
+
+    def __init__(self, tiers: int):
+        self.store = Store(blocks=POOL_BLOCKS)
+        self.below: list[set[BlockKey]] = [set() for _ in range(tiers)]
+        self.restart()
+
+    def restart(self) -> None:
+        """The pool is empty again."""
+        self.store = Store(blocks=POOL_BLOCKS)
+        rules = [TierRule(name=str(index), admission=Everything()) for index in range(len(self.below))]
+        self.hierarchy = Hierarchy(self.store.machine, rules)
+
+    def write(self, chain: list[bytes]) -> None:
+        self.store.hold(chain)
+        self._settle()
+
+    def read(self, chain: list[bytes]) -> int:
+        self._match(chain)
+        self.hierarchy.want(self.store.digest, chain, self.store.look(chain), nanos(PATIENCE), Nanos(0))
+        loads = not self.hierarchy.is_idle
+        self._settle()
+        return self._match(chain) if loads else self.store.look(chain)
+
+    def loaded(self) -> list[int]:
+        return [self.hierarchy.counters(tier).loaded for tier in range(len(self.below))]
+
+    def _match(self, chain: list[bytes]) -> int:
+        leased = self.store.match(chain)
+        self.store.release(leased.lease_id)
+        self.hierarchy.noted(self.store.digest, chain[: len(leased.slots)], Nanos(0))
+        self._settle()
+        return len(leased.slots)
+
+    def _settle(self) -> None:
+        while True:
+            for change in self.store.machine.changes():
+                self.hierarchy.noted(change.digest, change.stored, Nanos(0))
+            if not (movements := self.hierarchy.commands()):
+                return
+            for movement in movements:
+                self._perform(movement)
+
+    def _perform(self, movement: Movement) -> None:
+        held = self.below[movement.tier]
+        match movement:
+            case Find():
+                count = next((i for i, key in enumerate(movement.keys) if key not in held), len(movement.keys))
+                self.hierarchy.found(movement.load_id, count, Nanos(0))
+            case Fetch():
+                answers = [Fetched(Outcome.MOVED, 7) for _ in movement.addresses]
+                self.hierarchy.fetched(movement.load_id, answers, Nanos(0))
+            case Keep():
+                held |= {address.key for address in movement.addresses}
+                self.hierarchy.kept(movement.copy_id, [True] * len(movement.addresses), Nanos(0))
+
+
+def test_the_same_prompts_hit_each_tier_in_turn_as_often_as_in_a_simulation(tmp_path):
+    with a_redis() as redis:
+        tiers = [an_ssd(tmp_path / "ssd", keep="all"), {"kind": "redis", "url": redis.url, "keep": "all"}]
+        with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node:
+            simulated = Simulated(tiers=2)
+            prompts = [a_chain(3, "a"), [*a_chain(2, "a"), *a_chain(2, "x")], a_chain(5, "b")]
+
+            def compare(client: StoreClient) -> None:
+                stats, counted = stats_of(client), simulated.store.machine.stats()
+                assert [tier.hits for tier in stats.tiers] == simulated.loaded()
+                assert (stats.hits, stats.misses, stats.evicted) == (counted.hits, counted.misses, counted.evicted)
+
+            def settled(client: StoreClient) -> None:
+                eventually(lambda: [tier.bytes_written for tier in stats_of(client).tiers] == expected_bytes(client))
+
+            def expected_bytes(client: StoreClient) -> list[int]:
+                ssd, server = stats_of(client).tiers
+                return [ssd.bytes_written if ssd.blocks == len(simulated.below[0]) else -1, server.bytes_written]
+
+            with a_client(node) as client:
+                for chain in prompts:
+                    write(client, chain)
+                    simulated.write(chain)
+                    settled(client)
+                eventually(lambda: redis.client().dbsize() == len(simulated.below[1]))
+                for chain in prompts * 2:
+                    assert read(client, chain) == simulated.read(chain) == len(chain)
+                compare(client)
+                assert simulated.loaded()[0] > 0
+                assert simulated.loaded()[1] == 0
+            node.kill()
+            shutil.rmtree(tmp_path / "ssd")
+            node.start()
+            simulated.below[0].clear()
+            simulated.restart()
+            with a_client(node) as client:
+                for chain in prompts:
+                    assert read(client, chain) == simulated.read(chain) == len(chain)
+                    settled(client)
+                compare(client)
+                assert simulated.loaded()[1] > 0
+
+
+def test_what_one_node_wrote_another_finds_through_redis():
+    with a_redis() as redis:
+        tier = {"kind": "redis", "url": redis.url, "keep": "all"}
+        with a_node(tiers=[tier]) as writer, a_client(writer) as client:
+            write(client, a_chain(6))
+            eventually(lambda: redis.client().dbsize() == 6)
+        with a_node(tiers=[tier]) as reader, a_client(reader) as client:
+            assert read(client, a_chain(6)) == 6
+            assert stats_of(client).tiers[0].hits == 6
+
+
+def test_a_block_of_one_node_is_read_by_another_from_its_memory_and_missed_when_that_dies():
+    with a_node(data_listen="127.0.0.1:0") as first, a_client(first) as client:
+        write(client, a_chain(6))
+        with a_node(tiers=[{"kind": "peer", "peers": [first.address]}]) as second, a_client(second) as other:
+            assert read(other, a_chain(4)) == 4
+            first.kill()
+            assert read(other, a_chain(6)) == 4, "what came over stays, the rest is a miss"
+
+
+def test_redis_gone_is_a_miss_and_redis_back_is_found_again():
+    with (
+        a_redis() as redis,
+        a_node(
+            capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[{"kind": "redis", "url": redis.url, "keep": "all"}]
+        ) as node,
+        a_client(node) as client,
+    ):
+        write(client, a_chain(6))
+        eventually(lambda: redis.client().dbsize() == 6)
+        redis.kill()
+        write(client, a_chain(8, "b"))
+        assert in_pool(client, a_chain(6)) == 0
+        assert read(client, a_chain(6)) == 0
+        redis.start()
+        eventually(lambda: write(client, a_chain(8, "c")) + redis.client().dbsize() >= 1, 30)
+        assert stats_of(client).tiers[0].failures > 0
+
+
+def test_small_and_sealed_blocks_come_back_as_they_were_and_lie_there_as_nothing_readable(tmp_path):
+    codec = {"compression": "zstd", "sealing_secrets": ["5a" * 32]}
+    tiers = [an_ssd(tmp_path, keep="all", codec=codec)]
+    with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node, a_client(node) as client:
+        write(client, a_chain(6))
+        are_kept(client, 6)
+        write(client, a_chain(8, "b"))
+        are_kept(client, 14)
+        assert read(client, a_chain(6)) == 6
+    plain = block_of(a_chain(6)[0]).tobytes()[:64]
+    segments = [path.read_bytes() for path in tmp_path.iterdir() if path.is_file()]
+    assert sum(map(len, segments)) > 6 * BLOCK_BYTES
+    assert not any(plain in segment for segment in segments)
+
+
+async def test_a_router_hears_in_which_tier_a_block_is(tmp_path):
+    with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
+        held: dict[str, set[bytes]] = {"cpu": set(), "ssd": set()}
+        heard: asyncio.Queue[StoreChanged] = asyncio.Queue()
+
+        async def until(cpu: list[bytes], ssd: list[bytes]) -> None:
+            async with asyncio.timeout(20):
+                while held != {"cpu": set(cpu), "ssd": set(ssd)}:
+                    change = await heard.get()
+                    held[change.tier] = held[change.tier] - set(change.removed) | set(change.stored)
+
+        def put(chain: list[bytes]) -> None:
+            with a_client(node) as client:
+                write(client, chain)
+
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(GrpcStoreWatch(node.address, RouterSettings()).run(heard.put))
+            await asyncio.to_thread(put, a_chain(6))
+            await until(cpu=a_chain(6), ssd=a_chain(6))
+            await asyncio.to_thread(put, a_chain(8, "b"))
+            await until(cpu=a_chain(8, "b"), ssd=[*a_chain(6), *a_chain(8, "b")])
+            watching.cancel()
+
+
+def test_metrics_tell_tier_by_tier(tmp_path):
+    port = a_free_port()
+    with (
+        a_node(metrics_listen=f"127.0.0.1:{port}", tiers=[an_ssd(tmp_path, keep="all")]) as node,
+        a_client(node) as client,
+    ):
+        write(client, a_chain(3))
+        are_kept(client, 3)
+        client.release(client.match(a_chain(5), lease_seconds=1).lease_id)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(values['kvstore_tier_hits_total{tier="cpu"}']) == 3
+    assert float(values['kvstore_tier_misses_total{tier="cpu"}']) == 2
+    assert float(values['kvstore_tier_blocks{tier="ssd"}']) == 3
+    assert float(values['kvstore_tier_bytes_written_total{tier="ssd"}']) >= 3 * BLOCK_BYTES
+    assert float(values['kvstore_tier_operation_seconds_count{operation="keep",tier="ssd"}']) >= 1
+
+
 @pytest.mark.parametrize(
     ("tier", "message"),
     [
@@ -113,19 +326,10 @@ def test_a_miss_everywhere_costs_no_wait(tmp_path):
     ],
 )
 def test_a_tier_that_cannot_be_had_keeps_the_node_from_starting(tier, message):
-    import msgspec
-
-    from kvstore.errors import StoreNotStarted
-    from kvstore.monotonic import MonotonicClock
-    from kvstore.server import open_node
-    from kvstore.settings import StoreSettings
-
     async def start(folder):
         settings = msgspec.convert({"store_id": "s", "listen": [f"unix:{folder}/c"], "tiers": [tier]}, StoreSettings)
         async with open_node(settings, MonotonicClock()):
             raise AssertionError("it started")
-
-    import asyncio
 
     with a_short_folder() as folder, pytest.raises((StoreNotStarted, msgspec.ValidationError), match=message):
         asyncio.run(start(folder))

@@ -24,12 +24,10 @@ Rules:
    hold its blocks, as far as holds may (`kvstore.holds`).
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.block import ChainHash
 from kvstore.clock import Nanos
-from kvstore.extents import Extents, occupied_bytes
 from kvstore.holds import Holds
 from kvstore.layout import Namespace
 from kvstore.lifecycle import READABLE, State, Step, advance
@@ -37,31 +35,25 @@ from kvstore.messages import (
     NO_LEASE,
     NO_RESERVATION,
     NODE,
-    SLOT,
     Address,
     BlockChanges,
     BlockKey,
-    Claim,
-    Discard,
     Held,
     Leased,
     LeaseId,
     Reservation,
     ReservationId,
-    Reserved,
     Slot,
     Slots,
     Stats,
     TierCommand,
 )
 from kvstore.movement import Pinned
-from kvstore.namespaces import Namespaces, OpenNamespace, StoredBlock
+from kvstore.namespaces import OpenNamespace, StoredBlock
 from kvstore.ports import Eviction
-from kvstore.quotas import Account, Quotas
+from kvstore.quotas import Quotas
+from kvstore.space import BlockSpace
 from kvstore.terms import Lease, Terms, Writing
-
-EVICTED_REPORT = 65_536
-"""Evicted blocks that are remembered until somebody asks for them; beyond that, the oldest are forgotten."""
 
 
 class BlockMachine:
@@ -93,17 +85,12 @@ class BlockMachine:
             quotas: Of tenants; none by default.
         """
         assert 0 < epoch < 1 << 31, epoch
-        self._extents = Extents(capacity_bytes)
-        self._eviction = eviction
+        self._space = BlockSpace(capacity_bytes, eviction, max_namespaces)
+        self._namespaces = self._space.namespaces
         self._quotas = quotas
         self._holds = Holds(max_held_bytes)
         self._terms = Terms(epoch, max_leases)
-        self._namespaces = Namespaces(self._extents.capacity_bytes, max_namespaces)
-        self._by_offset: dict[int, StoredBlock] = {}
-        self._commands: list[TierCommand] = []
-        self._changed: dict[bytes, dict[ChainHash, bool]] = {}  # namespace -> name -> stored (else removed)
-        self._evicted_keys: deque[BlockKey] = deque(maxlen=EVICTED_REPORT)
-        self._pinned = self._hits = self._misses = self._written = self._evicted = self._corrupt = self._expired = 0
+        self._pinned = self._hits = self._misses = self._written = self._corrupt = self._expired = 0
         self._refused = self._bytes_matched = self._bytes_written = 0
 
     # Namespaces
@@ -159,7 +146,7 @@ class BlockMachine:
 
     def readable(self, digest: bytes, slot: Slot) -> Address | None:
         """Where to read; None when the slot is another block's by now, or not of this namespace."""
-        block = self._at(digest, slot)
+        block = self._space.at(digest, slot)
         return block.address if block is not None and block.state in READABLE else None
 
     # Holding
@@ -235,7 +222,7 @@ class BlockMachine:
         account = self._quotas.account(tenant) if self._quotas is not None else None
         held = [block for block in map(opened.readable.get, names) if block is not None]
         self._pin(held)  # while the rest of the chain looks for space, it must not push out its own beginning
-        blocks, reserved, refused = self._place_missing(opened, names, account)
+        blocks, reserved, refused = self._space.place_missing(opened, names, account, self._terms.next_id)
         self._unpin(held, now, is_use=False)
         self._refused += refused
         if not blocks:
@@ -262,30 +249,24 @@ class BlockMachine:
             return 0
         self._terms.end(reservation_id)
         opened = writing.opened
-        changed = self._changed.setdefault(opened.digest, {})
         published = 0
         for index, block in writing.blocks.items():
-            if index not in checksums:
-                self._abandon(opened, block)
-                continue
-            name = block.key.name
-            block.has_bytes(checksums[index])
-            block.state = advance(block.state, Step.PUBLISH)
-            del opened.writing[name]
-            opened.readable[name] = block
-            changed[name] = True
-            published += 1
+            if index in checksums:
+                self._space.publish(opened, block, checksums[index])
+                published += 1
+            else:
+                self._space.abandon(opened, block)
         for name in reversed(writing.names):  # the new blocks, and the use of those they continue (rule 6)
             there = opened.readable.get(name)
             if there is not None and not there.pins:
-                self._admit(there, now)
+                self._space.admit(there, now)
         self._written += published
         self._bytes_written += published * opened.namespace.block_bytes
         return published
 
     def writable(self, digest: bytes, slot: Slot) -> Address | None:
         """Where to write; None when the reservation has ended, or is not of this namespace."""
-        block = self._at(digest, slot)
+        block = self._space.at(digest, slot)
         return block.address if block is not None and block.state is State.RESERVED else None
 
     # For the node itself
@@ -322,10 +303,8 @@ class BlockMachine:
         return [name for name in names if name not in opened.readable and name not in opened.writing]
 
     def evicted(self) -> list[BlockKey]:
-        """What made room for others since this was last asked, oldest first; the last `EVICTED_REPORT` of it."""
-        keys = list(self._evicted_keys)
-        self._evicted_keys.clear()
-        return keys
+        """What made room for others since this was last asked, oldest first; see `BlockSpace.evicted`."""
+        return self._space.evicted()
 
     # Upkeep
 
@@ -339,9 +318,9 @@ class BlockMachine:
         if block in self._holds:
             self._let_go(block, now)
         block.state = advance(block.state, Step.CONDEMN)
-        self._forget(opened, block)
+        self._space.forget(opened, block)
         if not block.pins:
-            self._free(block)
+            self._space.free(block)
         self._corrupt += 1
         return True
 
@@ -362,21 +341,11 @@ class BlockMachine:
 
     def commands(self) -> list[TierCommand]:
         """What the tier has to do, in order; each is handed out once."""
-        commands, self._commands = self._commands, []
-        return commands
+        return self._space.commands()
 
     def changes(self) -> list[BlockChanges]:
         """What watchers have to learn; each change is handed out once."""
-        changed, self._changed = self._changed, {}
-        return [
-            BlockChanges(
-                digest=digest,
-                stored=tuple(name for name, stored in names.items() if stored),
-                removed=tuple(name for name, stored in names.items() if not stored),
-            )
-            for digest, names in changed.items()
-            if names
-        ]
+        return self._space.changes()
 
     def held(self) -> list[BlockChanges]:
         """All readable blocks, one item a namespace: the dump that a watcher begins with."""
@@ -385,12 +354,12 @@ class BlockMachine:
     def stats(self) -> Stats:
         return Stats(
             blocks=sum(len(opened.readable) for opened in self._namespaces),
-            bytes=self._extents.capacity_bytes - self._extents.free_bytes,
-            capacity_bytes=self._extents.capacity_bytes,
+            bytes=self._space.used_bytes,
+            capacity_bytes=self._space.capacity_bytes,
             hits=self._hits,
             misses=self._misses,
             written=self._written,
-            evicted=self._evicted,
+            evicted=self._space.evicted_blocks,
             corrupt=self._corrupt,
             expired=self._expired,
             pinned=self._pinned,
@@ -405,7 +374,6 @@ class BlockMachine:
 
     def check(self) -> None:
         """Asserts the rules, over everything there is. Slow: for tests, and for idle moments."""
-        self._extents.check()
         self._terms.check()
         pins: dict[int, int] = {}
         reserved: set[int] = set()
@@ -417,161 +385,13 @@ class BlockMachine:
             for block in what.blocks:
                 pins[block.generation] = pins.get(block.generation, 0) + 1
             held |= set(what.blocks) if what.hold is not None else set()
-        areas = self._extents.free_extents()
-        charged: dict[int, int] = {}
-        admitted: dict[int, int] = {}
-        for offset, block in self._by_offset.items():
-            address, state = block.address, block.state
-            assert address.offset == offset
-            areas.append((offset, occupied_bytes(address.length)))
-            assert block.pins == pins.get(address.generation, 0), "a pin without a lease, or the other way round"
-            assert (block.pins > 0) == (state in (State.PINNED, State.CONDEMNED))
-            assert (address.generation in reserved) == (state is State.RESERVED)
-            assert (self._namespaces.find(block.key) is block) == (state in READABLE)
-            assert (self._namespaces.written(block.key) is block) == (state is State.RESERVED)
-            assert state is not State.GONE
-            for policy in self._policies(block):
-                known = state in READABLE and block.key in policy
-                assert known or state is not State.HELD, "a block that never goes"
-                admitted[id(policy)] = admitted.get(id(policy), 0) + known
-            if block.account is not None:
-                charged[id(block.account)] = charged.get(id(block.account), 0) + occupied_bytes(block.length)
-        assert sum(block.pins > 0 for block in self._by_offset.values()) == self._pinned
-        assert admitted.get(id(self._eviction), 0) == len(self._eviction), "the policy knows blocks that are not there"
-        for account in self._quotas or ():
-            assert account.bytes == charged.pop(id(account), 0) <= account.limit_bytes
-            assert admitted.get(id(account.eviction), 0) == len(account.eviction)
-        assert not charged, "an account was forgotten that has blocks"
+        for block in self._space:
+            assert block.pins == pins.get(block.generation, 0), "a pin without a lease, or the other way round"
+            assert (block.pins > 0) == (block.state in (State.PINNED, State.CONDEMNED))
+            assert (block.generation in reserved) == (block.state is State.RESERVED)
+        assert sum(block.pins > 0 for block in self._space) == self._pinned
         self._holds.check(held)
-        assert len(self._evicted_keys) <= EVICTED_REPORT
-        assert all(opened.readable.keys().isdisjoint(opened.writing) for opened in self._namespaces)
-        end = 0
-        for offset, length in sorted(areas):
-            assert offset == end, "space is lost, or given away twice"
-            end = offset + length
-        assert end == self._extents.capacity_bytes
-
-    # Blocks
-
-    def _place_missing(
-        self, opened: OpenNamespace, names: Sequence[ChainHash], account: Account | None
-    ) -> tuple[dict[int, StoredBlock], list[Reserved], int]:
-        """New blocks by index, from the start of a chain as far as there is space; and how many found none."""
-        blocks: dict[int, StoredBlock] = {}
-        reserved: list[Reserved] = []
-        length = opened.namespace.block_bytes
-        refused = 0
-        for index, name in enumerate(names):
-            if name in opened.readable or name in opened.writing:
-                continue
-            offset = None if refused else self._find_room(length, account)
-            if offset is None:
-                refused += 1
-                continue
-            key = BlockKey(opened.digest, name)
-            generation = self._terms.next_id()
-            block = StoredBlock(key, SLOT.pack(offset, generation, 0), length, account)
-            blocks[index] = self._by_offset[offset] = opened.writing[name] = block
-            reserved.append(Reserved(index, Slot(offset, generation)))
-            self._commands.append(Claim(Address(key=key, offset=offset, length=length, generation=generation)))
-            if account is not None:
-                account.bytes += occupied_bytes(length)
-        if account is not None:
-            account.refused += refused
-        return blocks, reserved, refused
-
-    def _find_room(self, length: int, account: Account | None) -> int | None:
-        """Offset of a free extent; makes room if it must. None when nothing more may go."""
-        if account is not None and not self._make_room_within(account, length):
-            return None
-        while (offset := self._extents.take(length)) is None:
-            victim = self._choose(self._eviction)
-            if victim is None:
-                return None
-            vacant = self._evict(victim)
-            if occupied_bytes(victim.length) == occupied_bytes(length):
-                return vacant  # the common case: no need to look for it
-            self._extents.give_back(vacant, victim.length)
-        return offset
-
-    def _make_room_within(self, account: Account, length: int) -> bool:
-        """Have a tenant give up its own until a block more fits its quota."""
-        size_bytes = occupied_bytes(length)
-        if size_bytes > account.limit_bytes:
-            return False  # it never will
-        while account.bytes + size_bytes > account.limit_bytes:
-            victim = self._choose(account.eviction)
-            if victim is None:
-                return False
-            self._extents.give_back(self._evict(victim), victim.length)
-            account.evicted += 1
-        return True
-
-    def _choose(self, policy: Eviction) -> StoredBlock | None:
-        """The next to go, which has no pin; None when nothing may go."""
-        while (key := policy.choose()) is not None:
-            block = self._namespaces.get(key.digest).readable[key.name]
-            if not block.pins:
-                return block
-            policy.withdraw(key)  # admitted again with its last pin (rule 8)
-        return None
-
-    def _evict(self, block: StoredBlock) -> int:
-        """Drop a block to make room; returns the offset of its extent, which is the caller's to give back."""
-        block.state = advance(block.state, Step.EVICT)
-        self._forget(self._namespaces.get(block.key.digest), block)
-        self._evicted += 1
-        self._evicted_keys.append(block.key)
-        return self._vacate(block)
-
-    def _admit(self, block: StoredBlock, now: Nanos) -> None:
-        self._eviction.admit(block.key, block.length, now)
-        if block.account is not None:
-            block.account.eviction.admit(block.key, block.length, now)
-
-    def _readmit(self, block: StoredBlock, now: Nanos) -> None:
-        """To the policies that chose it while it was pinned; for the others nothing has happened."""
-        for policy in self._policies(block):
-            if block.key not in policy:
-                policy.admit(block.key, block.length, now)
-
-    def _forget(self, opened: OpenNamespace, block: StoredBlock) -> None:
-        """A readable block is not found any more, nor may it be chosen, and watchers learn it."""
-        key = block.key
-        if key in self._eviction:
-            self._eviction.withdraw(key)
-        if block.account is not None and key in block.account.eviction:
-            block.account.eviction.withdraw(key)
-        del opened.readable[key.name]
-        self._changed.setdefault(key.digest, {})[key.name] = False
-
-    def _abandon(self, opened: OpenNamespace, block: StoredBlock) -> None:
-        """It was never written."""
-        block.state = advance(block.state, Step.ABANDON)
-        del opened.writing[block.key.name]
-        self._free(block)
-
-    def _free(self, block: StoredBlock) -> None:
-        self._extents.give_back(self._vacate(block), block.length)
-
-    def _vacate(self, block: StoredBlock) -> int:
-        """The block is at its place no more; returns the offset of its extent."""
-        address = block.address
-        del self._by_offset[address.offset]
-        if block.account is not None:
-            block.account.bytes -= occupied_bytes(block.length)
-        self._commands.append(Discard(address))
-        return address.offset
-
-    def _at(self, digest: bytes, slot: Slot) -> StoredBlock | None:
-        block = self._by_offset.get(slot.offset)
-        if block is None or block.generation != slot.generation or block.key.digest != digest:
-            return None
-        return block
-
-    def _policies(self, block: StoredBlock) -> tuple[Eviction, ...]:
-        """Those that may choose the block."""
-        return (self._eviction,) if block.account is None else (self._eviction, block.account.eviction)
+        self._space.check(self._quotas or ())
 
     # Leases and reservations
 
@@ -583,7 +403,7 @@ class BlockMachine:
         """What was granted is over."""
         if isinstance(what, Writing):
             for block in what.blocks.values():
-                self._abandon(what.opened, block)
+                self._space.abandon(what.opened, block)
             return
         if what.hold is not None:
             self._holds.end(what.hold, what.blocks)
@@ -608,13 +428,13 @@ class BlockMachine:
                 self._pinned -= 1
                 block.state = unpinned if block.state is State.PINNED else advance(block.state, Step.UNPIN)
             if block.state is State.GONE:
-                self._free(block)
+                self._space.free(block)
             elif block.state is State.CONDEMNED:
                 continue
             elif is_use:
-                self._admit(block, now)
+                self._space.admit(block, now)
             elif not block.pins:
-                self._readmit(block, now)
+                self._space.readmit(block, now)
 
     def _let_go(self, block: StoredBlock, now: Nanos) -> None:
         """Nobody wants to hold bad bytes."""

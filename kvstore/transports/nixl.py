@@ -20,6 +20,7 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from msgspec import Struct
@@ -34,7 +35,7 @@ from kvstore.messages import Outcome, Slot
 from kvstore.transports.nixl_agent import Agent, AgentFailed, Way, joined, spans
 
 CHUNK_BYTES = 8 << 20
-"""Of one transfer: checksums are taken of one while the next is on its way."""
+"""Of one transfer: checksums of one are taken while the next is on its way."""
 
 BATCH = 1024  # blocks whose stamps are read together
 STAMP_BYTES = 8
@@ -276,13 +277,12 @@ class _Link:
 
 def _get(link: _Link, work: _Work, until: Nanos) -> None:
     registered = link.register(work)
-    arrived = range(0)
-    for chunk in work.chunks():
-        transfer = link.start(Way.READ, work, chunk)
-        work.sum_up(arrived)  # while the next bytes are on their way
-        link.wait(transfer, until)
-        arrived = chunk
-    work.sum_up(arrived)
+    with ThreadPoolExecutor(1, "kvstore-checksums") as helper:  # on one host this thread is the one that copies
+        for arrived in _moved(link, Way.READ, work, until):
+            if arrived.stop < len(work):
+                helper.submit(work.sum_up, arrived)
+            else:
+                work.sum_up(arrived)
     for index, is_held in enumerate(link.holds(work.slots, until)):
         if is_held:
             work.outcomes[index] = Outcome.MOVED if work.right[index] else Outcome.CORRUPT
@@ -295,9 +295,23 @@ def _put(link: _Link, work: _Work, until: Nanos) -> None:
         return
     writing = work if len(held) == len(work) else work.chosen(held)
     registered = link.register(writing)
-    for chunk in writing.chunks():
-        link.wait(link.start(Way.WRITE, writing, chunk), until)
+    for _ in _moved(link, Way.WRITE, writing, until):
+        pass
     for index, is_held in zip(held, link.holds(writing.slots, until), strict=True):
         if is_held:
             work.outcomes[index] = Outcome.MOVED
     link.deregister(registered)
+
+
+def _moved(link: _Link, way: Way, work: _Work, until: Nanos) -> Iterator[range]:
+    """Chunk after chunk, as they arrive, the next one being on its way already."""
+    before: tuple[int, range] | None = None
+    for chunk in work.chunks():
+        transfer = link.start(way, work, chunk)
+        if before is not None:
+            link.wait(before[0], until)
+            yield before[1]
+        before = transfer, chunk
+    if before is not None:
+        link.wait(before[0], until)
+        yield before[1]

@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 
-from kvstore.buffers import Block, MutableBlock, crc32c, gather, pieces, scatter, size_of
+from kvstore.buffers import Block, MutableBlock, gather_summing, pieces, scatter_summing, size_of
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import Outcome, Slot
@@ -66,8 +66,7 @@ class SharedMemoryTransport:
         assert size_of(parts) == self._block_bytes, (size_of(parts), self._block_bytes)
         if not self._mapping.holds(slot):
             return Outcome.GONE
-        scatter(self._mapping.block(slot.offset, self._block_bytes), parts)
-        if crc32c(parts) == slot.crc32c:
+        if scatter_summing(self._mapping.block(slot.offset, self._block_bytes), parts) == slot.crc32c:
             return Outcome.MOVED
         return Outcome.CORRUPT if self._mapping.holds(slot) else Outcome.GONE
 
@@ -76,8 +75,10 @@ class SharedMemoryTransport:
         assert size_of(parts) == self._block_bytes, (size_of(parts), self._block_bytes)
         if not self._mapping.holds(slot):
             return Outcome.GONE
-        gather(parts, self._mapping.block(slot.offset, self._block_bytes))
-        return Outcome.MOVED if self._mapping.holds(slot) else Outcome.GONE
+        checksum = gather_summing(parts, self._mapping.block(slot.offset, self._block_bytes))
+        if not self._mapping.holds(slot):
+            return Outcome.GONE
+        return Outcome.MOVED if checksum == slot.crc32c else Outcome.CORRUPT
 
 
 def _fetch(path: str, digest: bytes, timeout_seconds: float) -> Mapping:

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"versions: {', '.join(f'{name} {version}' for name, version in (machine['versions'] | peers.versions).items())}"
     )
     print(f"{plan.rounds} rounds, interleaved; medians{'; --quick: not to be quoted' if arguments.quick else ''}")
-    print(table(results, peers.names))
+    print(table(results))
     return 0
 
 
@@ -97,7 +97,7 @@ def _measure(plan: Plan, peers: Peers, only: Sequence[str]) -> list[Result]:
     for name, group in GROUPS.items():
         with group(plan, peers) as lines:
             for line in lines:
-                if only and not any(word in name or word in line.name for word in only):
+                if only and not any(word in f"{name}: {line.name}" for word in only):
                     continue
                 results.append(measure(line, plan.rounds))
                 print(f"{name}: {line.name}: {results[-1].fleet} {line.unit}", file=sys.stderr)

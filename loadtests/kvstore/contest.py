@@ -93,8 +93,9 @@ def ratio(figure: float | None, limit: float | None, better: Better) -> float | 
     return figure / limit if better is Better.MORE else limit / figure
 
 
-def table(results: Sequence[Result], peers: Sequence[str]) -> str:
+def table(results: Sequence[Result]) -> str:
     """For a person."""
+    peers = list(dict.fromkeys(name for result in results for name in result.peers))
     width = max((len(result.name) for result in results), default=4)
     rows = [
         f"{'line':{width}} {'unit':>8} {'limit':>10} {'Fleet':>10} {'of limit':>8}"

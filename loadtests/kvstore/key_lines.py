@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 
 import numpy as np
 import xxhash
@@ -36,13 +36,18 @@ RAW: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
 @contextmanager
 def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
     """Lookup, hashing, memory."""
-    with running(capacity_bytes=2 * HELD_KEYS * PAGE_BYTES) as node:
-        client = StoreClient.connect(node.address, named(PAGE_BYTES), call_timeout_seconds=10, timeout_seconds=30)
-        with client:
-            yield [*_lookup_lines(client, peers), *_hashing_lines(peers), _memory_line(plan, peers)]
+    with ExitStack() as held:
+
+        def connect() -> StoreClient:
+            node = held.enter_context(running(capacity_bytes=2 * HELD_KEYS * PAGE_BYTES))
+            return held.enter_context(
+                StoreClient.connect(node.address, named(PAGE_BYTES), call_timeout_seconds=10, timeout_seconds=30)
+            )
+
+        yield [*_lookup_lines(cache(connect), peers), *_hashing_lines(peers), _memory_line(plan, peers)]
 
 
-def _lookup_lines(client: StoreClient, peers: Peers) -> list[Line]:
+def _lookup_lines(client: Callable[[], StoreClient], peers: Peers) -> list[Line]:
     namespace = named(PAGE_BYTES)
     names = next(chains(HELD_KEYS))
     asked = names[:LOOKUP_KEYS]
@@ -65,10 +70,10 @@ def _lookup_lines(client: StoreClient, peers: Peers) -> list[Line]:
 
     def by_a_client() -> float:
         block = np.zeros(PAGE_BYTES, dtype=np.uint8)
-        client.write(asked, lambda _: block)
+        client().write(asked, lambda _: block)
 
         def match() -> None:
-            assert len(client.match(asked, lease_seconds=0)) == LOOKUP_KEYS
+            assert len(client().match(asked, lease_seconds=0)) == LOOKUP_KEYS
 
         return MICROSECONDS * best_of(match)
 

@@ -9,7 +9,8 @@ import itertools
 import mmap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import cast
 
 import numpy as np
@@ -36,7 +37,10 @@ def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
     found = []
     # Room for what is held, and for puts of all rounds that are new to the pool, so that nothing has to be evicted.
     capacity = plan.moved_bytes * (3 + plan.rounds)
-    with running(capacity_bytes=capacity) as node:
+    with ExitStack() as held:
+        node = cache(
+            lambda: held.enter_context(running(capacity_bytes=capacity))
+        )  # started by the first line that runs
         for block_bytes in plan.block_sizes:
             found += _lines_of(plan, peers, node, block_bytes)
         yield found
@@ -83,7 +87,7 @@ def speed(moved_bytes: int, act: Callable[[], None]) -> float:
     return moved_bytes / GIGABYTE / (time.perf_counter() - started)
 
 
-def _lines_of(plan: Plan, peers: Peers, node: StoreNode, block_bytes: int) -> list[Line]:
+def _lines_of(plan: Plan, peers: Peers, node: Callable[[], StoreNode], block_bytes: int) -> list[Line]:
     blocks = plan.blocks(block_bytes)
     ends = _Ends(node, block_bytes, blocks)
     size = label(block_bytes)
@@ -137,7 +141,7 @@ def label(size: int) -> str:
 class _Ends:
     """The contestants of one block size. Memory is taken when a line is first run, and kept."""
 
-    def __init__(self, node: StoreNode, block_bytes: int, blocks: int):
+    def __init__(self, node: Callable[[], StoreNode], block_bytes: int, blocks: int):
         self._node = node
         self._block_bytes = block_bytes
         self._blocks = blocks
@@ -208,7 +212,7 @@ class _Ends:
         if self._opened is None:
             source = content(self._block_bytes, self._blocks)
             client = StoreClient.connect(
-                self._node.address, named(self._block_bytes), call_timeout_seconds=CALL_SECONDS, timeout_seconds=30
+                self._node().address, named(self._block_bytes), call_timeout_seconds=CALL_SECONDS, timeout_seconds=30
             )
             held = next(self._chains)
             self._opened = source, np.ones_like(source), client, held

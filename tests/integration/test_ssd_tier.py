@@ -152,17 +152,36 @@ def test_a_torn_record_is_cut_off(tmp_path):
     again.close()
 
 
-def test_a_hole_between_records_hides_nothing_behind_it(tmp_path):
+@pytest.mark.parametrize("missing", [0, 1], ids=["all of it", "its payload"])
+def test_a_hole_between_records_hides_nothing_behind_it(tmp_path, missing):
     keys = keys_of(6)
     tier = a_tier(tmp_path)
     put(tier, keys)
     abandon(tier)
     path, offset = record_at(tmp_path, keys[2])
-    overwrite(path, offset, bytes(RECORD_BYTES))  # writes are parallel: an earlier one may be missing
+    begin = missing * PAGE_BYTES  # writes are parallel: an earlier one may be missing
+    overwrite(path, offset + begin, bytes(RECORD_BYTES - begin))
 
     again = a_tier(tmp_path)
 
     assert get(again, keys) == [MOVED, MOVED, GONE, MOVED, MOVED, MOVED]
+    again.close()
+
+
+def test_a_file_begun_anew_is_not_read_by_its_former_footer(tmp_path):
+    tier = a_tier(tmp_path, score=oldest)
+    batches = [keys_of(PER_SEGMENT, f"n{number}") for number in range(9)]
+    for batch in batches:
+        put(tier, batch)
+    latest = keys_of(5, "latest")
+    put(tier, latest)  # where the footer of an older life still is
+    abandon(tier)
+
+    again = a_tier(tmp_path)
+
+    assert get(again, latest) == [MOVED] * 5
+    assert get(again, batches[-1]) == [MOVED] * PER_SEGMENT
+    again.check()
     again.close()
 
 
@@ -494,6 +513,7 @@ def test_a_damaged_block_is_not_rescued(tmp_path):
         put(tier, keys_of(19, f"n{number}"))
 
     assert served(tier, first) == [first[0], *first[2:4]]
+    assert tier.rescued == 3
     tier.close()
 
 

@@ -40,10 +40,6 @@ class Peers:
         }
 
     @property
-    def names(self) -> list[str]:
-        return list(self._processes)
-
-    @property
     def versions(self) -> dict[str, str]:
         known = {LMCACHE: environments.LMCACHE.version, MOONCAKE: environments.MOONCAKE.version}
         return {name: known[name] for name in self._processes}

@@ -2,6 +2,7 @@ import pytest
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import Exhausted, InvalidArgument, NamespaceInUse, NamespaceUnknown
+from kvstore.eviction.lru import LruEviction
 from kvstore.lifecycle import NEXT, READABLE, IllegalTransition, State, Step, advance
 from kvstore.messages import NO_LEASE, NO_RESERVATION, Claim, Discard, Slot, Slots
 from kvstore.namespaces import NAMESPACE_IDLE
@@ -200,7 +201,7 @@ def test_a_slot_has_a_new_generation_when_it_is_given_to_another_block():
 
 def test_generations_and_ids_of_two_starts_have_nothing_in_common():
     one, other = Store(), Store()
-    other.machine = type(other.machine)(8 * BLOCK_BYTES, type(other.machine._eviction)(), epoch=2)
+    other.machine = type(other.machine)(8 * BLOCK_BYTES, LruEviction(), epoch=2)
     other.machine.open(other.namespace, Nanos(0))
     for store in (one, other):
         store.hold(a_chain(1))

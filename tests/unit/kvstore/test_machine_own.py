@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore import machine as blocks
+from kvstore import space
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.hierarchy import Pool
@@ -141,7 +141,7 @@ def test_evicted_blocks_are_reported_once_and_condemned_ones_are_not():
 
 
 def test_a_report_that_nobody_fetches_stays_small(monkeypatch):
-    monkeypatch.setattr(blocks, "EVICTED_REPORT", 5)
+    monkeypatch.setattr(space, "EVICTED_REPORT", 5)
     store = Store(blocks=1)
     for turn in range(9):
         store.hold(a_chain(1, str(turn)))

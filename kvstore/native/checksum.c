@@ -1,0 +1,170 @@
+/* CRC-32C of bytes, and of bytes while they are copied: kvstore/native/checksums.py says what each function means, and its twin
+ * writes the same bytes.
+ *
+ * Bytes are folded by carry-less multiplication, four lanes of 16 bytes at a time (V. Gopal et al., "Fast CRC Computation
+ * for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009), and what is left goes through the CRC instruction. All
+ * of it costs less than fetching the bytes from memory, so that a copy with its checksum takes as long as a copy.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) /* elsewhere the module cannot be imported, and its twin does the work */
+#include <immintrin.h>
+
+#define FOLDING __attribute__((target("pclmul,sse4.2")))
+#define LANE 16
+#define STRIDE (4 * LANE)
+#define KEEP_LOCK 16384          /* bytes: letting the interpreter's lock go costs more than this */
+#define PAST_THE_CACHE (128 << 10) /* bytes: copies from this size on do not displace what the cache holds */
+
+/* x^(distance + 31) and x^(distance - 33) modulo the polynomial, bits reversed: what a lane is multiplied with to be moved
+ * by that many bits. */
+#define BY_512 _mm_set_epi64x(0x9e4addf8, 0x740eef02)
+#define BY_384 _mm_set_epi64x(0xddc0152b, 0x1c291d04)
+#define BY_256 _mm_set_epi64x(0xba4fc28e, 0x3da6d0cb)
+#define BY_128 _mm_set_epi64x(0x493c7d27, 0xf20c0dfe)
+
+FOLDING static inline __m128i moved(__m128i lane, __m128i by)
+{
+    return _mm_xor_si128(_mm_clmulepi64_si128(lane, by, 0x00), _mm_clmulepi64_si128(lane, by, 0x11));
+}
+
+FOLDING static inline __m128i load(const uint8_t *from)
+{
+    return _mm_loadu_si128((const __m128i *)from);
+}
+
+/* How a copy stores: not at all, as usual, or past the cache. */
+enum store { NOWHERE, CACHED, STREAMED };
+
+FOLDING static inline void store(uint8_t *to, __m128i lane, enum store how)
+{
+    if (how == CACHED)
+        _mm_storeu_si128((__m128i *)to, lane);
+    else if (how == STREAMED)
+        _mm_stream_si128((__m128i *)to, lane);
+}
+
+/* What is summed up is what was stored, also where the source changes meanwhile. */
+FOLDING static inline uint32_t bytes(uint32_t crc, const uint8_t *from, uint8_t *to, size_t count)
+{
+    for (; count > 0; count--) {
+        uint8_t byte = *from++;
+        if (to != NULL)
+            *to++ = byte;
+        crc = _mm_crc32_u8(crc, byte);
+    }
+    return crc;
+}
+
+FOLDING static inline __attribute__((always_inline)) uint32_t fold(uint32_t crc, const uint8_t *from, uint8_t *to,
+                                                                   size_t strides, enum store how)
+{
+    __m128i lanes[4];
+    for (int i = 0; i < 4; i++) {
+        lanes[i] = load(from + i * LANE);
+        store(to + i * LANE, lanes[i], how);
+    }
+    lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128((int)crc));
+    for (size_t stride = 1; stride < strides; stride++) {
+        from += STRIDE;
+        to += how == NOWHERE ? 0 : STRIDE;
+        for (int i = 0; i < 4; i++) {
+            __m128i next = load(from + i * LANE);
+            store(to + i * LANE, next, how);
+            lanes[i] = _mm_xor_si128(moved(lanes[i], BY_512), next);
+        }
+    }
+    __m128i sum = _mm_xor_si128(_mm_xor_si128(moved(lanes[0], BY_384), moved(lanes[1], BY_256)),
+                                _mm_xor_si128(moved(lanes[2], BY_128), lanes[3]));
+    crc = (uint32_t)_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(sum));
+    return (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(sum, 1));
+}
+
+/* `to` may be NULL. */
+FOLDING static uint32_t extend(uint32_t crc, const uint8_t *from, uint8_t *to, size_t count)
+{
+    crc = ~crc;
+    if (to != NULL && count >= PAST_THE_CACHE) {
+        size_t head = -(uintptr_t)to & (LANE - 1);
+        crc = bytes(crc, from, to, head);
+        from += head, to += head, count -= head;
+        crc = fold(crc, from, to, count / STRIDE, STREAMED);
+        _mm_sfence();
+    } else if (count >= STRIDE) {
+        crc = to == NULL ? fold(crc, from, to, count / STRIDE, NOWHERE) : fold(crc, from, to, count / STRIDE, CACHED);
+    } else {
+        return ~bytes(crc, from, to, count);
+    }
+    size_t folded = count / STRIDE * STRIDE;
+    return ~bytes(crc, from + folded, to == NULL ? NULL : to + folded, count - folded);
+}
+
+static PyObject *run(uint32_t crc, Py_buffer *source, Py_buffer *destination)
+{
+    uint8_t *to = destination == NULL ? NULL : destination->buf;
+    if (source->len < KEEP_LOCK) {
+        crc = extend(crc, source->buf, to, (size_t)source->len);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        crc = extend(crc, source->buf, to, (size_t)source->len);
+        Py_END_ALLOW_THREADS
+    }
+    return PyLong_FromUnsignedLong(crc);
+}
+
+static PyObject *py_extend(PyObject *module, PyObject *args)
+{
+    unsigned int crc;
+    Py_buffer data;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Iy*", &crc, &data))
+        return NULL;
+    PyObject *result = run(crc, &data, NULL);
+    PyBuffer_Release(&data);
+    return result;
+}
+
+static PyObject *py_copy(PyObject *module, PyObject *args)
+{
+    unsigned int crc;
+    Py_buffer source, destination;
+    PyObject *result = NULL;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Iy*w*", &crc, &source, &destination))
+        return NULL;
+    if (source.len != destination.len)
+        PyErr_Format(PyExc_ValueError, "%zd bytes to copy into %zd", source.len, destination.len);
+    else
+        result = run(crc, &source, &destination);
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&destination);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"extend", py_extend, METH_VARARGS, NULL},
+    {"copy", py_copy, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_checksum", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__checksum(void)
+{
+    if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.2")) {
+        PyErr_SetString(PyExc_ImportError, "this processor does not multiply without carries");
+        return NULL;
+    }
+    return PyModuleDef_Init(&definition);
+}
+#else
+PyMODINIT_FUNC PyInit__checksum(void)
+{
+    PyErr_SetString(PyExc_ImportError, "written for x86-64");
+    return NULL;
+}
+#endif

@@ -1,0 +1,255 @@
+"""Where the blocks of a node lie, who makes room for whom, and what the tier and the watchers have to learn of it. Pure.
+
+Part of `kvstore.machine`, whose rules hold here; only the machine calls it. What it does not know is why a block has
+pins, or for how long it is reserved.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvstore.block import ChainHash
+from kvstore.clock import Nanos
+from kvstore.extents import Extents, occupied_bytes
+from kvstore.lifecycle import READABLE, State, Step, advance
+from kvstore.messages import (
+    SLOT,
+    Address,
+    BlockChanges,
+    BlockKey,
+    Claim,
+    Discard,
+    Reserved,
+    Slot,
+    TierCommand,
+)
+from kvstore.namespaces import Namespaces, OpenNamespace, StoredBlock
+from kvstore.ports import Eviction
+from kvstore.quotas import Account
+
+EVICTED_REPORT = 65_536
+"""Evicted blocks that are remembered until somebody asks for them; beyond that, the oldest are forgotten."""
+
+
+class BlockSpace:
+    """See the module."""
+
+    def __init__(self, capacity_bytes: int, eviction: Eviction, max_namespaces: int):
+        self._extents = Extents(capacity_bytes)
+        self._eviction = eviction
+        self._by_offset: dict[int, StoredBlock] = {}
+        self._commands: list[TierCommand] = []
+        self._changed: dict[bytes, dict[ChainHash, bool]] = {}  # namespace -> name -> stored (else removed)
+        self._evicted: deque[BlockKey] = deque(maxlen=EVICTED_REPORT)
+        self.evicted_blocks = 0
+        self.namespaces = Namespaces(self._extents.capacity_bytes, max_namespaces)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._extents.capacity_bytes - self._extents.free_bytes
+
+    def at(self, digest: bytes, slot: Slot) -> StoredBlock | None:
+        block = self._by_offset.get(slot.offset)
+        if block is None or block.generation != slot.generation or block.key.digest != digest:
+            return None
+        return block
+
+    # A block's life
+
+    def place_missing(
+        self,
+        opened: OpenNamespace,
+        names: Sequence[ChainHash],
+        account: Account | None,
+        next_id: Callable[[], int],
+    ) -> tuple[dict[int, StoredBlock], list[Reserved], int]:
+        """Places for those blocks of a chain that are neither readable nor being written.
+
+        Returns:
+            New blocks by index, from the start of the chain as far as there is space; the same as clients see them;
+            and how many found no space.
+        """
+        blocks: dict[int, StoredBlock] = {}
+        reserved: list[Reserved] = []
+        length = opened.namespace.block_bytes
+        refused = 0
+        for index, name in enumerate(names):
+            if name in opened.readable or name in opened.writing:
+                continue
+            offset = None if refused else self._find_room(length, account)
+            if offset is None:
+                refused += 1
+                continue
+            key = BlockKey(opened.digest, name)
+            generation = next_id()
+            block = StoredBlock(key, SLOT.pack(offset, generation, 0), length, account)
+            blocks[index] = self._by_offset[offset] = opened.writing[name] = block
+            reserved.append(Reserved(index, Slot(offset, generation)))
+            self._commands.append(Claim(Address(key=key, offset=offset, length=length, generation=generation)))
+            if account is not None:
+                account.bytes += occupied_bytes(length)
+        if account is not None:
+            account.refused += refused
+        return blocks, reserved, refused
+
+    def publish(self, opened: OpenNamespace, block: StoredBlock, crc32c: int) -> None:
+        """Its bytes are there: it can be found. The policy does not know it yet."""
+        name = block.key.name
+        block.has_bytes(crc32c)
+        block.state = advance(block.state, Step.PUBLISH)
+        del opened.writing[name]
+        opened.readable[name] = block
+        self._changed.setdefault(opened.digest, {})[name] = True
+
+    def abandon(self, opened: OpenNamespace, block: StoredBlock) -> None:
+        """It was never written."""
+        block.state = advance(block.state, Step.ABANDON)
+        del opened.writing[block.key.name]
+        self.free(block)
+
+    def forget(self, opened: OpenNamespace, block: StoredBlock) -> None:
+        """A readable block is not found any more, nor may it be chosen, and watchers learn it."""
+        key = block.key
+        if key in self._eviction:
+            self._eviction.withdraw(key)
+        if block.account is not None and key in block.account.eviction:
+            block.account.eviction.withdraw(key)
+        del opened.readable[key.name]
+        self._changed.setdefault(key.digest, {})[key.name] = False
+
+    def free(self, block: StoredBlock) -> None:
+        self._extents.give_back(self._vacate(block), block.length)
+
+    # The policies
+
+    def admit(self, block: StoredBlock, now: Nanos) -> None:
+        self._eviction.admit(block.key, block.length, now)
+        if block.account is not None:
+            block.account.eviction.admit(block.key, block.length, now)
+
+    def readmit(self, block: StoredBlock, now: Nanos) -> None:
+        """To the policies that chose it while it was pinned; for the others nothing has happened."""
+        for policy in self._policies(block):
+            if block.key not in policy:
+                policy.admit(block.key, block.length, now)
+
+    # What others have to learn
+
+    def commands(self) -> list[TierCommand]:
+        """What the tier has to do, in order; each is handed out once."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def changes(self) -> list[BlockChanges]:
+        """What watchers have to learn; each change is handed out once."""
+        changed, self._changed = self._changed, {}
+        return [
+            BlockChanges(
+                digest=digest,
+                stored=tuple(name for name, stored in names.items() if stored),
+                removed=tuple(name for name, stored in names.items() if not stored),
+            )
+            for digest, names in changed.items()
+            if names
+        ]
+
+    def evicted(self) -> list[BlockKey]:
+        """What made room for others since this was last asked, oldest first; the last `EVICTED_REPORT` of it."""
+        keys = list(self._evicted)
+        self._evicted.clear()
+        return keys
+
+    def __iter__(self) -> Iterator[StoredBlock]:
+        return iter(self._by_offset.values())
+
+    def check(self, accounts: Iterable[Account]) -> None:
+        """Asserts that space is neither lost nor given away twice, and who knows which block."""
+        self._extents.check()
+        areas = self._extents.free_extents()
+        charged: dict[int, int] = {}
+        admitted: dict[int, int] = {}
+        for offset, block in self._by_offset.items():
+            state = block.state
+            assert block.address.offset == offset
+            areas.append((offset, occupied_bytes(block.length)))
+            assert (self.namespaces.find(block.key) is block) == (state in READABLE)
+            assert (self.namespaces.written(block.key) is block) == (state is State.RESERVED)
+            assert state is not State.GONE
+            for policy in self._policies(block):
+                known = state in READABLE and block.key in policy
+                assert known or state is not State.HELD, "a block that never goes"
+                admitted[id(policy)] = admitted.get(id(policy), 0) + known
+            if block.account is not None:
+                charged[id(block.account)] = charged.get(id(block.account), 0) + occupied_bytes(block.length)
+        assert admitted.get(id(self._eviction), 0) == len(self._eviction), "the policy knows blocks that are not there"
+        for account in accounts:
+            assert account.bytes == charged.pop(id(account), 0) <= account.limit_bytes
+            assert admitted.get(id(account.eviction), 0) == len(account.eviction)
+        assert not charged, "an account was forgotten that has blocks"
+        assert len(self._evicted) <= EVICTED_REPORT
+        assert all(opened.readable.keys().isdisjoint(opened.writing) for opened in self.namespaces)
+        end = 0
+        for offset, length in sorted(areas):
+            assert offset == end, "space is lost, or given away twice"
+            end = offset + length
+        assert end == self._extents.capacity_bytes
+
+    def _find_room(self, length: int, account: Account | None) -> int | None:
+        """Offset of a free extent; makes room if it must. None when nothing more may go."""
+        if account is not None and not self._make_room_within(account, length):
+            return None
+        while (offset := self._extents.take(length)) is None:
+            victim = self._choose(self._eviction)
+            if victim is None:
+                return None
+            vacant = self._evict(victim)
+            if occupied_bytes(victim.length) == occupied_bytes(length):
+                return vacant  # the common case: no need to look for it
+            self._extents.give_back(vacant, victim.length)
+        return offset
+
+    def _make_room_within(self, account: Account, length: int) -> bool:
+        """Have a tenant give up its own until a block more fits its quota."""
+        size_bytes = occupied_bytes(length)
+        if size_bytes > account.limit_bytes:
+            return False  # it never will
+        while account.bytes + size_bytes > account.limit_bytes:
+            victim = self._choose(account.eviction)
+            if victim is None:
+                return False
+            self._extents.give_back(self._evict(victim), victim.length)
+            account.evicted += 1
+        return True
+
+    def _choose(self, policy: Eviction) -> StoredBlock | None:
+        """The next to go, which has no pin; None when nothing may go."""
+        while (key := policy.choose()) is not None:
+            block = self.namespaces.get(key.digest).readable[key.name]
+            if not block.pins:
+                return block
+            policy.withdraw(key)  # admitted again with its last pin (rule 8)
+        return None
+
+    def _evict(self, block: StoredBlock) -> int:
+        """Drop a block to make room; returns the offset of its extent, which is the caller's to give back."""
+        block.state = advance(block.state, Step.EVICT)
+        self.forget(self.namespaces.get(block.key.digest), block)
+        self.evicted_blocks += 1
+        self._evicted.append(block.key)
+        return self._vacate(block)
+
+    def _vacate(self, block: StoredBlock) -> int:
+        """The block is at its place no more; returns the offset of its extent."""
+        address = block.address
+        del self._by_offset[address.offset]
+        if block.account is not None:
+            block.account.bytes -= occupied_bytes(block.length)
+        self._commands.append(Discard(address))
+        return address.offset
+
+    def _policies(self, block: StoredBlock) -> tuple[Eviction, ...]:
+        """Those that may choose the block."""
+        return (self._eviction,) if block.account is None else (self._eviction, block.account.eviction)

@@ -1,0 +1,32 @@
+"""A short run of what is otherwise run for ten minutes: real processes, killed and stopped at random."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtests.kvstore.nodes import ROOT, environment
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.timeout(240)
+def test_a_short_torture_finds_no_wrong_byte_no_hang_and_no_leak(tmp_path: Path):
+    command = [sys.executable, "-m", "loadtests.kvstore.torture", "--seconds", "20", "--kill-every", "1", "--json"]
+
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {key: found[key] for key in ("wrong_bytes", "leaks", "hangs", "errors")} == {
+        "wrong_bytes": 0,
+        "leaks": 0,
+        "hangs": 0,
+        "errors": 0,
+    }, done.stderr
+    assert found["operations"] > 100
+    assert found["kills"] > 2

@@ -1,0 +1,126 @@
+"""Real vLLM engines over a store with tiers: a prompt seen before is not computed again, wherever its blocks are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from msgspec import structs
+
+from fleet.adapters.tiny_model import build_tiny_model
+from fleet.requests import Source
+from fleet.roles import KvPath
+from kvstore.client import StoreClient
+from kvstore.messages import Stats
+from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
+from tests.kv_builders import NodeProcess, a_node, eventually
+from tests.servers import a_redis
+from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from workers.settings import VllmSettings
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's
+]
+
+BLOCK_TOKENS = 32
+TOKENS = 2050
+BLOCKS = TOKENS // BLOCK_TOKENS
+SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two other prompts push one out
+
+
+class Cluster(NamedTuple):
+    """Two engines, each with a node of its own; the nodes share a Redis server, and the first has a disk."""
+
+    hosted: Hosted
+    nodes: tuple[NodeProcess, NodeProcess]
+    clients: tuple[StoreClient, StoreClient]
+
+    def ask(self, engine: int, prompt: bytes) -> tuple[tuple[int, ...], int]:
+        """The answer's tokens, and how many blocks of the prompt came from the store."""
+        driver: Driven = self.hosted.engines[engine]
+        tokens, end = self.hosted.run(driver.do(work(prompt, 8)))
+        return tokens, blocks_from(end.kv, Source.STORE)
+
+    def push_out(self, engine: int) -> None:
+        """Out of the engine's own cache."""
+        for _ in range(3):
+            self.ask(engine, fresh_prompt(TOKENS))
+
+    def stats(self, node: int) -> Stats:
+        stats = self.clients[node].stats()
+        assert stats is not None
+        return stats
+
+    def until_kept(self, node: int, tier: int, before: int) -> None:
+        """Until the prompt that was written last has gone down to a tier as well."""
+        eventually(lambda: self.stats(node).tiers[tier].bytes_written - before >= BLOCKS * tiny_block_bytes, 30)
+
+    def written(self, node: int, tier: int) -> int:
+        return self.stats(node).tiers[tier].bytes_written
+
+
+tiny_block_bytes = 128 << 10
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model_dir: Path = build_tiny_model(tmp_path_factory.mktemp("models"))
+    folder = str(tmp_path_factory.mktemp("ssd"))
+    with a_redis() as redis:
+        ssd = {
+            "kind": "ssd",
+            "directories": [folder],
+            "capacity_bytes": 256 << 20,
+            "segment_bytes": 16 << 20,
+            "keep": "all",
+        }
+        shared = {"kind": "redis", "url": redis.url, "keep": "all"}
+        with (
+            a_node(store_id="first", capacity_bytes=128 << 20, tiers=[ssd, shared]) as first,
+            a_node(store_id="second", capacity_bytes=128 << 20, tiers=[shared]) as second,
+        ):
+            workers = [
+                structs.replace(vllm_worker(model_dir, store=node.address, kv_paths=(KvPath.STORE,)), vllm=SMALL_CACHE)
+                for node in (first, second)
+            ]
+            namespace = tiny_namespace(model_dir)
+            with (
+                StoreClient.connect(first.address, namespace) as one,
+                StoreClient.connect(second.address, namespace) as two,
+                hosted(*workers) as engines,
+            ):
+                yield Cluster(engines, (first, second), (one, two))
+
+
+def test_a_prompt_is_served_from_memory_then_from_the_disk_after_a_crash_then_by_another_node_from_redis(cluster):
+    prompt = fresh_prompt(TOKENS)
+    before = cluster.written(0, 0), cluster.written(0, 1)
+    tokens, stored = cluster.ask(0, prompt)
+    assert stored == 0
+    cluster.until_kept(0, 0, before[0])
+    cluster.until_kept(0, 1, before[1])
+
+    cluster.push_out(0)
+    assert cluster.ask(0, prompt) == (tokens, BLOCKS)
+    assert cluster.stats(0).tiers[0].hits == 0, "they were in memory"
+
+    cluster.push_out(0)
+    cluster.nodes[0].kill()
+    cluster.nodes[0].start()
+    assert cluster.ask(0, prompt) == (tokens, BLOCKS)
+    ssd, redis = cluster.stats(0).tiers
+    assert ssd.hits >= BLOCKS
+    assert redis.hits == 0
+
+    assert cluster.ask(1, prompt) == (tokens, BLOCKS)
+    assert cluster.stats(1).tiers[0].hits >= BLOCKS
+
+
+def test_a_prompt_that_no_tier_has_is_computed_without_a_wait(cluster):
+    before = cluster.stats(0).tiers[0].hits
+    _, stored = cluster.ask(0, fresh_prompt(TOKENS))
+    assert stored == 0
+    assert cluster.stats(0).tiers[0].hits == before

@@ -1,0 +1,88 @@
+"""What the torture test's verdict rests on."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from loadtests.kvstore.nodes import merged
+from loadtests.kvstore.torture import leaks, watchdog
+from loadtests.kvstore.torture.client import namespaces
+from loadtests.kvstore.torture.content import Content, chain
+
+
+def a_content(block_bytes: int = 4096) -> Content:
+    return Content(namespaces([block_bytes])[0])
+
+
+@pytest.mark.parametrize("at", [0, 7, 8, 4095])
+def test_a_single_flipped_bit_is_a_wrong_byte(at):
+    (name,) = chain(1, 0, 1)
+    found = a_content().of(name)
+    found[at] ^= 4
+
+    assert a_content().wrong_bytes(name, found) == 1
+
+
+def test_right_bytes_are_right():
+    for name in chain(1, 2, 3):
+        assert a_content().wrong_bytes(name, a_content().of(name)) == 0
+
+
+def test_another_blocks_bytes_are_wrong_in_every_part_of_a_block():
+    first, second = chain(1, 0, 2)
+    torn = a_content().of(first)
+    torn[-16:] = a_content().of(second)[-16:]
+
+    assert a_content().wrong_bytes(first, torn) > 8
+
+
+def test_the_same_name_holds_other_bytes_in_another_namespace():
+    (name,) = chain(1, 0, 1)
+    here, there = (Content(each) for each in namespaces([4096, 4096]))
+
+    assert there.wrong_bytes(name, here.of(name)) > 4000
+
+
+def test_bytes_moved_within_a_block_are_wrong():
+    (name,) = chain(1, 0, 1)
+    found = np.roll(a_content().of(name), 64)
+
+    assert a_content().wrong_bytes(name, found) > 0
+
+
+def test_a_longer_chain_begins_as_a_shorter_one():
+    assert chain(1, 5, 9)[:4] == chain(1, 5, 4)
+    assert chain(1, 5, 4) != chain(2, 5, 4)
+
+
+def test_a_call_that_is_late_is_told_once(monkeypatch):
+    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.0)
+    told = threading.Semaphore(0)
+    calls = []
+
+    def late(name: str, seconds: float) -> None:
+        calls.append(name)
+        told.release()
+
+    watching = watchdog.Watchdog(late)
+    with watching.call("quick", 60):
+        pass
+    with watching.call("slow", 0.02):
+        assert told.acquire(timeout=10)
+        assert not told.acquire(timeout=0.1)
+
+    assert calls == ["slow"]
+
+
+def test_what_a_folder_occupies_is_counted_below_it_too(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "a").write_bytes(b"x" * 10_000)
+    (tmp_path / "b").write_bytes(b"x" * 10_000)
+
+    assert 20_000 <= leaks.occupied_bytes(tmp_path) <= 40_000
+
+
+def test_settings_are_laid_over_each_other_section_by_section():
+    assert merged({"a": 1, "s": {"x": 1, "y": 2}}, {"s": {"y": 3}, "b": 4}) == {"a": 1, "s": {"x": 1, "y": 3}, "b": 4}

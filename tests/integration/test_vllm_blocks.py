@@ -144,9 +144,9 @@ def written(mover) -> list[list[bytes]]:
     """The names of every write, as the mover asks for them."""
     writes, write = [], mover._client.write
 
-    def spy(names, sources):
+    def spy(names, sources, **fields):
         writes.append(list(names))
-        return write(names, sources)
+        return write(names, sources, **fields)
 
     mover._client.write = spy
     return writes

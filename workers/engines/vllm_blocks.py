@@ -83,7 +83,7 @@ class HostBlocks:
         return client.read(load.match, range(load.first, load.first + len(destinations)), destinations)
 
     def save(self, client: StoreClient, save: Save) -> None:
-        client.write(save.names, lambda index: self._pieces(save.block_ids[index]))
+        client.write(save.names, lambda index: self._pieces(save.block_ids[index]), tenant=save.tenant)
 
     def copy_out(self, block_id: int, into: Bytes) -> None:
         for index, layer in enumerate(self._layers):
@@ -139,7 +139,7 @@ class DeviceBlocks:
             self.copy_out(save.block_ids[index], row)
             return row
 
-        client.write(save.names, source)
+        client.write(save.names, source, tenant=save.tenant)
 
     def copy_out(self, block_id: int, into: Bytes) -> None:
         """Copy one block to host memory; waits for the step that may still be writing it."""
@@ -161,13 +161,14 @@ class Staged(Struct, frozen=True):
     request_id: str
     names: list[ChainHash]
     slots: list[int]
+    tenant: bytes = b""
 
 
 def by_request(gathered: Sequence[Staged]) -> list[Staged]:
     """As one item a request: what a chain was staged in, step by step, becomes one write."""
     merged: dict[str, Staged] = {}
     for staged in gathered:
-        whole = merged.setdefault(staged.request_id, Staged(staged.request_id, [], []))
+        whole = merged.setdefault(staged.request_id, Staged(staged.request_id, [], [], staged.tenant))
         whole.names.extend(staged.names)
         whole.slots.extend(staged.slots)
     return list(merged.values())
@@ -264,7 +265,7 @@ class BlockMover:
             self._blocks.copy_out(block_id, self._staging[slot])
             slots.append(slot)
         if slots:
-            self._staged.put(Staged(save.request_id, save.names[: len(slots)], slots))
+            self._staged.put(Staged(save.request_id, save.names[: len(slots)], slots, save.tenant))
         if (full := len(slots) < len(save.block_ids)) and not self._full:
             log.warning("the KV store is slower than the engine; blocks are not kept")
         self._full = full
@@ -289,7 +290,7 @@ class BlockMover:
 
     def _write(self, staged: Staged) -> None:
         try:
-            self._client.write(staged.names, [self._staging[slot] for slot in staged.slots])
+            self._client.write(staged.names, [self._staging[slot] for slot in staged.slots], tenant=staged.tenant)
         except Exception:  # supervisor: a block that is not kept is a later miss
             log.exception("blocks could not be written to the KV store")
         for slot in staged.slots:

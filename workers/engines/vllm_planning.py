@@ -88,6 +88,7 @@ class Save(Struct, frozen=True):
     request_id: str
     names: list[ChainHash]
     block_ids: list[int]
+    tenant: bytes = b""  # salt of the chain: whose quota they count against
 
 
 class StoreWork(Struct):
@@ -311,10 +312,10 @@ class StorePlanner:
         fresh = [index for index in range(tracked.offered, full) if names[index] not in self._offered]
         tracked.offered = full
         if tracked.hands_off:  # the whole chain: the store skips what it holds, and keeps its start the longer
-            work.urgent.append(Save(request_id, names, list(block_ids[:full])))
+            work.urgent.append(Save(request_id, names, list(block_ids[:full]), tracked.salt))
         elif fresh:
             first = fresh[0]
-            work.deferred.append(Save(request_id, names[first:], list(block_ids[first:full])))
+            work.deferred.append(Save(request_id, names[first:], list(block_ids[first:full]), tracked.salt))
         for index in fresh:
             self._offered[names[index]] = None
         while len(self._offered) > self._remember:

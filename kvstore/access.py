@@ -10,7 +10,6 @@ Rules:
    certificates on both ends TLS has done that. Health checks are exempt: they tell nothing but that the node lives.
 """
 
-import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,12 @@ import grpc
 from msgspec import Struct
 
 from kvstore.call_proofs import Calendar, ProofAsker, ProvenAioCalls, ProvenCalls, ProvenStreams
+from kvstore.credentials import Credentials, is_local
 from kvstore.errors import BadCredentials, StoreNotStarted
 from kvstore.monotonic import unix_seconds
 from kvstore.transports.authentication import SECRET_BYTES, Key, Purpose
 
 Options = Sequence[tuple[str, Any]]
-
-
-class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which files prove who one is: the same on a node and on its clients, but for the certificate."""
-
-    secret_file: str = ""
-    """File whose content, without white space around it, is the deployment's secret; 16 bytes or more. ``openssl rand -hex 32``
-    makes one. Empty: none."""
-
-    certificate: str = ""
-    """PEM file of this end's certificate, and of those between it and the authority. Empty: no TLS on a node; on a
-    client, no certificate to show."""
-
-    key: str = ""
-    """PEM file of the certificate's private key."""
-
-    authority: str = ""
-    """PEM file of the certificates that the other end's must be signed by. On a node: clients must show one."""
-
-    insecure: bool = False
-    """Listen beyond loopback although anybody there can read and write everything. For closed networks."""
-
-    def __post_init__(self) -> None:
-        if bool(self.certificate) != bool(self.key):
-            raise ValueError("credentials.key: certificate and key go together")
 
 
 class Access(Struct, frozen=True, kw_only=True):
@@ -59,6 +34,9 @@ class Access(Struct, frozen=True, kw_only=True):
     key: bytes = b""
     authority: bytes = b""
     insecure: bool = False
+
+    def __repr__(self) -> str:
+        return "Access(…)"  # secrets are not for logs
 
     @property
     def data_key(self) -> Key | None:
@@ -158,17 +136,6 @@ def load(credentials: Credentials) -> Access:
         authority=_read("authority", credentials.authority),
         insecure=credentials.insecure,
     )
-
-
-def is_local(address: str) -> bool:
-    """Whether nobody on another host can connect to it."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _read(field: str, path: str) -> bytes:

@@ -182,6 +182,13 @@ class Transport(Protocol):
         """
         ...
 
+    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+        """As `put`, but of slots that have no checksum yet: the answer tells those of the blocks that were moved.
+
+        Where this process copies the bytes itself, they cost nothing.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

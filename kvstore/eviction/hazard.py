@@ -27,13 +27,13 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policy import K
 from kvstore.eviction.reuse_times import USES, Cohort, ReuseTimes
 
-RHYTHMS = tuple(Nanos(each * SECOND) for each in (15, 60, 180))
+RHYTHMS = (Nanos(30 * SECOND),)
 """Where classes by rhythm begin; what is shorter, or has no second use, is in the first."""
 
 SAME_USE = Nanos(2 * SECOND)
 LEARN_AFTER = 512  # uses of blocks, at the start
-LEARN_SHARE = 1 / 64  # of all uses so far; later
-LEARN_PAUSE = Nanos(1 * SECOND)
+LEARN_SHARE = 1 / 512  # of all uses so far; later
+PAUSE = Nanos(1 * SECOND)  # between two looks at ages
 REMEMBERED = 32_768
 """Blocks that may be remembered in any case; when more are held, as many as are held."""
 
@@ -79,9 +79,12 @@ class HazardEviction(Generic[K]):
         self._size = 0
         self._now = Nanos(0)
         self._uses = 0  # of blocks
-        self._learnt_at_uses, self._learnt_at = 0, Nanos(0)
+        self._learnt_at_uses = 0
+        self._ranked_at = Nanos(0)
         self._victim: _Run[K] | None = None
-        self._ranking: list[tuple[float, Row, bool]] = []  # a heap of each row's ends, with values that may be out of date
+        self._ranking: list[
+            tuple[float, Row, bool]
+        ] = []  # a heap of each row's ends, with values that may be out of date
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
         if now != self._now or size_bytes != self._size:
@@ -161,12 +164,13 @@ class HazardEviction(Generic[K]):
     def _learn(self, blocks: int) -> None:
         """Bring values up to date, often at the start and seldom when much is known already."""
         self._uses += blocks
-        if self._now < self._learnt_at + LEARN_PAUSE or self._uses < self._learnt_at_uses + LEARN_AFTER:
+        if self._now < self._ranked_at + PAUSE:
             return
-        if self._uses * (1 - LEARN_SHARE) < self._learnt_at_uses:
-            return
-        self._learnt_at_uses, self._learnt_at = self._uses, self._now
-        self._times.learn(self._now)
+        fresh = self._uses - self._learnt_at_uses
+        if fresh >= LEARN_AFTER and fresh >= self._uses * LEARN_SHARE:
+            self._learnt_at_uses = self._uses
+            self._times.learn(self._now)
+        self._ranked_at = self._now
         self._ranking = [self._candidate(row, newest=newest) for row in self._rows for newest in (False, True)]
         heapq.heapify(self._ranking)
 
@@ -238,9 +242,10 @@ class HazardEviction(Generic[K]):
             _, row, newest = heapq.heappop(ranking)
             if row not in self._rows:
                 continue
-            candidate = self._candidate(row, newest=newest)  # the one that was there may have gone
+            candidate = self._candidate(row, newest=newest)  # another than when this was noted, perhaps
+            least = not ranking or candidate[0] <= ranking[0][0]
             heapq.heappush(ranking, candidate)
-            if ranking[0] is candidate:
+            if least:
                 run = self._end(row, newest=newest)
                 while run.following is not None and run.following.live:
                     run = run.following

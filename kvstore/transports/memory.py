@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from kvstore.buffers import Block, MutableBlock, crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.machine import BlockMachine
-from kvstore.messages import Outcome, Slot
+from kvstore.messages import Fetched, Outcome, Slot
 from kvstore.ports import Tier
+from kvstore.transports.summing import summed_before
 
 
 class InProcessTransport:
@@ -28,6 +29,9 @@ class InProcessTransport:
 
     def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:  # noqa: ARG002 - nothing here waits
         return [self._put(slot, block) for slot, block in zip(slots, blocks, strict=True)]
+
+    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+        return summed_before(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
         pass

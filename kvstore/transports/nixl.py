@@ -31,8 +31,9 @@ from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import Outcome, Slot
+from kvstore.messages import Fetched, Outcome, Slot
 from kvstore.transports.nixl_agent import Agent, AgentFailed, Way, joined, spans
+from kvstore.transports.summing import summed_before
 
 CHUNK_BYTES = 8 << 20
 """Of one transfer: checksums of one are taken while the next is on its way."""
@@ -104,6 +105,9 @@ class NixlTransport:
     def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
         return self._exchange(_put, slots, [self._pieces(block) for block in blocks], deadline)
 
+    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+        return summed_before(self.put, slots, blocks, deadline)
+
     def close(self) -> None:
         """Waits for the call in progress, which has a deadline."""
         self._closed = True
@@ -155,7 +159,7 @@ class NixlTransport:
         try:
             offer = self._renew(deadline)
             link = None if offer is None else _Link(offer, self._make_agent, self._clock, deadline)
-        except (AgentFailed, StoreError):
+        except (AgentFailed, StoreError, ValueError):  # the last of a control plane that was closed meanwhile
             link = None
         with self._turn:
             self._opening = False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from kvstore.buffers import Block, MutableBlock, gather_summing, pieces, scatter_summing, size_of
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
-from kvstore.messages import Outcome, Slot
+from kvstore.messages import GONE, Fetched, Outcome, Slot
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier
 
 MAGIC = b"FKVM"
@@ -52,11 +52,18 @@ class SharedMemoryTransport:
         return outcomes
 
     def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
-        outcomes = []
+        put = zip(slots, self.put_summing(slots, blocks, deadline), strict=True)
+        return [
+            Outcome.CORRUPT if each.outcome is Outcome.MOVED and each.crc32c != slot.crc32c else each.outcome
+            for slot, each in put
+        ]
+
+    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+        answers = []
         for slot, block in zip(slots, blocks, strict=True):
             late = self._clock.now() >= deadline
-            outcomes.append(Outcome.GONE if late else self._put(slot, block))
-        return outcomes
+            answers.append(GONE if late else self._put(slot, block))
+        return answers
 
     def close(self) -> None:
         """Nothing to do: the mapping goes with its last user, which may be a thread that still copies."""
@@ -70,15 +77,13 @@ class SharedMemoryTransport:
             return Outcome.MOVED
         return Outcome.CORRUPT if self._mapping.holds(slot) else Outcome.GONE
 
-    def _put(self, slot: Slot, block: Block) -> Outcome:
+    def _put(self, slot: Slot, block: Block) -> Fetched:
         parts = pieces(block)
         assert size_of(parts) == self._block_bytes, (size_of(parts), self._block_bytes)
         if not self._mapping.holds(slot):
-            return Outcome.GONE
+            return GONE
         checksum = gather_summing(parts, self._mapping.block(slot.offset, self._block_bytes))
-        if not self._mapping.holds(slot):
-            return Outcome.GONE
-        return Outcome.MOVED if checksum == slot.crc32c else Outcome.CORRUPT
+        return Fetched(Outcome.MOVED, checksum) if self._mapping.holds(slot) else GONE
 
 
 def _fetch(path: str, digest: bytes, timeout_seconds: float) -> Mapping:

@@ -15,7 +15,7 @@ from kvstore.breaker import Breaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
-from kvstore.messages import Outcome, Slot
+from kvstore.messages import Fetched, Outcome, Slot
 from kvstore.transports.authentication import Key, Side, nonce
 from kvstore.transports.frames import (
     CHALLENGE,
@@ -30,6 +30,7 @@ from kvstore.transports.frames import (
     Status,
 )
 from kvstore.transports.runs import Run
+from kvstore.transports.summing import summed_before
 
 CONNECTIONS = 4
 """Of one client: as many threads move bytes at a time, and further ones wait for their turn."""
@@ -82,6 +83,9 @@ class TcpTransport:
 
     def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
         return self._exchange(Operation.PUT, slots, [self._pieces(block) for block in blocks], deadline)
+
+    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+        return summed_before(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
         """Calls in other threads end with misses."""

@@ -47,7 +47,7 @@ GROUPS: dict[str, Group] = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines here as well")
-    parser.add_argument("--quick", action="store_true", help="a minute or two instead of ten; figures not to be quoted")
+    parser.add_argument("--quick", action="store_true", help="a few minutes; figures not to be quoted")
     parser.add_argument("--rounds", type=int, metavar="N", help="at least 3; 5 by default, 3 with --quick")
     parser.add_argument(
         "--only", action="append", metavar="WORD", help="groups or lines whose name has this in it; repeatable"
@@ -88,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"versions: {', '.join(f'{name} {version}' for name, version in (machine['versions'] | peers.versions).items())}"
     )
     print(f"{plan.rounds} rounds, interleaved; medians{'; --quick: not to be quoted' if arguments.quick else ''}")
+    if machine["load"] > machine["cores"]:
+        print(f"others use this machine (load {machine['load']}): not even the ratios are to be trusted")
     print(table(results))
     return 0
 

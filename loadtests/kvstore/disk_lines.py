@@ -19,9 +19,8 @@ from kvstore.tiers.ssd.tier import SsdTier
 from loadtests.kvstore.contest import Absent, Better, Contestant, Line
 from loadtests.kvstore.memory_lines import chains, content, label, named, speed, untouched
 from loadtests.kvstore.peers.roster import GIGABYTE, Peers
-from loadtests.kvstore.plan import KIB, MIB, Plan
+from loadtests.kvstore.plan import Plan
 
-BLOCK_SIZES = (256 * KIB, MIB, 4 * MIB)
 CALL_SECONDS = 120.0
 SEGMENTS = 16  # that the rounds of one block size fill; a multiple of what one round writes, so that old ones go whole
 CLOCK = MonotonicClock()
@@ -33,7 +32,7 @@ def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
     """Writes and reads; their files are gone when the context is closed."""
     with ExitStack() as held:
         found = []
-        for block_bytes in BLOCK_SIZES:
+        for block_bytes in plan.disk_sizes:
             ends = _Ends(plan, block_bytes)
             held.callback(ends.close)
             loops: dict[str, Contestant] = {"write": ends.loop_write, "read": ends.loop_read}

@@ -13,6 +13,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     block_sizes: tuple[int, ...] = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
     moved_bytes: int = 128 * MIB  # a round, to and from memory
     disk_bytes: int = 512 * MIB  # a round
+    disk_sizes: tuple[int, ...] = (256 * KIB, MIB, 4 * MIB)  # of blocks there
     crossing_bytes: int = 256 * MIB  # from process to process
     keys: int = 1_000_000  # whose memory is measured
     disk_threads: int = 4
@@ -24,9 +25,11 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def quick(folder: Path, traces: Path | None) -> Plan:
-    """A minute instead of ten, for seeing that everything runs; too short for figures to quote."""
+    """A few minutes instead of half an hour, for seeing that everything runs; too short for figures to quote."""
     return Plan(
         rounds=3,
+        block_sizes=(64 * KIB, MIB),
+        disk_sizes=(MIB,),
         moved_bytes=32 * MIB,
         disk_bytes=64 * MIB,
         crossing_bytes=64 * MIB,

@@ -18,7 +18,7 @@ import pytest
 from kvstore.buffers import crc32c, pieces
 from kvstore.clock import Nanos, nanos
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
-from kvstore.messages import Claim, Outcome, Slot
+from kvstore.messages import GONE, Claim, Fetched, Outcome, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.sockets import listen
 from kvstore.tiers.shared_memory import SharedMemoryTier
@@ -250,6 +250,20 @@ def test_blocks_are_gathered_from_pieces_and_scattered_to_pieces(node, transport
 
     assert outcomes == [Outcome.MOVED]
     assert bytes(pieces_back[0]) + bytes(pieces_back[1]) == bytes(block)
+
+
+def test_checksums_that_nobody_has_taken_are_taken_on_the_way(node, transport):
+    blocks = [a_block(1), [a_block(2)[:100], a_block(2)[100:]], a_block(3)]
+    reservation_id, slots = node.reserve(a_chain(3))
+    wrong = Slot(slots[1].offset, slots[1].generation + 1000)
+
+    answers = transport.put_summing([slots[0], wrong, slots[2]], blocks, soon())
+
+    sums = [crc32c(pieces(block)) for block in blocks]
+    assert answers == [Fetched(Outcome.MOVED, sums[0]), GONE, Fetched(Outcome.MOVED, sums[2])]
+    slots = summed(slots, blocks)
+    node.publish(reservation_id, slots)
+    assert transport.get([slots[0], slots[2]], empty(2), soon()) == [Outcome.MOVED] * 2
 
 
 def test_a_slot_of_another_generation_is_a_miss(node, transport):

@@ -1,5 +1,6 @@
 """The benchmark's machinery: peers in processes of their own, and the command."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fleet.cli import kv_bench
+from fleet.errors import ConfigurationRefused
 from loadtests.kvstore.contest import Absent
 from loadtests.kvstore.nodes import ROOT
 from loadtests.kvstore.peers import processes
@@ -118,3 +121,19 @@ def test_the_command_writes_a_list_of_lines(tmp_path):
         assert line["fleet"] > 0
         assert line["rounds"] == 3
     assert "machine: " in done.stdout
+
+
+def test_the_command_of_fleet_takes_the_same_options():
+    parser = argparse.ArgumentParser()
+    kv_bench.configure(parser)
+
+    arguments = parser.parse_args(["--quick", "--json", "FILE", "--no-peers"])
+
+    assert (arguments.quick, arguments.json, arguments.peers) == (True, Path("FILE"), False)
+
+
+def test_the_command_says_that_it_needs_a_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr(kv_bench, "CHECKOUT", tmp_path)
+
+    with pytest.raises(ConfigurationRefused, match="call it from a checkout"):
+        kv_bench.configure(argparse.ArgumentParser())

@@ -304,13 +304,17 @@ def test_a_file_cut_short_under_an_open_tier_gives_what_is_left(tmp_path):
     tier.close()
 
 
-def test_a_segment_written_over_by_somebody_else_is_no_block(tmp_path):
+def test_a_segment_written_over_by_somebody_else_is_no_block(tmp_path, caplog):
     keys = keys_of(19)
     tier = a_tier(tmp_path)
     put(tier, keys)
     overwrite(segments(tmp_path)[0], 0, random.Random(1).randbytes(SEGMENT_BYTES))
 
-    assert get(tier, keys) == [CORRUPT] * 19
+    assert get(tier, keys[:9]) == [CORRUPT] * 9
+    assert get(tier, keys[9:]) == [CORRUPT] * 10
+    assert tier.status().corrupt == 19
+    lines = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.file for line in lines] == ["segment-000000"], "one line for each file"
     tier.close()
 
 
@@ -386,14 +390,21 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path):
     a_tier(tmp_path / "good").close()  # the first one was let go
 
 
-def test_more_files_than_the_process_may_open_are_refused_at_once(tmp_path):
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limit[1]))
+def test_more_files_than_the_process_may_open_are_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2048))
+
+    with pytest.raises(StoreNotStarted, match=r"segment_bytes: .* open files, and the limit is 2048"):
+        a_tier(tmp_path, capacity_bytes=1 << 30)
+
+
+def test_a_limit_on_open_files_that_may_be_raised_is_raised(tmp_path):
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
     try:
-        with pytest.raises(StoreNotStarted, match=r"segment_bytes: .* open files"):
-            a_tier(tmp_path, capacity_bytes=1 << 30)
+        a_tier(tmp_path, capacity_bytes=128 << 20).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= (128 << 20) // SEGMENT_BYTES
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
 # Space
@@ -431,7 +442,7 @@ def test_segments_of_another_size_are_read_and_then_replaced(tmp_path):
     put(tier, keys_of(80))
     tier.close()
 
-    again = a_tier(tmp_path, segment_bytes=2 * SEGMENT_BYTES)
+    again = a_tier(tmp_path, segment_bytes=2 * SEGMENT_BYTES, score=oldest)
 
     assert get(again, keys_of(80)) == [MOVED] * 80
     for number in range(12):

@@ -12,7 +12,7 @@ import pytest
 from kvstore.messages import Outcome
 from tests.ssd_disks import a_tier, get, keys_of, put
 
-ROUNDS = 12
+ROUNDS = 8
 CAPACITY = 8 << 20
 SEGMENT = 512 << 10
 PER_CALL = 10

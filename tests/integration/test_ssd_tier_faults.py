@@ -388,7 +388,7 @@ def test_a_device_smaller_than_the_cap_is_used_as_far_as_it_goes(small_disk, cap
 
     assert get(tier, keys_of(PER_SEGMENT, "n19")) == [MOVED] * PER_SEGMENT
     assert tier.status().blocks >= 4 * PER_SEGMENT
-    assert sum("no space on the device" in line for line in warnings(caplog)) == 1
+    assert sum("no further segment can be made" in line for line in warnings(caplog)) == 1
     tier.check()
     tier.close()
 

@@ -1,5 +1,6 @@
 """How blocks come from disk: records that lie side by side are read at once, several such runs at a time."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,6 +16,8 @@ from kvstore.tiers.ssd.reading import Answer, Finding, Wanted, read
 from kvstore.tiers.ssd.segment import record_pages
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.volume import Volume
+
+log = logging.getLogger(__name__)
 
 
 class Getting:
@@ -109,8 +112,22 @@ class Getting:
                     place.segment.hit(place.ordinal, self._clock.now())
             case Finding.DISCARDED:
                 self._held.drop(place)
-            case Finding.BAD | Finding.OTHER_CODEC:
+            case Finding.BAD:
+                self._report(place)
                 self._condemn(place)
+            case Finding.OTHER_CODEC:
+                self._condemn(place)
+
+    def _report(self, place: Place) -> None:
+        """One line for each file; the counter tells how many blocks it were."""
+        segment = place.segment
+        with self._held.lock:
+            is_first, segment.is_damaged = not segment.is_damaged, True
+        if is_first:
+            log.warning(
+                "SSD tier: blocks fail their checksum or cannot be decoded; they are misses",
+                extra={"folder": segment.folder, "file": segment.name, "offset": place.page * PAGE_BYTES},
+            )
 
     def _condemn(self, place: Place) -> None:
         """Drop a block, and see to it that no footer brings it back. The caller has pinned the segment."""

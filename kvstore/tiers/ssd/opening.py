@@ -32,7 +32,7 @@ def open_volumes(
         StoreNotStarted: A setting cannot be obeyed here; the message begins with its name. Nothing is left open.
     """
     began = clock.now()
-    _check_descriptors(settings)
+    _allow_descriptors(settings)
     with ExitStack() as stack:
         volumes = []
         for number, folder in enumerate(settings.directories):
@@ -55,14 +55,18 @@ def open_volumes(
     return volumes
 
 
-def _check_descriptors(settings: SsdSettings) -> None:
+def _allow_descriptors(settings: SsdSettings) -> None:
+    """Let this process open as many files as the segments are, where the system's administrator has nothing against it."""
     files = len(settings.directories) * (settings.share_bytes // footprint(settings.segment_bytes)) + SPARE_FILES
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and files > limit:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files <= limit or limit == resource.RLIM_INFINITY:
+        return
+    if files > most != resource.RLIM_INFINITY:
         raise StoreNotStarted(
-            f"segment_bytes: {settings.segment_bytes} makes {files} open files, and the limit is {limit}; "
-            "use larger segments, or raise the limit (ulimit -n)"
+            f"segment_bytes: {settings.segment_bytes} makes {files} open files, and the limit is {most}; "
+            "use larger segments, or raise the limit (ulimit -Hn)"
         )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
 def _take(disks: Disks, field: str, folder: str) -> Disk:

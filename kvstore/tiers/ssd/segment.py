@@ -32,7 +32,7 @@ class Segment:
     """One file and the blocks in it. Blocks have ordinals, in the order in which they became readable."""
 
     __slots__ = (
-        "file", "folder", "hits", "keys", "lengths", "live", "live_pages", "name", "next_page", "nonce", "pages", "promised",
+        "file", "folder", "hits", "is_damaged", "keys", "lengths", "live", "live_pages", "name", "next_page", "nonce", "pages", "promised",
         "readers", "record_hits", "sequence", "size_bytes", "slot", "state", "used_at", "writers",
     )  # fmt: skip
 
@@ -65,6 +65,7 @@ class Segment:
         self.live_pages = 0
         self.hits = 0
         self.used_at = now
+        self.is_damaged = False  # a block in it was found bad
 
     def restore(self, keys: list[Key], pages: "array[int]", lengths: "array[int]", next_page: int) -> None:
         """What the file was found to hold, in a life begun."""

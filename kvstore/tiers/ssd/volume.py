@@ -76,9 +76,7 @@ class Volume:
         self.breaker = Breaker()  # of writing
         self.reading = Trouble("reading fails; blocks are misses", disk.folder)
         self.writing = Trouble("writing fails; blocks are not kept", disk.folder)
-        self._growing = Trouble(
-            "no space on the device for another segment; going on with those there are", disk.folder
-        )
+        self._growing = Trouble("no further segment can be made; going on with those there are", disk.folder)
         self._settings = settings
         self._held = held
         self._clock = clock

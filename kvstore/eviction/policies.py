@@ -1,0 +1,29 @@
+"""The eviction policies by name, for settings and for the command line."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvstore.eviction.hazard import HazardEviction
+from kvstore.eviction.lru import LruEviction
+from kvstore.eviction.policy import Policy
+from kvstore.eviction.s3fifo import S3FifoEviction
+from kvstore.eviction.slru import SlruEviction
+
+POLICIES: Mapping[str, Callable[[], Policy[Any]]] = {  # Any: keys of whatever kind the caller has
+    "lru": LruEviction,
+    "s3fifo": S3FifoEviction,
+    "slru": SlruEviction,
+    "hazard": HazardEviction,
+}
+
+
+def policy(name: str) -> Policy[Any]:
+    """A new policy of that name.
+
+    Raises:
+        ValueError: There is none; the message lists those that there are.
+    """
+    make = POLICIES.get(name)
+    if make is None:
+        raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")
+    return make()

@@ -1,0 +1,25 @@
+"""Putting blocks whose checksums nobody has taken yet, by ways that need them beforehand."""
+
+from collections.abc import Callable, Sequence
+
+from kvstore.buffers import Block, crc32c, pieces
+from kvstore.clock import Nanos
+from kvstore.messages import GONE, Fetched, Outcome, Slot
+
+Put = Callable[[Sequence[Slot], Sequence[Block], Nanos], list[Outcome]]
+
+
+def summed_before(put: Put, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+    """`Transport.put_summing`, out of `Transport.put`."""
+    summed = [
+        Slot(slot.offset, slot.generation, crc32c(pieces(block))) for slot, block in zip(slots, blocks, strict=True)
+    ]
+    outcomes = put(summed, blocks, deadline)
+    return [told(outcome, slot.crc32c) for outcome, slot in zip(outcomes, summed, strict=True)]
+
+
+def told(outcome: Outcome, checksum: int) -> Fetched:
+    """What came of one block, with its checksum if it was moved."""
+    if outcome is Outcome.MOVED:
+        return Fetched(outcome, checksum)
+    return GONE if outcome is Outcome.GONE else Fetched(outcome)

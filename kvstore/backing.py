@@ -1,10 +1,12 @@
 """The tiers below a node's memory, made from its settings: the one place that knows them all."""
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from kvstore.admission import ReuseAdmission, WriteBudget
 from kvstore.client import StoreClient
-from kvstore.clock import Clock
+from kvstore.clock import Clock, Nanos
 from kvstore.codecs.registry import Codecs
 from kvstore.hierarchy import Admission, Everything, TierRule
 from kvstore.layout import Namespace
@@ -16,6 +18,21 @@ from kvstore.tiers.s3 import S3Settings, S3Tier
 from kvstore.tiers.settings import Keep, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
+
+HOURS = 24  # of a day: what may be saved up is an hour's share
+LEAST_BURST_BYTES = 1 << 30
+
+
+class _SharedBudget(WriteBudget):
+    """One that the event loop and a tier's threads draw on."""
+
+    def __init__(self, bytes_per_day: int, burst_bytes: int, *, now: Nanos):
+        super().__init__(bytes_per_day, burst_bytes, now=now)
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int, now: Nanos) -> bool:
+        with self._lock:
+            return super().take(size_bytes, now)
 
 
 class Backing:
@@ -43,11 +60,11 @@ class Backing:
         """
         tiers, rules, all_codecs = [], [], []
         for each in settings:
-            codecs = Codecs(each.codec)
-            tier = _open(each, codecs.of, namespaces, clock)
+            codecs, budget = Codecs(each.codec), _budget(each, clock)
+            tier = _open(each, codecs.of, namespaces, budget, clock)
             held.callback(tier.close)
             tiers.append(tier)
-            rules.append(TierRule(name=tier.name, admission=_admission(each)))
+            rules.append(TierRule(name=tier.name, admission=_admission(each, budget)))
             all_codecs.append(codecs)
         return cls(tiers, rules, all_codecs)
 
@@ -62,11 +79,15 @@ class Backing:
 
 
 def _open(
-    settings: AnyTier, codecs: Callable[[bytes], Codec], namespaces: Callable[[bytes], Namespace], clock: Clock
+    settings: AnyTier,
+    codecs: Callable[[bytes], Codec],
+    namespaces: Callable[[bytes], Namespace],
+    budget: WriteBudget | None,
+    clock: Clock,
 ) -> BackingTier:
     match settings:
         case SsdSettings():
-            return SsdTier.open(settings, codecs=codecs, clock=clock)
+            return SsdTier.open(settings, codecs=codecs, clock=clock, admit_rewrite=_rewriting(budget, clock))
         case PeerSettings():
 
             def connect(address: str, namespace: Namespace, timeout_seconds: float) -> StoreClient:
@@ -79,11 +100,21 @@ def _open(
             return S3Tier.open(settings, codecs=codecs, clock=clock)
 
 
-def _admission(settings: TierSettings) -> Admission | None:
-    if isinstance(settings, PeerSettings) and not settings.push:
+def _admission(settings: TierSettings, budget: WriteBudget | None) -> Admission | None:
+    if settings.keep is Keep.NONE or (isinstance(settings, PeerSettings) and not settings.push):
         return None
-    match settings.keep:
-        case Keep.NONE:
-            return None
-        case Keep.ALL | Keep.REUSED:
-            return Everything()
+    if settings.keep is Keep.REUSED:
+        return ReuseAdmission(budget=budget)
+    return Everything() if budget is None else ReuseAdmission(predict=lambda _: 1.0, budget=budget)
+
+
+def _budget(settings: TierSettings, clock: Clock) -> WriteBudget | None:
+    daily = settings.daily_write_bytes
+    if not daily:
+        return None
+    return _SharedBudget(daily, min(daily, max(daily // HOURS, LEAST_BURST_BYTES)), now=clock.now())
+
+
+def _rewriting(budget: WriteBudget | None, clock: Clock) -> Callable[[int], bool]:
+    """Copying blocks out of a segment that goes costs writes as well."""
+    return lambda num_bytes: budget is None or budget.take(num_bytes, clock.now())

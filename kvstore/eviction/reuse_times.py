@@ -156,7 +156,7 @@ def _prospects(hazards: Floats) -> tuple[Floats, Floats]:
     times[..., 1:] = np.cumsum(WIDTHS * (surviving[..., :-1] + surviving[..., 1:]) / 2, axis=-1)
     rise = uses[..., np.newaxis, :] - uses[..., :, np.newaxis]
     span = times[..., np.newaxis, :] - times[..., :, np.newaxis]
-    slopes = np.divide(rise, span, out=np.zeros_like(rise), where=LATER)
+    slopes = np.divide(rise, span, out=np.zeros_like(rise), where=LATER & (span > 0))
     values = slopes.max(axis=-1)
     values[..., -1] = values[..., -2] / 2
     return surviving, values

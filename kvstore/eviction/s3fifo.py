@@ -1,7 +1,6 @@
-"""S3-FIFO: three queues without reordering. After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache
-eviction" (SOSP 2023).
+"""S3-FIFO: three queues that nothing is reordered in.
 
-Rules:
+After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). Rules:
 
 1. A block begins at the end of the small queue, or of the main one if the ghost remembers it. Uses are counted, up to
    `MOST_USES`; they move nothing.

@@ -114,6 +114,23 @@ def test_nothing_is_looked_for_below_without_patience(tmp_path):
             assert in_pool(client, a_chain(6)) == 0
 
 
+def test_a_scan_writes_nothing_and_what_is_used_again_later_is_kept(tmp_path):
+    with a_node(tiers=[an_ssd(tmp_path, keep="reused")]) as node, a_client(node) as client:
+        for of in "abcd":
+            write(client, a_chain(6, of))
+            assert read(client, a_chain(6, of)) == 6, "the request's own use, which says nothing"
+        assert stats_of(client).tiers[0].bytes_written == 0
+        eventually(lambda: read(client, a_chain(6, "a")) and stats_of(client).tiers[0].blocks == 6, 30)
+
+
+def test_no_more_is_written_in_a_day_than_the_budget_says(tmp_path):
+    tier = an_ssd(tmp_path, keep="all", daily_write_bytes=4 * BLOCK_BYTES)
+    with a_node(tiers=[tier, an_ssd(tmp_path / "other", keep="all")]) as node, a_client(node) as client:
+        write(client, a_chain(10))
+        are_kept(client, 10, tier=1)
+        assert stats_of(client).tiers[0].blocks == 4
+
+
 def test_a_miss_everywhere_costs_no_wait(tmp_path):
     with a_node(tiers=[an_ssd(tmp_path)]) as node, a_client(node) as client:
         match = client.match(a_chain(6), lease_seconds=1, patience_seconds=PATIENCE)

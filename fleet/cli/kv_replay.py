@@ -1,0 +1,163 @@
+"""`fleet kv replay`: what hit rate a recorded trace would have had, by policy and capacity.
+
+Rules:
+
+1. Policies are those of the store, and "belady", which knows the future. `ideal` is the hit rate of a cache without end.
+2. Hit rates are shares of prompt tokens. A capacity in percent counts in blocks that the trace ever names.
+3. With several capacities, `sizes` has a row for each, and what stands at the top is the first one's.
+4. Seconds are those of the replay; reading the file comes on top.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fleet.cli.exits import DONE, MISUSED
+
+if TYPE_CHECKING:
+    from fleet.adapters.traces import Trace
+
+BELADY = "belady"
+ADMISSIONS = ("all", "second-sighting")
+TOKEN_BYTES = 131_072  # of KV: Llama-3-8B in bf16
+MOST_BLOCKS = 1 << 40
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", type=Path, help="JSON lines of Mooncake's or of the agentic format, plain or gzip")
+    parser.add_argument("--policy", type=_policy, default="lru", metavar="P", help="a policy, or belady (default: lru)")
+    parser.add_argument(
+        "--capacity-blocks",
+        type=_capacities,
+        required=True,
+        metavar="N[,N...]",
+        help="blocks of 512 tokens that fit; N%% of all that the trace names",
+    )
+    parser.add_argument(
+        "--admission", choices=ADMISSIONS, default="all", help="which blocks may be written (default: all)"
+    )
+    parser.add_argument(
+        "--token-bytes",
+        type=_positive,
+        default=TOKEN_BYTES,
+        metavar="N",
+        help=f"bytes of KV a token, for bytes_written (default: {TOKEN_BYTES})",
+    )
+    parser.add_argument(
+        "--live-sessions", type=_positive, default=64, metavar="N", help="agentic traces: run at a time (default: 64)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
+
+    from fleet.adapters.traces import TraceRefused, read_trace  # noqa: PLC0415
+
+    try:
+        trace = read_trace(arguments.trace, live_sessions=arguments.live_sessions)
+    except TraceRefused as error:
+        print(f"fleet: {error}", file=sys.stderr)
+        return MISUSED
+    answer = _answer(trace, arguments.policy, arguments.capacity_blocks, arguments.admission, arguments.token_bytes)
+    print(msgspec.json.encode(answer).decode() if arguments.json else "\n".join(_table(answer)))
+    return DONE
+
+
+def _answer(
+    trace: "Trace", policy: str, capacities: Sequence[str], admission: str, token_bytes: int
+) -> dict[str, object]:
+    from fleet.adapters.clock import SystemClock  # noqa: PLC0415
+    from fleet.clock import SECOND  # noqa: PLC0415
+    from kvstore.admission import ReuseAdmission  # noqa: PLC0415
+    from kvstore.eviction.policies import policy as policy_named  # noqa: PLC0415
+    from kvstore.replay import distinct_blocks, ideal, optimal, replay  # noqa: PLC0415
+
+    clock = SystemClock()
+    footprint = distinct_blocks(trace.requests)
+    block_bytes = trace.block_tokens * token_bytes
+    rows = []
+    for capacity in capacities:
+        blocks = _blocks(capacity, footprint)
+        begun = clock.now()
+        if policy == BELADY:
+            done = optimal(trace.requests, capacity_blocks=blocks, block_tokens=trace.block_tokens)
+        else:
+            done = replay(
+                trace.requests,
+                policy_named(policy),
+                capacity_blocks=blocks,
+                block_tokens=trace.block_tokens,
+                block_bytes=block_bytes,
+                admission=None if admission == "all" else ReuseAdmission[int](),
+            )
+        rows.append(
+            {
+                "capacity_blocks": blocks,
+                "hit_rate": round(done.hit_rate, 6),
+                "bytes_written": done.blocks_written * block_bytes,
+                "seconds": round((clock.now() - begun) / SECOND, 3),
+            }
+        )
+    return {
+        "requests": len(trace.requests),
+        "hit_rate": rows[0]["hit_rate"],
+        "ideal": round(ideal(trace.requests, block_tokens=trace.block_tokens).hit_rate, 6),
+        "bytes_written": rows[0]["bytes_written"],
+        "seconds": rows[0]["seconds"],
+        "policy": policy,
+        "admission": admission,
+        "format": trace.format,
+        "capacity_blocks": rows[0]["capacity_blocks"],
+        "distinct_blocks": footprint,
+        "sizes": rows,
+    }
+
+
+def _table(answer: dict[str, object]) -> list[str]:
+    sizes = answer["sizes"]
+    assert isinstance(sizes, list)
+    return [
+        f"{answer['requests']} requests, {answer['distinct_blocks']} distinct blocks, ideal hit rate {answer['ideal']:.4f}",
+        f"{'blocks':>12}  {'hit rate':>8}  {'GiB written':>11}  {'seconds':>7}   policy {answer['policy']}",
+        *(
+            f"{row['capacity_blocks']:12}  {row['hit_rate']:8.4f}  {row['bytes_written'] / (1 << 30):11.1f}  {row['seconds']:7.2f}"
+            for row in sizes
+        ),
+    ]
+
+
+def _blocks(capacity: str, footprint: int) -> int:
+    if capacity.endswith("%"):
+        return max(1, int(footprint * float(capacity[:-1]) / 100))
+    return int(capacity)
+
+
+def _policy(name: str) -> str:
+    from kvstore.eviction.policies import POLICIES  # noqa: PLC0415
+
+    known = (*POLICIES, BELADY)
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+    return name
+
+
+def _capacities(text: str) -> list[str]:
+    capacities = text.split(",")
+    for each in capacities:
+        number = each.removesuffix("%")
+        try:
+            valid = 0 < float(number) <= 100 if each.endswith("%") else 1 <= int(number) <= MOST_BLOCKS
+        except ValueError:
+            valid = False
+        if not valid:
+            raise argparse.ArgumentTypeError(f"{each!r} is neither a number of blocks nor a percentage")
+    return capacities
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= MOST_BLOCKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)

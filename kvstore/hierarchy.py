@@ -25,6 +25,7 @@ from msgspec import Struct
 from kvstore.block import ChainHash
 from kvstore.breaker import Breaker
 from kvstore.clock import SECOND, Nanos
+from kvstore.errors import NamespaceUnknown
 from kvstore.messages import NODE, Address, BlockChanges, BlockKey, Fetched, Outcome, Reservation, ReservationId, Slot
 from kvstore.movement import CopyId, Fetch, Find, Keep, LoadId, Movement, Pinned, TierCounters
 
@@ -43,7 +44,13 @@ PACE_LASTS = Nanos(30 * SECOND)
 class Pool(Protocol):
     """What is needed of `kvstore.machine.BlockMachine`."""
 
-    def block_bytes(self, digest: bytes) -> int: ...
+    def block_bytes(self, digest: bytes) -> int:
+        """Of each block of that namespace.
+
+        Raises:
+            NamespaceUnknown: It is not open, or has been forgotten.
+        """
+        ...
 
     def is_present(self, key: BlockKey) -> bool:
         """Whether the block is readable, or being written."""
@@ -58,7 +65,13 @@ class Pool(Protocol):
         lease: Nanos | None,
         now: Nanos,
         tenant: bytes = b"",
-    ) -> Reservation: ...
+    ) -> Reservation:
+        """Places for those blocks that nobody holds or writes.
+
+        Raises:
+            NamespaceUnknown: It has been forgotten; nothing was reserved.
+        """
+        ...
 
     def publish(
         self, reservation_id: ReservationId, checksums: Mapping[int, int], *, owner: str, now: Nanos
@@ -154,7 +167,9 @@ class Hierarchy:
                 return 0
             ours = [BlockKey(digest, name) for name in missing]
             ours = ours[: next((i for i, key in enumerate(ours) if key in self._coming), None)]  # the rest has a load
-            load = _Load(self._next_load(), digest, tuple(chain[: held + len(ours)]), held, deadline, tenant)
+            block_bytes = self._pool.block_bytes(digest)
+            chain = tuple(chain[: held + len(ours)])
+            load = _Load(self._next_load(), digest, block_bytes, chain, held, deadline, tenant)
             self._loads[load.id] = load
             self._coming.update(dict.fromkeys(ours, load))
             self._look(load, 0, now)
@@ -172,15 +187,17 @@ class Hierarchy:
         if count == 0:
             self._look(load, load.tier + 1, now)
             return
-        block_bytes = self._pool.block_bytes(load.digest)
-        if tier.pace.seconds(count * block_bytes, now) > (load.deadline - now) / SECOND:
+        if tier.pace.seconds(count * load.block_bytes, now) > (load.deadline - now) / SECOND:
             tier.counters.too_slow += 1
             self._look(load, load.tier + 1, now)
             return
-        count = min(count, _batch_blocks(block_bytes))
-        reservation = self._pool.reserve(
-            load.digest, load.chain[: load.position + count], owner=NODE, lease=None, now=now, tenant=load.tenant
-        )
+        count = min(count, _batch_blocks(load.block_bytes))
+        names = load.chain[: load.position + count]
+        try:
+            reservation = self._pool.reserve(load.digest, names, owner=NODE, lease=None, now=now, tenant=load.tenant)
+        except NamespaceUnknown:  # forgotten while a tier was asked, being empty: nobody wants these blocks any more
+            self._end(load)
+            return
         run = [place for place in reservation.reserved if place.index >= load.position]
         if not run or run[0].index != load.position:  # no room, or somebody else has just begun to write there
             self._abandon(reservation, now)
@@ -202,7 +219,7 @@ class Hierarchy:
         tier = self._tiers[load.tier]
         tier.reading.succeeded()
         good = next((i for i, answer in enumerate(answers) if answer.outcome is not Outcome.MOVED), len(answers))
-        tier.pace.measured(good * self._pool.block_bytes(load.digest), now - load.began, now)
+        tier.pace.measured(good * load.block_bytes, now - load.began, now)
         tier.counters.loaded += good
         for index in load.places[:good]:
             tier.know(BlockKey(load.digest, load.chain[index]))
@@ -216,14 +233,17 @@ class Hierarchy:
 
     def noted(self, digest: bytes, names: Iterable[ChainHash], now: Nanos) -> None:
         """Blocks of the pool were written or used: offer them to the tiers that should have them."""
-        size_bytes = self._pool.block_bytes(digest)
+        try:
+            size_bytes = self._pool.block_bytes(digest)
+        except NamespaceUnknown:
+            return  # its blocks went before this was heard of
         keys = [BlockKey(digest, name) for name in names]
         for tier in self._tiers:
             if tier.rule.admission is None:
                 continue
             for key in keys:
                 if key not in tier.known and tier.rule.admission.admits(key, size_bytes, now):
-                    tier.enqueue(key)
+                    tier.enqueue(key, size_bytes)
             self._keep(tier, now)
 
     def kept(self, copy_id: CopyId, answers: Sequence[bool], now: Nanos) -> None:
@@ -323,7 +343,7 @@ class Hierarchy:
         if load.position == len(load.chain) or now >= load.deadline:
             self._end(load)
             return
-        batch = _batch_blocks(self._pool.block_bytes(load.digest))
+        batch = _batch_blocks(load.block_bytes)
         for tier in self._tiers[tier_index:]:
             if not tier.reading.allows(now):
                 continue
@@ -369,8 +389,8 @@ class Hierarchy:
     def _keep(self, tier: "_Tier", now: Nanos) -> None:
         """Begin to copy what waits for a tier, as far as it may."""
         while tier.queue and tier.copying < MAX_COPIES and tier.writing.allows(now):
-            first = next(iter(tier.queue))
-            limit = _batch_blocks(self._pool.block_bytes(first.digest))
+            first, size_bytes = next(iter(tier.queue.items()))
+            limit = _batch_blocks(size_bytes)
             keys: list[BlockKey] = []
             while tier.queue and len(keys) < limit:
                 key = next(iter(tier.queue))
@@ -380,11 +400,12 @@ class Hierarchy:
                 keys.append(key)
             pinned = self._pool.pin(keys, now)
             if not pinned.addresses:
+                self._pool.unpin(pinned.pin_id, now)
                 continue  # all evicted while they waited
             copy = _Copy(CopyId(self._next_id()), tier.index, pinned)
             self._copies[copy.id] = copy
             tier.copying += 1
-            self._commands.append(Keep(copy.id, tier.index, pinned.addresses, Nanos(now + KEEP_WITHIN)))
+            self._commands.append(Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, Nanos(now + KEEP_WITHIN)))
 
     def _tell(self, tier: "_Tier", *, stored: Sequence[BlockKey] = (), removed: Sequence[BlockKey] = ()) -> None:
         for digest in dict.fromkeys(key.digest for key in (*stored, *removed)):
@@ -408,12 +429,25 @@ class Hierarchy:
 class _Load:
     """One chain on its way up. `position` is the first block that is not in the pool yet."""
 
-    __slots__ = ("began", "chain", "deadline", "digest", "id", "places", "position", "reservation", "tenant", "tier")
+    __slots__ = (
+        "began",
+        "block_bytes",
+        "chain",
+        "deadline",
+        "digest",
+        "id",
+        "places",
+        "position",
+        "reservation",
+        "tenant",
+        "tier",
+    )
 
     def __init__(
         self,
         load_id: LoadId,
         digest: bytes,
+        block_bytes: int,
         chain: tuple[ChainHash, ...],
         position: int,
         deadline: Nanos,
@@ -421,6 +455,7 @@ class _Load:
     ):
         self.id = load_id
         self.digest = digest
+        self.block_bytes = block_bytes
         self.chain = chain
         self.position = position
         self.deadline = deadline
@@ -449,17 +484,17 @@ class _Tier:
         self.writing = Breaker()  # apart: a full disk can still be read
         self.pace = Pace()
         self.counters = TierCounters()
-        self.queue: OrderedDict[BlockKey, None] = OrderedDict()  # to go down
+        self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # to go down, with the bytes of each
         self.known: OrderedDict[BlockKey, None] = OrderedDict()  # there, as far as we know
         self.copying = 0
 
-    def enqueue(self, key: BlockKey) -> None:
+    def enqueue(self, key: BlockKey, size_bytes: int) -> None:
         if key in self.queue:
             return
         if len(self.queue) >= self.rule.queue_blocks:
             self.counters.dropped += 1
             return
-        self.queue[key] = None
+        self.queue[key] = size_bytes
 
     def know(self, key: BlockKey) -> None:
         self.known[key] = None

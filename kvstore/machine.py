@@ -1,4 +1,4 @@
-"""The blocks of one tier of one node: who writes, who reads, what goes. Pure; the server performs its commands.
+"""The blocks in a node's pool: who writes, who reads, what goes. Pure; the server performs its commands.
 
 Rules:
 
@@ -59,7 +59,7 @@ from kvstore.terms import Lease, Terms, Writing
 class BlockMachine:
     """See the module. Methods that take `now` first reclaim what has ended by then.
 
-    After every call, `commands()` has to be performed on the tier before anyone learns of the call's result.
+    After every call, `commands()` has to be performed on the pool's memory before anyone learns of the call's result.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BlockMachine:
         """Starts empty.
 
         Args:
-            capacity_bytes: Size of the tier; a rest that fills no page stays unused.
+            capacity_bytes: Size of the pool; a rest that fills no page stays unused.
             eviction: Has admitted nothing yet.
             epoch: 1 to 2³¹-1, different at every start of the node (rule 4).
             max_leases: Leases, holds and reservations of clients at a time.
@@ -276,7 +276,7 @@ class BlockMachine:
         self.expire(now)
         found = [block for key in keys if (block := self._namespaces.find(key)) is not None]
         pin_id = self._lease(Lease(found, is_use=False), None)
-        return Pinned(pin_id, tuple([block.address for block in found]))
+        return Pinned(pin_id, tuple([each.address for each in found]), tuple([each.unpacked.crc32c for each in found]))
 
     def unpin(self, pin_id: int, now: Nanos) -> None:
         """What was pinned may go again."""
@@ -288,23 +288,7 @@ class BlockMachine:
 
     def is_present(self, key: BlockKey) -> bool:
         """Whether a block is readable, or being written."""
-        return self._namespaces.find(key) is not None or self.is_being_written(key)
-
-    def is_being_written(self, key: BlockKey) -> bool:
-        return self._namespaces.written(key) is not None
-
-    def missing(self, digest: bytes, names: Iterable[ChainHash]) -> list[ChainHash]:
-        """Those that are neither readable nor being written, in order.
-
-        Raises:
-            NamespaceUnknown: It was never opened.
-        """
-        opened = self._namespaces.get(digest)
-        return [name for name in names if name not in opened.readable and name not in opened.writing]
-
-    def evicted(self) -> list[BlockKey]:
-        """What made room for others since this was last asked, oldest first; see `BlockSpace.evicted`."""
-        return self._space.evicted()
+        return self._namespaces.find(key) is not None or self._namespaces.written(key) is not None
 
     # Upkeep
 
@@ -340,7 +324,7 @@ class BlockMachine:
             self._expired += 1
 
     def commands(self) -> list[TierCommand]:
-        """What the tier has to do, in order; each is handed out once."""
+        """What has to be done to the pool's memory, in order; each is handed out once."""
         return self._space.commands()
 
     def changes(self) -> list[BlockChanges]:

@@ -35,6 +35,7 @@ class Keep(Struct, frozen=True):
     copy_id: CopyId
     tier: int
     addresses: tuple[Address, ...]
+    checksums: tuple[int, ...]  # CRC-32C with which the blocks were published
     deadline: Nanos
 
 
@@ -46,6 +47,7 @@ class Pinned(Struct, frozen=True):
 
     pin_id: int
     addresses: tuple[Address, ...]
+    checksums: tuple[int, ...]  # CRC-32C with which they were published
 
 
 class TierCounters(Struct, kw_only=True):

@@ -135,8 +135,8 @@ class Mover:
             case Fetch(load_id=load_id, addresses=addresses, deadline=deadline):
                 fetched = tier.get([each.key for each in addresses], self._views(addresses), deadline)
                 return partial(self._hierarchy.fetched, load_id, fetched)
-            case Keep(copy_id=copy_id, addresses=addresses, deadline=deadline):
-                kept = tier.put([each.key for each in addresses], self._views(addresses), deadline)
+            case Keep(copy_id=copy_id, addresses=addresses, checksums=checksums, deadline=deadline):
+                kept = tier.put([each.key for each in addresses], self._views(addresses), deadline, checksums)
                 return partial(self._hierarchy.kept, copy_id, kept)
 
     def _views(self, addresses: Sequence[Address]) -> list[ByteArray]:

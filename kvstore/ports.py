@@ -90,13 +90,21 @@ class BackingTier(Protocol):
         """
         ...
 
-    def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[ByteArray],
+        deadline: Nanos,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
         """Keep blocks; says which are there now, be it from before.
 
         Args:
             keys: Names.
-            blocks: Their bytes, contiguous, one a key; must not change during the call.
+            blocks: Their bytes, contiguous, one a key.
             deadline: What was not written by then is False.
+            checksums: CRC-32C with which they were published. What has another, or gets it while it is written, is
+                not kept, or found out by `get`. None: the bytes are what they are and do not change.
 
         Raises:
             TierFailed: Nothing can be written now; blocks that were written before it are kept, or not.

@@ -1,11 +1,11 @@
 """Settings of a KV store node."""
 
-from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from kvstore.extents import PAGE_BYTES
+from kvstore.tiers.pages import HugePages
 from kvstore.tiers.peer import PeerSettings
 from kvstore.tiers.redis import RedisSettings
 from kvstore.tiers.s3 import S3Settings
@@ -15,12 +15,6 @@ AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings
 """Settings of a tier below a node's memory, told apart by their `kind`."""
 
 TenantSalt = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-
-
-class HugePages(StrEnum):
-    AUTO = "auto"  # reserved ones where enough are free, else what the system gives transparently, else small ones
-    NEVER = "never"
-    REQUIRE = "require"  # reserved ones; the node does not start without
 
 
 class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

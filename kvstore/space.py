@@ -1,10 +1,9 @@
-"""Where the blocks of a node lie, who makes room for whom, and what the tier and the watchers have to learn of it. Pure.
+"""Where the blocks of a node lie, who makes room for whom, and what the memory and the watchers have to learn of it. Pure.
 
 Part of `kvstore.machine`, whose rules hold here; only the machine calls it. What it does not know is why a block has
 pins, or for how long it is reserved.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.block import ChainHash
@@ -26,9 +25,6 @@ from kvstore.namespaces import Namespaces, OpenNamespace, StoredBlock
 from kvstore.ports import Eviction
 from kvstore.quotas import Account
 
-EVICTED_REPORT = 65_536
-"""Evicted blocks that are remembered until somebody asks for them; beyond that, the oldest are forgotten."""
-
 
 class BlockSpace:
     """See the module."""
@@ -39,7 +35,6 @@ class BlockSpace:
         self._by_offset: dict[int, StoredBlock] = {}
         self._commands: list[TierCommand] = []
         self._changed: dict[bytes, dict[ChainHash, bool]] = {}  # namespace -> name -> stored (else removed)
-        self._evicted: deque[BlockKey] = deque(maxlen=EVICTED_REPORT)
         self.evicted_blocks = 0
         self.namespaces = Namespaces(self._extents.capacity_bytes, max_namespaces)
 
@@ -139,7 +134,7 @@ class BlockSpace:
     # What others have to learn
 
     def commands(self) -> list[TierCommand]:
-        """What the tier has to do, in order; each is handed out once."""
+        """What has to be done to the pool's memory, in order; each is handed out once."""
         commands, self._commands = self._commands, []
         return commands
 
@@ -155,12 +150,6 @@ class BlockSpace:
             for digest, names in changed.items()
             if names
         ]
-
-    def evicted(self) -> list[BlockKey]:
-        """What made room for others since this was last asked, oldest first; the last `EVICTED_REPORT` of it."""
-        keys = list(self._evicted)
-        self._evicted.clear()
-        return keys
 
     def __iter__(self) -> Iterator[StoredBlock]:
         return iter(self._by_offset.values())
@@ -189,7 +178,6 @@ class BlockSpace:
             assert account.bytes == charged.pop(id(account), 0) <= account.limit_bytes
             assert admitted.get(id(account.eviction), 0) == len(account.eviction)
         assert not charged, "an account was forgotten that has blocks"
-        assert len(self._evicted) <= EVICTED_REPORT
         assert all(opened.readable.keys().isdisjoint(opened.writing) for opened in self.namespaces)
         end = 0
         for offset, length in sorted(areas):
@@ -238,7 +226,6 @@ class BlockSpace:
         block.state = advance(block.state, Step.EVICT)
         self.forget(self.namespaces.get(block.key.digest), block)
         self.evicted_blocks += 1
-        self._evicted.append(block.key)
         return self._vacate(block)
 
     def _vacate(self, block: StoredBlock) -> int:

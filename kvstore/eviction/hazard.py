@@ -191,11 +191,10 @@ class HazardEviction(Generic[K]):
 
     def _uses_after(self, run: _Run[K], blocks: int) -> int:
         """How often that many blocks of the run have been used by now; they leave it."""
-        run.cohort.alive -= blocks
-        age = self._now - run.used_at
-        if age <= SAME_USE:
+        if self._now - run.used_at <= SAME_USE:
+            run.cohort.alive -= blocks
             return run.uses
-        self._times.reused(run.row[0], blocks, age)
+        self._times.reused(run.cohort, blocks, self._now)
         return min(run.uses + 1, USES[-1])
 
     def _begin(self, uses: int, rhythm: int, saving: float) -> _Run[K]:

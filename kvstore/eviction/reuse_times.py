@@ -56,10 +56,12 @@ Floats = NDArray[np.float64]
 class Cohort:
     """Blocks of one class that were used at about the same time, and not since."""
 
-    __slots__ = ("alive", "used_at")
+    __slots__ = ("alive", "bucket", "of", "used_at")
 
-    def __init__(self, used_at: Nanos):
+    def __init__(self, of: int, used_at: Nanos):
+        self.of = of  # class
         self.used_at = used_at
+        self.bucket = 0  # the last in which they were counted as being at risk
         self.alive = 0  # blocks that are neither used again nor forgotten
 
 
@@ -87,14 +89,19 @@ class ReuseTimes:
         if ageing and now - ageing[-1].used_at < COHORT:
             cohort = ageing[-1]
         else:
-            cohort = Cohort(now)
+            cohort = Cohort(of, now)
             ageing.append(cohort)
         cohort.alive += blocks
         return cohort
 
-    def reused(self, of: int, blocks: int, age: int) -> None:
-        """Blocks of that class were used again, `age` nanoseconds after the last time."""
-        self._reused[of][bisect_right(EDGES, age) - 1] += blocks
+    def reused(self, cohort: Cohort, blocks: int, now: Nanos) -> None:
+        """Blocks of a cohort are used again."""
+        bucket = bisect_right(EDGES, now - cohort.used_at) - 1
+        at_risk = self._at_risk[cohort.of]
+        for reached in range(cohort.bucket + 1, bucket + 1):  # since values were last brought up to date
+            at_risk[reached] += blocks
+        self._reused[cohort.of][bucket] += blocks
+        cohort.alive -= blocks
 
     def value(self, of: int, age: int) -> float:
         """Uses a second of the place that such a block occupies (rule 4)."""
@@ -133,6 +140,7 @@ class ReuseTimes:
             while here and here[0].used_at <= latest:
                 cohort = here.popleft()
                 if cohort.alive:
+                    cohort.bucket = bucket + 1
                     at_risk[bucket + 1] += cohort.alive
                     if bucket + 2 < BUCKETS:
                         ageing[bucket + 1].append(cohort)

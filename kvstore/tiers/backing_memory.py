@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import Clock, Nanos
+from kvstore.codecs.checked import encoded
 from kvstore.errors import NamespaceUnknown, TierFailed, UndecodableBlock
 from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome, TierStatus
 from kvstore.ports import Codec
@@ -49,9 +50,16 @@ class MemoryBackingTier:
                     return count
         return len(keys)
 
-    def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[ByteArray],
+        deadline: Nanos,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
         self._check_open()
-        return [self._put(key, block, deadline) for key, block in zip(keys, blocks, strict=True)]
+        sums = checksums if checksums is not None else [None] * len(keys)
+        return [self._put(*each, deadline) for each in zip(keys, blocks, sums, strict=True)]
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
         self._check_open()
@@ -97,7 +105,7 @@ class MemoryBackingTier:
         with self._lock:
             self._kept[key].content[0] ^= 1
 
-    def _put(self, key: BlockKey, block: ByteArray, deadline: Nanos) -> bool:
+    def _put(self, key: BlockKey, block: ByteArray, checksum: int | None, deadline: Nanos) -> bool:
         codec = self._codec(key)
         with self._lock:
             if self._clock.now() >= deadline:
@@ -108,8 +116,13 @@ class MemoryBackingTier:
             if codec is None:
                 self._count.refused += 1
                 return False
-        content = np.array(codec.encode(key, block))
-        kept = _Kept(codec_id=codec.codec_id, content=content, crc32c=crc32c([content]))
+        found = encoded(codec, key, block, checksum)
+        if found is None:
+            with self._lock:
+                self._count.corrupt += 1
+            return False
+        content = np.array(found[0])
+        kept = _Kept(codec_id=codec.codec_id, content=content, crc32c=found[1])
         with self._lock:
             if content.nbytes > self._capacity_bytes:
                 self._count.refused += 1

@@ -28,7 +28,6 @@ import numpy as np
 
 from kvstore.buffers import ByteArray
 from kvstore.errors import StoreNotStarted
-from kvstore.settings import HugePages
 
 TAKING_THREADS = 8  # at most: clearing pages has the memory's whole bandwidth by then
 CHUNK_BYTES = 64 << 20
@@ -43,6 +42,14 @@ CGROUP = Path("/sys/fs/cgroup")  # as a container sees its own; version 2
 
 _libc = ctypes.CDLL(None, use_errno=True)  # mmap.madvise would keep all other threads waiting
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class HugePages(StrEnum):
+    """What a pool should lie in."""
+
+    AUTO = "auto"  # reserved ones where enough are free, else what the system gives transparently, else small ones
+    NEVER = "never"
+    REQUIRE = "require"  # reserved ones; the node does not start without
 
 
 class Pages(StrEnum):

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from kvstore.block import ChainHash
 from kvstore.breaker import Breaker
-from kvstore.buffers import ByteArray
+from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import SECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreError, StoreUnreachable, TierFailed
 from kvstore.layout import Namespace
@@ -164,11 +164,25 @@ class PeerTier:
         self._hints.note(chain[:longest], holder)
         return longest
 
-    def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[ByteArray],
+        deadline: Nanos,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
         self._require_open()
         there = [False] * len(keys)
         if not self._settings.push or self._is_late(deadline):
             return there
+        if checksums is not None:  # copies, because the peer's client sums up what it finds when it writes
+            blocks = [block.copy() for block in blocks]
+            good = [crc32c([block]) == checksum for block, checksum in zip(blocks, checksums, strict=True)]
+            self._tally.count(corrupt=good.count(False))
+            keys = [key for key, is_good in zip(keys, good, strict=True) if is_good]
+            there = self.put(keys, [block for block, is_good in zip(blocks, good, strict=True) if is_good], deadline)
+            answers = iter(there)
+            return [is_good and next(answers) for is_good in good]
         for namespace, indices in self._by_namespace(keys, blocks):
             owner = self._owner(keys[indices[0]])
             if owner == self._settings.own_address:

@@ -24,6 +24,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvstore.buffers import ByteArray, crc32c
+from kvstore.codecs.checked import encoded
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import NamespaceUnknown, UndecodableBlock
 from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome
@@ -90,11 +91,10 @@ class NewerFormat(UndecodableBlock):
     """Written by a later version of this software."""
 
 
-def pack(key: BlockKey, codec_id: int, block_bytes: int, payload: ByteArray) -> bytes:
-    """The head of a value."""
-    fields = FIELDS.pack(
-        MAGIC, FORMAT_VERSION, codec_id, key.digest, key.name, block_bytes, payload.nbytes, crc32c([payload])
-    )
+def pack(key: BlockKey, codec_id: int, block_bytes: int, payload: ByteArray, checksum: int | None = None) -> bytes:
+    """The head of a value; its checksum is that of the payload where none is given."""
+    crc = crc32c([payload]) if checksum is None else checksum
+    fields = FIELDS.pack(MAGIC, FORMAT_VERSION, codec_id, key.digest, key.name, block_bytes, payload.nbytes, crc)
     return fields + struct.pack(">I", google_crc32c.value(fields))
 
 
@@ -137,13 +137,17 @@ class Records:
         """Whether the namespace is open here."""
         return self._codec(key) is not None
 
-    def frame(self, key: BlockKey, block: ByteArray) -> Framed | None:
-        """What to write for a block; None when its namespace is not open here."""
+    def frame(self, key: BlockKey, block: ByteArray, checksum: int | None) -> Framed | None:
+        """What to write for a block; None when its namespace is not open here, or it is not what its checksum says."""
         codec = self._codec(key)
         if codec is None:
             return None
-        payload = codec.encode(key, block)
-        return Framed(pack(key, codec.codec_id, block.nbytes, payload), payload)
+        found = encoded(codec, key, block, checksum)
+        if found is None:
+            self.corrupt(key, "its bytes do not have the checksum that it was published with")
+            return None
+        payload, payload_checksum = found
+        return Framed(pack(key, codec.codec_id, block.nbytes, payload, payload_checksum), payload)
 
     def standing(self, key: BlockKey, head: bytes, block_bytes: int | None = None) -> Standing:
         """What the first bytes of a value say of it.

@@ -158,10 +158,21 @@ class RedisTier:
 
         return self._exchange(count_leading, deadline)
 
-    def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[ByteArray],
+        deadline: Nanos,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
         self._require_open()
         there: dict[BlockKey, bool] = {}
-        work = {key: block for key, block in zip(keys, blocks, strict=True) if self._records.knows(key)}
+        sums = checksums if checksums is not None else [None] * len(keys)
+        work = {
+            key: (block, checksum)
+            for key, block, checksum in zip(keys, blocks, sums, strict=True)
+            if self._records.knows(key)
+        }
         self._tally.count(refused=len(set(keys)) - len(work))
         if work and not self._is_late(deadline):
             try:
@@ -244,10 +255,10 @@ class RedisTier:
             heads.append(head)
         return heads
 
-    def _put(self, pipe: Pipe, work: dict[BlockKey, ByteArray], there: dict[BlockKey, bool]) -> None:
+    def _put(self, pipe: Pipe, work: dict[BlockKey, tuple[ByteArray, int | None]], there: dict[BlockKey, bool]) -> None:
         missing = []
         heads = self._heads(pipe, list(work))
-        for (key, block), head in zip(work.items(), heads, strict=True):
+        for (key, (block, _)), head in zip(work.items(), heads, strict=True):
             match self._records.standing(key, head, block.nbytes):
                 case Standing.HELD:
                     there[key] = True
@@ -260,7 +271,7 @@ class RedisTier:
         flying = 0
         full = False
         for key in missing:
-            framed = None if full else self._records.frame(key, work[key])
+            framed = None if full else self._records.frame(key, *work[key])
             if framed is None or framed.nbytes > VALUE_BYTES:
                 there[key] = False
                 self._tally.count(refused=1)

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable, Iterable
 
 from kvstore.clock import Clock, Nanos, seconds
-from kvstore.transports.runs import Run
+from kvstore.runs import Run
 
 BUFFER_BYTES = 4096  # for lines and the heads of values; what is received in place goes around it
 LINE_BYTES = 2048  # of a reply that is no value

@@ -153,21 +153,28 @@ class S3Tier:
             known, self._settings.parallel, lambda indices: self._are_there([keys[i] for i in indices], deadline)
         )
 
-    def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[ByteArray],
+        deadline: Nanos,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
         self._require_open()
         now = self._clock.now()
         there: dict[BlockKey, bool] = {}
-        work: dict[BlockKey, ByteArray] = {}
+        work: dict[BlockKey, tuple[ByteArray, int | None]] = {}
+        sums = checksums if checksums is not None else [None] * len(keys)
         if self._is_late(deadline):
             return [False] * len(keys)
-        for key, block in zip(keys, blocks, strict=True):
+        for key, block, checksum in zip(keys, blocks, sums, strict=True):
             if not self._records.knows(key):
                 there[key] = False
                 self._tally.count(refused=1)
             elif self._seen.is_there(key, now):
                 there[key] = True
             else:
-                work[key] = block
+                work[key] = block, checksum
         written = self._each(list(work.items()), self._put, deadline)
         there.update((key, bool(answer)) for key, answer in zip(work, written, strict=True))
         self._tally.present(key for key, is_there in there.items() if is_there)
@@ -239,9 +246,9 @@ class S3Tier:
             return self._saw(key, is_there=False)
         return self._saw(key, is_there=True)
 
-    def _put(self, client: Any, item: tuple[BlockKey, ByteArray]) -> bool:
-        key, block = item
-        framed = self._records.frame(key, block)
+    def _put(self, client: Any, item: tuple[BlockKey, tuple[ByteArray, int | None]]) -> bool:
+        key, (block, checksum) = item
+        framed = self._records.frame(key, block, checksum)
         if framed is None:
             return False
         conditional = self._conditional

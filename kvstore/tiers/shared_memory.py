@@ -23,9 +23,8 @@ from kvstore.clock import Clock, seconds
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import Address, Slot
 from kvstore.monotonic import MonotonicClock
-from kvstore.settings import HugePages
 from kvstore.tiers import pages
-from kvstore.tiers.pages import Memory
+from kvstore.tiers.pages import HugePages, Memory
 
 STAMP_BYTES = 8
 

@@ -16,6 +16,7 @@ from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import Fetched, Outcome, Slot
+from kvstore.runs import Run
 from kvstore.transports.authentication import Key, Side, nonce
 from kvstore.transports.frames import (
     CHALLENGE,
@@ -29,13 +30,12 @@ from kvstore.transports.frames import (
     Operation,
     Status,
 )
-from kvstore.transports.runs import Run
 from kvstore.transports.summing import summed_before
 
 CONNECTIONS = 4
 """Of one client: as many threads move bytes at a time, and further ones wait for their turn."""
 
-CHUNK_BYTES = 1 << 20  # received at a time, and summed up while they are still in the processor's cache
+CHUNK_BYTES = 4 << 20  # received at a time, and summed up while they are still in the processor's cache
 
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as SO_RCVTIMEO wants them
 

@@ -24,6 +24,7 @@ from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.machine import BlockMachine
 from kvstore.messages import Slot
 from kvstore.ports import MemoryTier
+from kvstore.runs import Run
 from kvstore.transports.authentication import PROOF_BYTES, Key, Side, nonce
 from kvstore.transports.frames import (
     CHALLENGE,
@@ -37,15 +38,15 @@ from kvstore.transports.frames import (
     Operation,
     Status,
 )
-from kvstore.transports.runs import Run
 
 STALLED = Nanos(10 * SECOND)
 """A connection that is in the middle of something and has not moved a byte for this long is cut."""
 
 CONNECTIONS = 512
 BACKLOG = 128
-TURN_BYTES = 1 << 20
+TURN_BYTES = 2 << 20
 SCRATCH_BYTES = 1 << 18
+LOW_WATER_BYTES = 1 << 18  # of a body, received at a time if that much is still to come
 
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -154,6 +155,7 @@ class Connection:
         self._waits_for: Ready | None = None
         self._turn = 0  # bytes moved since the others had theirs
         self._scratch: bytearray | None = None
+        self._low_water = 1
         self.busy = True  # in the middle of something: not between two requests
         self.moved_at = plane.clock.now()
 
@@ -247,8 +249,11 @@ class Connection:
     def _put(self, digest: bytes, slots: list[Slot], block_bytes: int) -> Steps[None]:
         coming = deque(_Coming(slot) for slot in slots)
         statuses = bytearray()
+        left = len(coming) * block_bytes
         while coming:
+            self._wake_at(min(left, LOW_WATER_BYTES))
             count = yield from self._attempt(Ready.TO_READ, lambda: self._receive(digest, coming, block_bytes))
+            left -= count
             while count:
                 first = coming[0]
                 taken = min(count, block_bytes - first.filled)
@@ -256,6 +261,7 @@ class Connection:
                 count -= taken
                 if first.filled == block_bytes:
                     statuses.append(self._judge(digest, coming.popleft()))
+        self._wake_at(1)
         yield from self._write(REPLY.pack(MAGIC, len(slots)) + statuses)
 
     def _receive(self, digest: bytes, coming: "deque[_Coming]", block_bytes: int) -> int:
@@ -274,6 +280,12 @@ class Connection:
             if not room:
                 break
         return self._socket.recvmsg_into(views)[0]
+
+    def _wake_at(self, count: int) -> None:
+        """Have the socket be ready to read only when that many bytes are there."""
+        if count != self._low_water:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._low_water = count
 
     def _judge(self, digest: bytes, block: "_Coming") -> Status:
         address = self._plane.machine.writable(digest, block.slot) if block.whole else None

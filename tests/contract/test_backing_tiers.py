@@ -76,6 +76,22 @@ def test_what_was_put_is_got_with_its_checksum(tier):
         assert answer == Fetched(Outcome.MOVED, google_crc32c.value(bytes(block)))
 
 
+@pytest.mark.parametrize("codec", [plain, lambda _: Reversed()], ids=["plain", "encoded"])
+def test_a_block_that_is_not_what_its_checksum_says_is_not_kept(case, codec):
+    tier = case.open(codec)
+    try:
+        keys = keys_of(3)
+        blocks = [a_block(seed) for seed in range(3)]
+        sums = [google_crc32c.value(bytes(block)) for block in blocks]
+        blocks[1][7] ^= 1
+
+        assert tier.put(keys, blocks, soon(), sums) == [True, False, True]
+        assert tier.status().corrupt == 1
+        assert outcomes(get(tier, keys)[0]) == [Outcome.MOVED, Outcome.GONE, Outcome.MOVED]
+    finally:
+        tier.close()
+
+
 @pytest.mark.parametrize("length", [1, 100, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES - 7])
 @pytest.mark.parametrize("shift", [0, 1, 512])
 def test_any_length_at_any_place_in_memory(tier, length, shift):

@@ -20,6 +20,7 @@ from kvstore.messages import Outcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd import disk as disks
 from kvstore.tiers.ssd.eviction import oldest
+from kvstore.tiers.ssd.segment import largest_payload_bytes
 from kvstore.tiers.ssd.settings import Sync
 from kvstore.tiers.ssd.tier import SsdTier
 from tests.kv_builders import BLOCK_BYTES
@@ -529,13 +530,13 @@ def test_a_damaged_block_is_not_rescued(tmp_path):
 
 
 def test_a_block_larger_than_a_segment_is_refused(tmp_path, caplog):
-    tier = a_tier(tmp_path)
+    tier, largest = a_tier(tmp_path), largest_payload_bytes(SEGMENT_BYTES)
 
     assert put(tier, keys_of(2), length=SEGMENT_BYTES) == [False, False]
-    assert put(tier, keys_of(1, "b"), length=tier.largest_block_bytes) == [True]
-    assert put(tier, keys_of(1, "c"), length=tier.largest_block_bytes + 1) == [False]
+    assert put(tier, keys_of(1, "b"), length=largest) == [True]
+    assert put(tier, keys_of(1, "c"), length=largest + 1) == [False]
 
-    assert get(tier, keys_of(1, "b"), length=tier.largest_block_bytes) == [MOVED]
+    assert get(tier, keys_of(1, "b"), length=largest) == [MOVED]
     assert tier.status().refused == 3
     assert sum("raise segment_bytes" in record.getMessage() for record in caplog.records) == 1
     tier.close()

@@ -19,13 +19,11 @@ import numpy as np
 
 from kvstore.buffers import ByteArray
 from kvstore.extents import PAGE_BYTES
+from kvstore.runs import Run
 
 SEGMENT = re.compile(r"segment-\d{6}")
 LOCK = "lock"
 PROBE = "probe"
-
-IOV_MAX = 1024
-"""Pieces of one vectored transfer, on Linux."""
 
 BLOCK_BYTES = 512  # unit of st_blocks, whatever the device's is
 NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
@@ -184,24 +182,24 @@ class PosixFile:
         return self._size_bytes
 
     def read(self, into: Sequence[ByteArray], offset: int) -> int:
-        total, left = 0, list(into)
-        while left:
-            count = os.preadv(self._file, [part.data for part in left[:IOV_MAX]], offset + total)
+        total, run = 0, Run(part.data for part in into)
+        while run.left:
+            count = os.preadv(self._file, run.front(run.left), offset + total)
             total += count
-            left = _after(left, count)
+            run.advance(count)
             if not count or count % PAGE_BYTES:  # the end of the file
                 break
         return total
 
     def write(self, parts: Sequence[ByteArray], offset: int) -> None:
-        left = list(parts)
-        while left:
-            count = os.pwritev(self._file, [part.data for part in left[:IOV_MAX]], offset)
+        run = Run(part.data for part in parts)
+        while run.left:
+            count = os.pwritev(self._file, run.front(run.left), offset)
             count -= count % PAGE_BYTES  # a page that was begun is written again
             if not count:
                 raise OSError(errno.EIO, "nothing was written")
             offset += count
-            left = _after(left, count)
+            run.advance(count)
 
     def sync(self) -> None:
         os.fdatasync(self._file)
@@ -225,15 +223,6 @@ def is_aligned(buffer: ByteArray) -> bool:
 
 def _is_ours(entry: "os.DirEntry[str]") -> bool:
     return SEGMENT.fullmatch(entry.name) is not None and entry.is_file(follow_symlinks=False)
-
-
-def _after(parts: list[ByteArray], count: int) -> list[ByteArray]:
-    """What is left of buffers behind the first so many bytes."""
-    for index, part in enumerate(parts):
-        if count < part.nbytes:
-            return [part[count:], *parts[index + 1 :]]
-        count -= part.nbytes
-    return []
 
 
 def _can_write(path: Path, flags: int) -> bool:

@@ -81,7 +81,6 @@ class Getting:
 
     def _read(self, run: Sequence[Wanted], deadline: Nanos, call: "_Call", scratch: Scratch) -> None:
         """One operation on disk."""
-        began = self._clock.now()
         segment = run[0].place.segment
         volume = self._volumes[segment.folder]
         answers: list[Answer] = []
@@ -101,7 +100,6 @@ class Getting:
             call.late |= now > deadline
             call.answers += answers if now <= deadline else [a for a in answers if a.finding is not Finding.GOOD]
             call.errors += [error] if error is not None else []
-            self._held.reads.add(Nanos(now - began))
             self._held.count.bytes_read += sum(record_pages(a.wanted.place.length) * PAGE_BYTES for a in answers)
 
     def _judge(self, answer: Answer) -> None:

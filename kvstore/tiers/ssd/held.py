@@ -10,7 +10,6 @@ from kvstore.errors import NamespaceUnknown
 from kvstore.messages import BlockKey
 from kvstore.ports import Codec
 from kvstore.tiers.ssd.index import Index, Place, block_key
-from kvstore.tiers.ssd.latency import LatencyCounts
 from kvstore.tiers.ssd.records import Key
 from kvstore.tiers.ssd.segment import Segment, State
 
@@ -40,8 +39,6 @@ class Held:
         self.index = Index()
         self.writing: set[Key] = set()  # by calls that are under way
         self.count = Counters()
-        self.reads = LatencyCounts()
-        self.writes = LatencyCounts()
         self.sequence = 0  # the last one given out
         self._codecs = codecs
         self._gone: deque[Key] = deque(maxlen=GONE_KEYS)

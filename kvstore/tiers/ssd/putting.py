@@ -5,8 +5,9 @@ from functools import partial
 
 from msgspec import Struct
 
-from kvstore.buffers import ByteArray, crc32c
+from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos
+from kvstore.codecs.checked import encoded
 from kvstore.errors import TierFailed
 from kvstore.messages import BlockKey
 from kvstore.ports import Codec
@@ -35,13 +36,20 @@ class Putting:
         self._too_large = Trouble("blocks are larger than a segment; raise segment_bytes", settings.directories[0])
         self._turn = 0
 
-    def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[ByteArray],
+        deadline: Nanos,
+        checksums: Sequence[int] | None,
+    ) -> list[bool]:
         """See `kvstore.ports.BackingTier.put`."""
         names = [flat(key) for key in keys]
         call = _Call()
         new = self._begin(names)
         try:
-            todo = self._encodable([(keys[i], blocks[i]) for i in new])
+            sums = checksums if checksums is not None else [None] * len(keys)
+            todo = self._encodable([(keys[i], blocks[i], sums[i]) for i in new])
             jobs: list[Job] = [
                 partial(self._write, todo[batch], deadline, call)
                 for batch in batches([item.block.nbytes for item in todo], self._batch_bytes, self._threads)
@@ -68,17 +76,19 @@ class Putting:
                     new.append(index)
         return new
 
-    def _encodable(self, blocks: Sequence[tuple[BlockKey, ByteArray]]) -> list["_Item"]:
+    def _encodable(self, blocks: Sequence[tuple[BlockKey, ByteArray, int | None]]) -> list["_Item"]:
         items = []
-        for key, block in blocks:
+        for key, block, checksum in blocks:
             if (codec := self._held.codec(key.digest)) is not None:
-                items.append(_Item(key, block, codec))
+                items.append(_Item(key, block, codec, checksum))
         self._refuse(len(blocks) - len(items))
         return items
 
     def _write(self, items: Sequence["_Item"], deadline: Nanos, call: "_Call", scratch: Scratch) -> None:
         """One batch: encode, and append to one of the volumes."""
-        payloads = [self._payload(item) for item in items]
+        payloads = [payload for item in items if (payload := self._payload(item)) is not None]
+        with self._held.lock:
+            self._held.count.corrupt += len(items) - len(payloads)
         fitting = [p for p in payloads if 0 < p.content.nbytes <= self._largest_bytes]
         if len(fitting) < len(payloads):
             self._too_large.began(f"{max(p.content.nbytes for p in payloads)} bytes")
@@ -100,13 +110,13 @@ class Putting:
         now = self._clock.now()
         with self._held.lock:
             call.done += 1
-            self._held.writes.add(Nanos(now - began))
             if now > deadline:
                 call.late.update(payload.key for payload in fitting)
 
-    def _payload(self, item: "_Item") -> Payload:
-        content = item.codec.encode(item.key, item.block)
-        return Payload(flat(item.key), content, item.codec.codec_id, crc32c([content]))
+    def _payload(self, item: "_Item") -> Payload | None:
+        """None when the block is not what its checksum says."""
+        found = encoded(item.codec, item.key, item.block, item.checksum)
+        return Payload(flat(item.key), found[0], item.codec.codec_id, found[1]) if found is not None else None
 
     def _next_volume(self, now: Nanos) -> Volume | None:
         for _ in self._volumes:
@@ -125,6 +135,7 @@ class _Item(Struct, frozen=True):
     key: BlockKey
     block: ByteArray
     codec: Codec
+    checksum: int | None
 
 
 class _Call:

@@ -40,7 +40,6 @@ class Life(Struct, frozen=True, kw_only=True):
 
     nonce: bytes
     sequence: int
-    has_footer: bool
     next_page: int  # behind the last whole record
     last_sequence: int  # of the segment, or of a record in it
     keys: list[Key]
@@ -98,7 +97,6 @@ def _from_footer(file: File, footer: Footer, size_pages: int) -> Life | None:
     return Life(
         nonce=footer.nonce,
         sequence=footer.sequence,
-        has_footer=True,
         next_page=footer.next_page,
         last_sequence=footer.last_sequence,
         keys=keys,
@@ -120,7 +118,6 @@ def _from_records(file: File, nonce: bytes, sequence: int, size_pages: int) -> L
     return Life(
         nonce=nonce,
         sequence=sequence,
-        has_footer=False,
         next_page=next_page,
         last_sequence=last_sequence,
         keys=keys,

@@ -31,10 +31,8 @@ from kvstore.tiers.ssd.eviction import SCORES, Score
 from kvstore.tiers.ssd.getting import Getting
 from kvstore.tiers.ssd.held import Held
 from kvstore.tiers.ssd.index import block_key
-from kvstore.tiers.ssd.latency import Latency
 from kvstore.tiers.ssd.opening import Disks, open_volumes
 from kvstore.tiers.ssd.putting import Putting
-from kvstore.tiers.ssd.segment import largest_payload_bytes
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 
@@ -106,22 +104,23 @@ class SsdTier:
     def finds_in_memory(self) -> bool:
         return True
 
-    @property
-    def largest_block_bytes(self) -> int:
-        """The most that fits into a segment, as the codec makes it; larger blocks are refused."""
-        return largest_payload_bytes(self._settings.segment_bytes)
-
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:  # noqa: ARG002 - it takes no time
         if self._closed:
             raise TierFailed("the SSD tier is closed")
         known = {digest for digest in {key.digest for key in keys} if self._held.codec(digest) is not None}
         return self._held.index.leading(keys, known)
 
-    def put(self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos) -> list[bool]:
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[ByteArray],
+        deadline: Nanos,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
         assert len(keys) == len(blocks), (len(keys), len(blocks))
         with self._call() as is_admitted:
             if is_admitted and self._clock.now() < deadline:
-                return self._putting.put(keys, blocks, deadline)
+                return self._putting.put(keys, blocks, deadline, checksums)
             self._note_failure()
             return [False] * len(keys)
 
@@ -171,16 +170,6 @@ class SsdTier:
     def rescued(self) -> int:
         """Blocks that were copied out of segments that went."""
         return self._held.count.rescued
-
-    def read_latency(self) -> Latency:
-        """Of operations on disk, each of one or more blocks."""
-        with self._held.lock:
-            return self._held.reads.read()
-
-    def write_latency(self) -> Latency:
-        """The same of writing, waiting for room included."""
-        with self._held.lock:
-            return self._held.writes.read()
 
     def close(self) -> None:
         """Let the directories go, with footers in all segments; waits a few seconds for calls that are under way."""

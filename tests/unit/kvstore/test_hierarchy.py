@@ -223,6 +223,13 @@ def test_written_blocks_go_down_to_every_tier_once():
     assert kinds(below) == [("Keep", 0), ("Keep", 1)]
 
 
+def test_blocks_go_down_with_the_checksums_that_they_were_published_with():
+    below = Below(tiers=("ssd",))
+    below.hold(a_chain(3))
+    (keep,) = below.waiting
+    assert keep.checksums == (7, 7, 7)
+
+
 def test_what_a_tier_let_go_is_offered_again():
     below = Below(tiers=("ssd",))
     below.hold(a_chain(2))

@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvstore import space
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.hierarchy import Pool
@@ -123,30 +122,7 @@ def test_present_is_what_is_readable_or_being_written():
     (held,), (coming,), (absent,) = (keys(store, a_chain(1, of)) for of in "abc")
 
     assert [store.machine.is_present(key) for key in (held, coming, absent)] == [True, True, False]
-    assert [store.machine.is_being_written(key) for key in (held, coming, absent)] == [False, True, False]
-    assert store.machine.missing(store.digest, [held.name, coming.name, absent.name]) == [absent.name]
     assert not store.machine.is_present(BlockKey(b"?" * 16, held.name)), "an unknown namespace has nothing"
-
-
-def test_evicted_blocks_are_reported_once_and_condemned_ones_are_not():
-    store = Store(blocks=3)
-    chain = a_chain(3)
-    store.hold(chain)
-    store.machine.condemn(store.digest, chain[0], store.slot(chain[0]).generation, Nanos(0))
-
-    store.hold(a_chain(2, "b"))
-
-    assert store.machine.evicted() == keys(store, [chain[2]])
-    assert store.machine.evicted() == []
-
-
-def test_a_report_that_nobody_fetches_stays_small(monkeypatch):
-    monkeypatch.setattr(space, "EVICTED_REPORT", 5)
-    store = Store(blocks=1)
-    for turn in range(9):
-        store.hold(a_chain(1, str(turn)))
-
-    assert [key.name for key in store.machine.evicted()] == [a_chain(1, str(turn))[0] for turn in range(3, 8)]
 
 
 def test_a_tenant_pays_for_what_comes_up_for_it():

@@ -6,9 +6,8 @@ import pytest
 from kvstore.errors import StoreNotStarted
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import Address, BlockKey
-from kvstore.settings import HugePages
 from kvstore.tiers import pages
-from kvstore.tiers.pages import Memory, Pages, take
+from kvstore.tiers.pages import HugePages, Memory, Pages, take
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier, file_bytes
 from tests.kv_builders import a_block
 

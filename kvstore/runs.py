@@ -21,7 +21,7 @@ class Run:
         taken: list[memoryview] = []
         start = self._start
         for buffer in self._buffers[self._next : self._next + IOV_MAX]:
-            view = buffer[start : start + limit_bytes]
+            view = buffer if not start and len(buffer) <= limit_bytes else buffer[start : start + limit_bytes]
             taken.append(view)
             limit_bytes -= len(view)
             if not limit_bytes:

@@ -14,7 +14,18 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.timeout(240)
 def test_a_short_torture_finds_no_wrong_byte_no_hang_and_no_leak(tmp_path: Path):
-    command = [sys.executable, "-m", "loadtests.kvstore.torture", "--seconds", "20", "--kill-every", "1", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "loadtests.kvstore.torture",
+        "--seconds",
+        "20",
+        "--kill-every",
+        "1",
+        "--ssd",
+        "--redis",
+        "--json",
+    ]
 
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200, check=False

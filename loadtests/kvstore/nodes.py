@@ -118,7 +118,15 @@ class StoreNode:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def open_files(self) -> int:
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        """Without the files of its tiers, which the space cap bounds; one that was removed and is still open counts."""
+        return sum(not _is_there(link) for link in Path(f"/proc/{self.pid}/fd").iterdir())
+
+
+def _is_there(link: Path) -> bool:
+    try:
+        return Path(os.readlink(link)).is_file()
+    except FileNotFoundError:  # closed meanwhile
+        return True
 
 
 @contextmanager

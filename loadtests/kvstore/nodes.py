@@ -124,7 +124,7 @@ class StoreNode:
 
 def _is_there(link: Path) -> bool:
     try:
-        return Path(os.readlink(link)).is_file()
+        return link.readlink().is_file()
     except FileNotFoundError:  # closed meanwhile
         return True
 

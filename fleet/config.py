@@ -22,6 +22,7 @@ from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName
 from fleet.roles import KvPath, Role
 from fleet.router.settings import RouterSettings
+from kvstore.eviction.policies import PolicyName
 from kvstore.settings import AnyTier
 from workers.settings import SimulatedSettings, VllmSettings
 
@@ -60,6 +61,9 @@ class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     capacity_mib: Positive = 256
     """Memory for blocks; all of it is taken at the start. 256 MiB hold 65,000 tokens of the tiny model."""
+
+    eviction: PolicyName = "lru"
+    """Which blocks go first when the memory is full."""
 
     tiers: tuple[AnyTier, ...] = ()
     """Below that memory, in the order in which they are asked: SSD, Redis, object stores, other nodes."""

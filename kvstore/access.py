@@ -17,8 +17,9 @@ from typing import Any
 import grpc
 from msgspec import Struct
 
+from kvstore.addresses import is_local
 from kvstore.call_proofs import Calendar, ProofAsker, ProvenAioCalls, ProvenCalls, ProvenStreams
-from kvstore.credentials import Credentials, is_local
+from kvstore.credentials import Credentials
 from kvstore.errors import BadCredentials, StoreNotStarted
 from kvstore.monotonic import unix_seconds
 from kvstore.transports.authentication import SECRET_BYTES, Key, Purpose

@@ -1,7 +1,5 @@
 """Settings that say how one proves who one is; `kvstore.access` obeys them."""
 
-import ipaddress
-
 from msgspec import Struct
 
 
@@ -28,14 +26,3 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
             raise ValueError("credentials.key: certificate and key go together")
-
-
-def is_local(address: str) -> bool:
-    """Whether nobody on another host can connect to it."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

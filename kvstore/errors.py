@@ -55,11 +55,13 @@ class Restarted(StoreError):
 
 
 class NamespaceInUse(StoreError):
-    """The same weights are already stored in another layout; see `kvstore.machine`, rule 7."""
+    """The same weights are already stored in another layout; see `kvstore.machine`, rule 7.
+
+    Attributes:
+        fields: Those of `Namespace` that differ.
+    """
 
     def __init__(self, present: Namespace, offered: Namespace):
-        self.present = present
-        self.offered = offered
         self.fields = present.differences(offered)
         parts = ", ".join(
             f"{name}: {getattr(present, name)!r} here, {getattr(offered, name)!r} offered" for name in self.fields

@@ -1,4 +1,4 @@
-"""Free space of a tier: best fit with coalescing.
+"""Free space of a pool: best fit with coalescing.
 
 Rules:
 

@@ -405,7 +405,9 @@ class Hierarchy:
             copy = _Copy(CopyId(self._next_id()), tier.index, pinned)
             self._copies[copy.id] = copy
             tier.copying += 1
-            self._commands.append(Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, Nanos(now + KEEP_WITHIN)))
+            self._commands.append(
+                Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, Nanos(now + KEEP_WITHIN))
+            )
 
     def _tell(self, tier: "_Tier", *, stored: Sequence[BlockKey] = (), removed: Sequence[BlockKey] = ()) -> None:
         for digest in dict.fromkeys(key.digest for key in (*stored, *removed)):

@@ -74,6 +74,3 @@ class Holds:
 
     def __contains__(self, block: StoredBlock) -> bool:
         return block in self._holders
-
-    def __len__(self) -> int:
-        return len(self._by_session)

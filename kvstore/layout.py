@@ -20,6 +20,7 @@ from msgspec import Struct
 from kvstore.block import HashAlgorithm
 
 FORMAT_VERSION = 1
+DIGEST_BYTES = 16
 
 ELEMENT_BYTES: Mapping[str, int] = {
     "float32": 4,
@@ -53,7 +54,7 @@ class Namespace(Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> bytes:
         """16 bytes that are equal exactly when every field is: SHA-256 over the fields as JSON with sorted keys."""
-        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).digest()[:16]
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).digest()[:DIGEST_BYTES]
 
     @property
     def fingerprint(self) -> str:

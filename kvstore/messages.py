@@ -70,10 +70,10 @@ class Slots(Struct, frozen=True, gc=False):
 
 
 class Address(Struct, frozen=True, kw_only=True):
-    """Where the bytes of a block lie, as tiers see it: by place (memory, SSD) or by name (remote)."""
+    """Where in the pool the bytes of a block lie, as the node sees it."""
 
     key: BlockKey
-    offset: int  # bytes
+    offset: int  # bytes from the start of the pool
     length: int  # bytes
     generation: int
 

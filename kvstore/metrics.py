@@ -10,6 +10,9 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvstore.messages import POOL_TIER, Stats, TierStatus
+from kvstore.shadows import NamespaceEstimates
+
+Snapshot = tuple[Stats, tuple[NamespaceEstimates, ...]]
 
 # Seconds, three steps a decade: from a look into an index in memory to a disk that hangs.
 LATENCY_BUCKETS = (
@@ -52,12 +55,12 @@ GAUGES = {
 class NodeMetrics:
     """All metrics of one node process."""
 
-    def __init__(self, registry: CollectorRegistry, stats: Callable[[], Stats]):
+    def __init__(self, registry: CollectorRegistry, look: Callable[[], Snapshot]):
         """Registers everything.
 
         Args:
             registry: Whoever serves it may call from another thread.
-            stats: A snapshot, safe to call from there; raises TimeoutError when the node has no time.
+            look: Takes a snapshot, safe to call from there; raises TimeoutError when the node has no time.
         """
         self.registry = registry
         self._seconds = Histogram(
@@ -67,23 +70,23 @@ class NodeMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
-        registry.register(_StatsCollector(stats))
+        registry.register(_SnapshotCollector(look))
 
     def moved(self, tier: str, operation: str, seconds: float) -> None:
         """A tier has answered."""
         self._seconds.labels(tier, operation).observe(seconds)
 
 
-class _StatsCollector:
-    def __init__(self, stats: Callable[[], Stats]):
-        self._stats = stats
+class _SnapshotCollector:
+    def __init__(self, look: Callable[[], Snapshot]):
+        self._look = look
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: names would have to be known before the node runs."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
+        stats, shadows = self._look()
         tiers = (_pool(stats), *stats.tiers)
         for name, about in COUNTERS.items():
             family: Metric = CounterMetricFamily(f"kvstore_tier_{name}", about, labels=["tier"])
@@ -95,6 +98,15 @@ class _StatsCollector:
             for tier in tiers:
                 family.add_metric([tier.name], getattr(tier, name))
             yield family
+        shadow = GaugeMetricFamily(
+            "kvstore_shadow_hit_rate",
+            "What the pool's hit rate of late would have been under a policy, at a multiple of its size",
+            labels=["namespace", "policy", "scale"],
+        )
+        for each in shadows:
+            for estimate in each.estimates:
+                shadow.add_metric([each.fingerprint, estimate.policy, str(estimate.scale)], estimate.hit_rate)
+        yield shadow
         yield GaugeMetricFamily("kvstore_pinned_blocks", "Blocks that a lease or a hold keeps in place", stats.pinned)
         yield GaugeMetricFamily("kvstore_held_bytes", "Bytes that sessions hold while they wait", stats.held_bytes)
         yield CounterMetricFamily("kvstore_expired", "Leases and reservations that ended by themselves", stats.expired)

@@ -84,7 +84,7 @@ class Namespaces:
         """Make a namespace known; again is fine.
 
         Raises:
-            InvalidArgument: A block would not fit into the tier.
+            InvalidArgument: A block would not fit into the pool.
             NamespaceInUse: The same weights are in use in another layout.
             Exhausted: Too many namespaces hold blocks.
         """

@@ -8,43 +8,29 @@ from kvstore.clock import Nanos
 from kvstore.messages import Address, BlockKey, Fetched, Outcome, Slot, TierStatus
 
 
-class Tier(Protocol):
-    """One level of the hierarchy: a bounded space that the bytes of blocks are written to and read from.
+class MemoryTier(Protocol):
+    """The pool: a bounded space in memory that the bytes of blocks are written to and read from.
 
-    A tier moves bytes and decides nothing: which block lies where, who may read it and what has to go is the knowledge
-    of a `BlockMachine`, one a tier. It may use an address's place (memory, SSD) or its key (remote), and must refuse a
-    read whose generation is not the one that last claimed the place.
-
-    Calls may block: a server on an event loop makes those of a slow tier in its executor. They may come from several
-    threads, for different addresses.
+    It moves bytes and decides nothing: which block lies where, who may read it and what has to go is the knowledge of
+    the `BlockMachine`. It must refuse a read or a write whose generation is not the one that last claimed the place.
+    Calls do not wait, and may come from several threads, for different addresses.
     """
 
     @property
     def capacity_bytes(self) -> int: ...
 
     def claim(self, address: Address) -> None:
-        """The place belongs to this block from now on; its bytes are not there yet.
-
-        Raises:
-            TierFailed: The block cannot be kept here.
-        """
+        """The place belongs to this block from now on; its bytes are not there yet."""
         ...
 
     def write(self, address: Address, block: Block) -> bool:
-        """Put a claimed block's bytes, `address.length` of them; False when it is not claimed any more.
-
-        Raises:
-            TierFailed: The bytes may not be there, or in part.
-        """
+        """Put a claimed block's bytes, `address.length` of them; False when it is not claimed any more."""
         ...
 
     def read(self, address: Address, into: MutableBlock) -> bool:
         """Get a block's bytes; False when the place has been discarded or given to another block.
 
         The caller verifies the checksum; the bytes may be wrong, and `into` may have been written to even on False.
-
-        Raises:
-            TierFailed: The bytes may be there, but cannot be had now.
         """
         ...
 
@@ -52,19 +38,15 @@ class Tier(Protocol):
         """The block is gone: later reads of this address answer False. Ignored when another block is there by now."""
         ...
 
-    def close(self) -> None: ...
-
-
-class MemoryTier(Tier, Protocol):
-    """A tier whose bytes can be used in place."""
-
     def view(self, address: Address) -> ByteArray:
         """The block's bytes, without copying; they are another block's after a discard."""
         ...
 
+    def close(self) -> None: ...
+
 
 class BackingTier(Protocol):
-    """A level below a node's memory (SSD, Redis, an object store, another node): whole blocks by name.
+    """A level below the pool (SSD, Redis, an object store, another node): whole blocks by name.
 
     A cache: it may lose any block at any time, decides by itself where bytes lie and what has to go, and answers a
     read with the bytes that were written under that name or not at all. It verifies whatever it reads. Calls block,

@@ -81,9 +81,6 @@ class Quotas:
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
 
-    def __len__(self) -> int:
-        return len(self._accounts)
-
     def _forget_empty_ones(self) -> None:
         if len(self._accounts) < MAX_ACCOUNTS:
             return

@@ -18,10 +18,12 @@ class Run:
 
     def front(self, limit_bytes: int) -> list[memoryview]:
         """What comes next, at most `limit_bytes` of it, and no more buffers than the system takes."""
+        if not self._start and self.left <= limit_bytes:  # mostly: nothing to cut
+            return self._buffers[self._next : self._next + IOV_MAX]
         taken: list[memoryview] = []
         start = self._start
         for buffer in self._buffers[self._next : self._next + IOV_MAX]:
-            view = buffer if not start and len(buffer) <= limit_bytes else buffer[start : start + limit_bytes]
+            view = buffer[start : start + limit_bytes]
             taken.append(view)
             limit_bytes -= len(view)
             if not limit_bytes:
@@ -33,6 +35,9 @@ class Run:
         """That many bytes are done."""
         assert 0 <= count <= self.left, (count, self.left)
         self.left -= count
+        if not self.left:
+            self._next, self._start = len(self._buffers), 0
+            return
         self._start += count
         while self._next < len(self._buffers) and self._start >= len(self._buffers[self._next]):
             self._start -= len(self._buffers[self._next])

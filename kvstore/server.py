@@ -15,15 +15,16 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kvstore import sockets
+from kvstore.addresses import host_port, unix_path
 from kvstore.backing import Backing
 from kvstore.clock import Clock
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
-from kvstore.eviction.lru import LruEviction
+from kvstore.eviction.policies import policy
 from kvstore.hierarchy import Hierarchy
 from kvstore.host import host_id
 from kvstore.machine import BlockMachine
-from kvstore.messages import Stats, StoreEndpoints
-from kvstore.metrics import NodeMetrics
+from kvstore.messages import StoreEndpoints
+from kvstore.metrics import NodeMetrics, Snapshot
 from kvstore.monotonic import MonotonicClock
 from kvstore.mover import Mover
 from kvstore.quotas import Quotas
@@ -77,13 +78,13 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         stack.callback(tier.close)
         machine = BlockMachine(
             tier.capacity_bytes,
-            LruEviction(),
+            policy(settings.eviction),
             epoch=1 + secrets.randbelow((1 << 31) - 1),
             max_leases=settings.max_leases,
             max_namespaces=settings.max_namespaces,
             max_held_bytes=int(tier.capacity_bytes * settings.max_held_share),
             quotas=Quotas(
-                lambda _: LruEviction(),
+                lambda _: policy(settings.eviction),
                 default_bytes=settings.tenant_quota_bytes,
                 by_tenant={bytes.fromhex(salt): quota for salt, quota in settings.tenant_quotas.items()},
             ),
@@ -92,8 +93,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         stack.callback(plane.close)
         data_address = ""
         if settings.data_listen:
-            host, _, port = settings.data_listen.rpartition(":")
-            data_address = await plane.listen(host.strip("[]"), int(port))
+            data_address = await plane.listen(*host_port(settings.data_listen))
         listener, shm_socket = None, ""
         if settings.shm_socket:
             shm_socket = _absolute(settings.shm_socket)
@@ -111,7 +111,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         hierarchy = Hierarchy(machine, backing.rules)
         service = BlockStoreService(settings, identity, machine, tier, hierarchy, backing.open_namespace, clock)
         tasks = await stack.enter_async_context(_tasks())
-        metrics = NodeMetrics(CollectorRegistry(), _snapshots(service.stats))
+        metrics = NodeMetrics(CollectorRegistry(), _snapshots(lambda: (service.stats(), service.estimates())))
         mover = Mover(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
         stack.callback(mover.close)
         service.attach(mover)
@@ -131,20 +131,20 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         )
 
 
-def _snapshots(stats: Callable[[], Stats]) -> Callable[[], Stats]:
-    """The node's statistics, for other threads: taken on its event loop."""
+def _snapshots(look: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
+    """What the node says of itself, for other threads: taken on its event loop."""
     loop = asyncio.get_running_loop()
 
-    async def take() -> Stats:
-        return stats()
+    async def take() -> Snapshot:
+        return look()
 
     return lambda: asyncio.run_coroutine_threadsafe(take(), loop).result(SNAPSHOT_SECONDS)
 
 
 def _serve_metrics(address: str, registry: CollectorRegistry, stack: contextlib.AsyncExitStack) -> None:
-    host, _, port = address.rpartition(":")
+    host, port = host_port(address)
     try:
-        server, _ = start_http_server(int(port), host.strip("[]"), registry)
+        server, _ = start_http_server(port, host, registry)
     except OSError as error:
         raise StoreNotStarted(f"metrics_listen: {address} cannot be bound: {error.strerror or error}") from error
     stack.callback(server.server_close)
@@ -181,33 +181,27 @@ async def _control_plane(addresses: tuple[str, ...], service: BlockStoreService)
         bound = []
         for index, address in enumerate(addresses):
             bound.append(_bind(server, f"listen[{index}]", address))
-            if address.startswith("unix:"):
-                stack.callback(Path(unix_path(address)).unlink, missing_ok=True)
+            if path := unix_path(address):
+                stack.callback(Path(path).unlink, missing_ok=True)
         await server.start()
         stack.push_async_callback(server.stop, GRACE_SECONDS)
         stack.push_async_callback(healthy.enter_graceful_shutdown)
         for address in bound:
-            if address.startswith("unix:"):
-                os.chmod(unix_path(address), 0o600)  # noqa: PTH101 - a call that does not wait
+            if path := unix_path(address):
+                os.chmod(path, 0o600)  # noqa: PTH101 - a call that does not wait
         for name in ("", SERVICE):
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         yield tuple(bound)
 
 
-def unix_path(address: str) -> str:
-    """The path of ``unix:/path`` or ``unix:///path``."""
-    path = address.removeprefix("unix:")
-    return path.removeprefix("//") if path.startswith("///") else path
-
-
 def _bind(server: grpc.aio.Server, field: str, address: str) -> str:
-    if address.startswith("unix:"):
-        sockets.clear_path(field, unix_path(address))  # gRPC would take it from a living process
+    if path := unix_path(address):
+        sockets.clear_path(field, path)  # gRPC would take it from a living process
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise StoreNotStarted(f"{field}: {address} cannot be bound; is it in use?") from error
-    if address.startswith("unix:"):
+    if path:
         return address
     return f"{address.rpartition(':')[0]}:{port}"
 

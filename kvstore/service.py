@@ -27,6 +27,7 @@ from kvstore.messages import Claim, Discard, LeaseId, ReservationId, Slot, Stats
 from kvstore.mover import Mover
 from kvstore.ports import MemoryTier
 from kvstore.settings import StoreSettings
+from kvstore.shadows import NamespaceEstimates, Shadows
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from kvstore.watchers import TooSlow, Watchers
@@ -49,6 +50,15 @@ class Identity(Struct, frozen=True, kw_only=True):
     data_address: str
 
 
+class _Use(Struct, frozen=True):
+    """A chain that was asked for, or is being written."""
+
+    digest: bytes
+    names: list[ChainHash]
+    held: int = 0
+    is_write: bool = False
+
+
 class BlockStoreService(pb_grpc.BlockStoreServicer):
     """One node's control plane."""
 
@@ -69,7 +79,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._hierarchy = hierarchy
         self._on_open = on_open
         self._clock = clock
-        self._used: deque[tuple[bytes, list[ChainHash]]] = deque(maxlen=MAX_UNNOTED)
+        self._shadows = Shadows(tier.capacity_bytes, settings.eviction)
+        self._used: deque[_Use] = deque(maxlen=MAX_UNNOTED)
         self._max_lease = nanos(settings.max_lease_seconds)
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
@@ -95,6 +106,10 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         """Of this moment."""
         self._machine.expire(self._clock.now())
         return replace(self._machine.stats(), tiers=self._mover.status())
+
+    def estimates(self) -> tuple[NamespaceEstimates, ...]:
+        """What the pool's hit rate would be at other sizes and under other policies."""
+        return self._shadows.estimates()
 
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloResponse:  # noqa: N802 - named by the protocol
         return await self._answer(context, lambda now: self._hello(request, now))
@@ -136,8 +151,9 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     def _hello(self, request: pb.HelloRequest, now: Nanos) -> pb.HelloResponse:
         namespace = wire.parse_hello(request)
+        self._on_open(namespace)  # first: a layout that a tier refuses must not stand in the way of one that fits
         self._machine.open(namespace, now)
-        self._on_open(namespace)
+        self._shadows.open(namespace)
         return pb.HelloResponse(
             store_id=self._identity.store_id,
             incarnation=self._identity.incarnation,
@@ -156,8 +172,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         lease = wire.parse_lease(request.lease_ms, 0, self._max_lease)
         leased = self._machine.match(digest, names, lease=lease, now=now, tenant=tenant)
         held = len(leased.slots)
-        if held and lease:
-            self._note(digest, names[:held])
+        if lease:
+            self._note(_Use(digest, names, held))
         if patience := wire.parse_patience(request.patience_ms):
             self._hierarchy.want(digest, names, held, patience, now, tenant)
             self.settle()  # a tier that knows at once that it has nothing keeps nobody waiting
@@ -169,14 +185,16 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     def _reserve(self, request: pb.ReserveRequest, now: Nanos) -> pb.ReserveResponse:
         self._require_incarnation(request.incarnation)
+        digest, names = wire.parse_digest(request.digest), wire.parse_hashes(request.hashes)
         reservation = self._machine.reserve(
-            wire.parse_digest(request.digest),
-            wire.parse_hashes(request.hashes),
+            digest,
+            names,
             owner=wire.parse_owner(request.owner),
             lease=wire.parse_lease(request.lease_ms, 1, self._max_reservation),
             now=now,
             tenant=wire.parse_tenant(request.tenant),
         )
+        self._note(_Use(digest, names, is_write=True))
         return wire.reservation_message(reservation)
 
     def _publish(self, request: pb.PublishRequest, now: Nanos) -> pb.PublishResponse:
@@ -235,16 +253,21 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self.settle()
         return answer
 
-    def _note(self, digest: bytes, names: list[ChainHash]) -> None:
-        """Have the hierarchy learn of a use after whoever waits has its answer."""
+    def _note(self, use: "_Use") -> None:
+        """Have hierarchy and shadows learn of a use after whoever waits has its answer."""
         if not self._used:
             asyncio.get_running_loop().call_soon(self._note_all)
-        self._used.append((digest, names))
+        self._used.append(use)
 
     def _note_all(self) -> None:
         now = self._clock.now()
         while self._used:
-            self._hierarchy.noted(*self._used.popleft(), now)
+            use = self._used.popleft()
+            if use.is_write:
+                self._shadows.stored(use.digest, use.names, now)
+            else:
+                self._shadows.looked_up(use.digest, use.names, now)
+                self._hierarchy.noted(use.digest, use.names[: use.held], now)
         self.settle()
 
     def _perform(self) -> None:

@@ -4,6 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvstore.addresses import host_port, unix_path
+from kvstore.eviction.policies import PolicyName
 from kvstore.extents import PAGE_BYTES
 from kvstore.tiers.pages import HugePages
 from kvstore.tiers.peer import PeerSettings
@@ -34,6 +36,9 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     capacity_bytes: Annotated[int, Meta(ge=PAGE_BYTES)] = 256 << 20
     """Size of the pool in memory; all of it is taken at the start. 256 MiB: 2,048 blocks of the built-in model."""
+
+    eviction: PolicyName = "lru"
+    """Which blocks of the pool go first; see `kvstore.eviction.policies`."""
 
     max_lease_seconds: Annotated[float, Meta(gt=0, le=3600)] = 30
     """Longest time that a match may pin blocks. Covers a prefill that queues; a reader that died pins no longer."""
@@ -78,14 +83,15 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not self.listen:
             raise ValueError("listen: at least one address is needed")
         for index, address in enumerate(self.listen):
-            if not address.startswith("unix:"):
-                _host_port(f"listen[{index}]", address)
+            if not unix_path(address):
+                _require_host_port(f"listen[{index}]", address)
         for field in ("data_listen", "metrics_listen"):
             if address := getattr(self, field):
-                _host_port(field, address)
+                _require_host_port(field, address)
 
 
-def _host_port(field: str, address: str) -> None:
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{field}: {address!r} is neither unix:/path nor host:port")
+def _require_host_port(field: str, address: str) -> None:
+    try:
+        host_port(address)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error

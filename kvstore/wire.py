@@ -18,7 +18,7 @@ from kvstore.errors import (
     Restarted,
     StoreError,
 )
-from kvstore.layout import FORMAT_VERSION, Namespace
+from kvstore.layout import DIGEST_BYTES, FORMAT_VERSION, Namespace
 from kvstore.messages import (
     NODE,
     SLOT,
@@ -37,7 +37,6 @@ from kvstore.messages import (
 )
 from kvstore.v1 import blocks_pb2 as pb
 
-DIGEST_BYTES = 16
 MAX_HASHES = 65_536
 """In one request: 1 MiB of names, 2 million tokens at 32 a block."""
 

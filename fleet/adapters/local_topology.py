@@ -133,6 +133,7 @@ def _store_process(topology: Topology, folder: Path, address: str) -> LocalProce
         listen=(address,),
         shm_socket=str(folder / "pool.sock"),
         capacity_bytes=topology.store.capacity_mib << 20,
+        eviction=topology.store.eviction,
         tiers=topology.store.tiers,
     )
     child = Child(

@@ -8,6 +8,7 @@ import argparse
 import importlib
 
 SUBCOMMANDS = {
+    "bench": "measure the store beside the machine's own limits and its peers",
     "replay": "run a recorded trace through an eviction policy, without a store",
 }
 

@@ -20,7 +20,7 @@ COMMANDS = {
     "generate": "stream an answer from a running cluster",
     "status": "show pools, workers, load and caches of a running cluster",
     "doctor": "say which optional parts are usable on this machine, and what to do about the others",
-    "kv": "replay recorded traffic through the policies of the KV store",
+    "kv": "measure the KV store, or replay recorded traffic through its policies",
     "serve": "run one process of a cluster: router, worker or kvstore",
 }
 

@@ -32,7 +32,7 @@ RHYTHMS = (Nanos(30 * SECOND),)
 
 SAME_USE = Nanos(2 * SECOND)
 LEARN_AFTER = 512  # uses of blocks, at the start
-LEARN_SHARE = 1 / 512  # of all uses so far; later
+LEARN_SHARE = 1 / 64  # of all uses so far; later
 PAUSE = Nanos(1 * SECOND)  # between two looks at ages
 REMEMBERED = 32_768
 """Blocks that may be remembered in any case; when more are held, as many as are held."""
@@ -40,6 +40,10 @@ REMEMBERED = 32_768
 
 Row = tuple[int, float]
 """Class, and what a use saves a byte."""
+
+
+Candidate = tuple[float, Nanos, Row, bool]
+"""Value and last use of the run at one end of a row, the row, and whether it is the end of the newest."""
 
 
 class _Run(Generic[K]):
@@ -82,9 +86,7 @@ class HazardEviction(Generic[K]):
         self._learnt_at_uses = 0
         self._ranked_at = Nanos(0)
         self._victim: _Run[K] | None = None
-        self._ranking: list[
-            tuple[float, Row, bool]
-        ] = []  # a heap of each row's ends, with values that may be out of date
+        self._ranking: list[Candidate] = []  # a heap, with values that may be out of date
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
         if now != self._now or size_bytes != self._size:
@@ -203,9 +205,9 @@ class HazardEviction(Generic[K]):
         runs = self._rows.get(row)
         if runs is None:
             runs = self._rows[row] = OrderedDict()
-            heapq.heappush(self._ranking, (0.0, row, False))
+            heapq.heappush(self._ranking, (0.0, self._now, row, False))
         runs[run] = None
-        heapq.heappush(self._ranking, (saving * self._times.value(row[0], 0), row, True))
+        heapq.heappush(self._ranking, (saving * self._times.value(row[0], 0), self._now, row, True))
         return run
 
     def _move(self, keys: list[K], old: _Run[K] | None, run: _Run[K]) -> None:
@@ -238,11 +240,11 @@ class HazardEviction(Generic[K]):
         """The run of the least value, or what continues it (rule 4)."""
         ranking = self._ranking
         while ranking:
-            _, row, newest = heapq.heappop(ranking)
+            _, _, row, newest = heapq.heappop(ranking)
             if row not in self._rows:
                 continue
             candidate = self._candidate(row, newest=newest)  # another than when this was noted, perhaps
-            least = not ranking or candidate[0] <= ranking[0][0]
+            least = not ranking or candidate <= ranking[0]
             heapq.heappush(ranking, candidate)
             if least:
                 run = self._end(row, newest=newest)
@@ -251,9 +253,10 @@ class HazardEviction(Generic[K]):
                 return run
         return None
 
-    def _candidate(self, row: Row, *, newest: bool) -> tuple[float, Row, bool]:
+    def _candidate(self, row: Row, *, newest: bool) -> Candidate:
         of, saving = row
-        return saving * self._times.value(of, self._now - self._end(row, newest=newest).used_at), row, newest
+        used_at = self._end(row, newest=newest).used_at
+        return saving * self._times.value(of, self._now - used_at), used_at, row, newest
 
     def _end(self, row: Row, *, newest: bool) -> _Run[K]:
         runs = self._rows[row]

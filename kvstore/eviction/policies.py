@@ -1,13 +1,16 @@
 """The eviction policies by name, for settings and for the command line."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from kvstore.eviction.hazard import HazardEviction
 from kvstore.eviction.lru import LruEviction
 from kvstore.eviction.policy import Policy
 from kvstore.eviction.s3fifo import S3FifoEviction
 from kvstore.eviction.slru import SlruEviction
+
+PolicyName = Literal["lru", "s3fifo", "slru", "hazard"]
+"""Of those below, as settings name them."""
 
 POLICIES: Mapping[str, Callable[[], Policy[Any]]] = {  # Any: keys of whatever kind the caller has
     "lru": LruEviction,

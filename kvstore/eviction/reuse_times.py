@@ -8,8 +8,8 @@ Rules:
    before it counts (the estimator of Kaplan and Meier, with classes).
 2. A block is followed from its use to its next one, whether it is still held or not, for as long as its policy remembers
    it. Blocks of a class that were used within `COHORT` are counted together.
-3. Of a class that was seen little, the hazard is drawn to that of all classes with as many uses, and this to that of
-   all: each by `PRIOR` blocks' worth.
+3. Of a class that was seen little, the hazard is drawn to that of all classes with as many uses, this to that of all, and
+   this to one that falls with the age, under which the longest unused is worth least: each by `PRIOR` blocks' worth.
 4. The value of holding a block on is the best that holding it until some later age would bring: the probability of its
    use by then, over the time that it occupies its place until then. (The index of Gittins; Beckmann, Chen and Cidon's
    "LHD", NSDI 2018, evicts by the same quotient.) It may grow with the age, since nobody answers within a second.
@@ -31,15 +31,17 @@ USES = (2, 3, 4, 6, 9, 16)
 
 COHORT = Nanos(1 * SECOND)
 PRIOR = 50.0
-HALF_LIFE = Nanos(3600 * SECOND)
-STALE = 1 / 30
-"""Hazard a second of what nobody knows anything of yet."""
+HALF_LIFE = Nanos(12 * 3600 * SECOND)
+"""Long against the widest bucket that matters, because those at risk are counted when they enter it."""
+
+BELIEF_SECONDS = 30.0
+"""Of what is believed before anything is known: after three times as long, half of the blocks are used again."""
 
 
 def _edges() -> tuple[int, ...]:
-    """Ages at which buckets begin: 0, 1, 2 s, then in steps of about 30 %, up to an hour and more."""
+    """Ages at which buckets begin: 0, 1, 2 s, then in steps of about 30 %, up to a day."""
     seconds = [0.0, 1.0]
-    while seconds[-1] < 4000:
+    while seconds[-1] < 86_400:
         seconds.append(seconds[-1] * 1.3 + 0.7)
     return tuple(round(each * SECOND) for each in seconds)
 
@@ -49,6 +51,9 @@ BUCKETS = len(EDGES)
 WIDTHS = np.diff(np.array(EDGES)) / SECOND  # seconds
 LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool), 1)  # [from, to]
 SUREST = 0.95  # hazard that nothing exceeds
+BELIEF = 1 - np.sqrt(
+    (np.array(EDGES) / SECOND + BELIEF_SECONDS) / (np.array([*EDGES[1:], 2 * EDGES[-1]]) / SECOND + BELIEF_SECONDS)
+)
 
 Floats = NDArray[np.float64]
 
@@ -75,9 +80,10 @@ class ReuseTimes:
         self._reused = [[0.0] * BUCKETS for _ in range(self.classes)]
         self._at_risk = [[0.0] * BUCKETS for _ in range(self.classes)]
         self._ageing: list[list[deque[Cohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
-        self._values = [[1 / (age / SECOND + 1 / STALE) for age in EDGES] for _ in range(self.classes)]
-        self._surviving: list[list[float]] = [[1.0] * BUCKETS for _ in range(self.classes)]
+        self._values: list[list[float]] = []
+        self._surviving: list[list[float]] = []
         self._learnt_at = Nanos(0)
+        self.learn(self._learnt_at)
 
     def class_of(self, uses: int, rhythm: int) -> int:
         return bisect_right(USES, uses) * self._rhythms + rhythm
@@ -125,7 +131,7 @@ class ReuseTimes:
             self._reused, self._at_risk = reused.tolist(), at_risk.tolist()
             self._learnt_at = now
         shape = (-1, self._rhythms, BUCKETS)
-        everywhere = reused.sum(0) / (at_risk.sum(0) + 1)
+        everywhere = _drawn(reused.sum(0), at_risk.sum(0), BELIEF)
         alike = _drawn(reused.reshape(shape).sum(1), at_risk.reshape(shape).sum(1), everywhere)
         hazards = _drawn(reused.reshape(shape), at_risk.reshape(shape), alike[:, np.newaxis])
         surviving, values = _prospects(np.minimum(hazards, SUREST))

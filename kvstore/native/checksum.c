@@ -1,7 +1,7 @@
 /* CRC-32C of bytes, and of bytes while they are copied: kvstore/native/checksums.py says what each function means, and its twin
  * writes the same bytes.
  *
- * Bytes are folded by carry-less multiplication, four lanes of 16 bytes at a time (V. Gopal et al., "Fast CRC Computation
+ * Bytes are folded by carry-less multiplication, four or sixteen lanes of 16 bytes at a time (V. Gopal et al., "Fast CRC Computation
  * for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009), and what is left goes through the CRC instruction. All
  * of it costs less than fetching the bytes from memory, so that a copy with its checksum takes as long as a copy.
  */
@@ -15,20 +15,26 @@
 #include <immintrin.h>
 
 #define FOLDING __attribute__((target("pclmul,sse4.2")))
+#define WIDE __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
 #define LANE 16
 #define STRIDE (4 * LANE)
+#define WIDE_STRIDE (4 * STRIDE)
 #define KEEP_LOCK 16384          /* bytes: letting the interpreter's lock go costs more than this */
 #define PAST_THE_CACHE (128 << 10) /* bytes: copies from this size on do not displace what the cache holds */
 
 /* x^(distance + 31) and x^(distance - 33) modulo the polynomial, bits reversed: what a lane is multiplied with to be moved
  * by that many bits. */
-#define BY_512 _mm_set_epi64x(0x9e4addf8, 0x740eef02)
-#define BY_384 _mm_set_epi64x(0xddc0152b, 0x1c291d04)
-#define BY_256 _mm_set_epi64x(0xba4fc28e, 0x3da6d0cb)
-#define BY_128 _mm_set_epi64x(0x493c7d27, 0xf20c0dfe)
+#define BY_2048 0xb9e02b86, 0xdcb17aa4
+#define BY_1536 0xab7aff2a, 0xa87ab8a8
+#define BY_1024 0xd3b6092, 0x6992cea2
+#define BY_512 0x9e4addf8, 0x740eef02
+#define BY_384 0xddc0152b, 0x1c291d04
+#define BY_256 0xba4fc28e, 0x3da6d0cb
+#define BY_128 0x493c7d27, 0xf20c0dfe
 
-FOLDING static inline __m128i moved(__m128i lane, __m128i by)
+FOLDING static inline __m128i moved(__m128i lane, long long high, long long low)
 {
+    __m128i by = _mm_set_epi64x(high, low);
     return _mm_xor_si128(_mm_clmulepi64_si128(lane, by, 0x00), _mm_clmulepi64_si128(lane, by, 0x11));
 }
 
@@ -60,6 +66,16 @@ FOLDING static inline uint32_t bytes(uint32_t crc, const uint8_t *from, uint8_t 
     return crc;
 }
 
+/* Of four lanes that follow each other. */
+FOLDING static inline uint32_t reduced(const __m128i lanes[4])
+{
+    __m128i sum = _mm_xor_si128(_mm_xor_si128(moved(lanes[0], BY_384), moved(lanes[1], BY_256)),
+                                _mm_xor_si128(moved(lanes[2], BY_128), lanes[3]));
+    uint64_t crc = _mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(sum));
+    return (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(sum, 1));
+}
+
+/* `strides` times STRIDE bytes, which are not none. */
 FOLDING static inline __attribute__((always_inline)) uint32_t fold(uint32_t crc, const uint8_t *from, uint8_t *to,
                                                                    size_t strides, enum store how)
 {
@@ -78,29 +94,86 @@ FOLDING static inline __attribute__((always_inline)) uint32_t fold(uint32_t crc,
             lanes[i] = _mm_xor_si128(moved(lanes[i], BY_512), next);
         }
     }
-    __m128i sum = _mm_xor_si128(_mm_xor_si128(moved(lanes[0], BY_384), moved(lanes[1], BY_256)),
-                                _mm_xor_si128(moved(lanes[2], BY_128), lanes[3]));
-    crc = (uint32_t)_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(sum));
-    return (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(sum, 1));
+    return reduced(lanes);
 }
+
+/* The same, four times as wide, for processors that can. */
+WIDE static inline __m512i moved_wide(__m512i lanes, long long high, long long low)
+{
+    __m512i by = _mm512_broadcast_i32x4(_mm_set_epi64x(high, low));
+    return _mm512_xor_si512(_mm512_clmulepi64_epi128(lanes, by, 0x00), _mm512_clmulepi64_epi128(lanes, by, 0x11));
+}
+
+WIDE static inline void store_wide(uint8_t *to, __m512i lanes, enum store how)
+{
+    if (how == CACHED)
+        _mm512_storeu_si512(to, lanes);
+    else if (how == STREAMED)
+        _mm512_stream_si512((__m512i *)to, lanes);
+}
+
+WIDE static inline __attribute__((always_inline)) uint32_t fold_wide(uint32_t crc, const uint8_t *from, uint8_t *to,
+                                                                     size_t strides, enum store how)
+{
+    __m512i wide[4];
+    for (int i = 0; i < 4; i++) {
+        wide[i] = _mm512_loadu_si512(from + i * STRIDE);
+        store_wide(to + i * STRIDE, wide[i], how);
+    }
+    wide[0] = _mm512_xor_si512(wide[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
+    for (size_t stride = 1; stride < strides; stride++) {
+        from += WIDE_STRIDE;
+        to += how == NOWHERE ? 0 : WIDE_STRIDE;
+        for (int i = 0; i < 4; i++) {
+            __m512i next = _mm512_loadu_si512(from + i * STRIDE);
+            store_wide(to + i * STRIDE, next, how);
+            wide[i] = _mm512_xor_si512(moved_wide(wide[i], BY_2048), next);
+        }
+    }
+    __m128i lanes[4];
+    _mm512_storeu_si512(lanes, _mm512_xor_si512(
+        _mm512_xor_si512(moved_wide(wide[0], BY_1536), moved_wide(wide[1], BY_1024)),
+        _mm512_xor_si512(moved_wide(wide[2], BY_512), wide[3])));
+    return reduced(lanes);
+}
+
+FOLDING static uint32_t narrowly(uint32_t crc, const uint8_t *from, uint8_t *to, size_t strides, enum store how)
+{
+    if (how == NOWHERE)
+        return fold(crc, from, to, strides, NOWHERE);
+    return how == CACHED ? fold(crc, from, to, strides, CACHED) : fold(crc, from, to, strides, STREAMED);
+}
+
+WIDE static uint32_t widely(uint32_t crc, const uint8_t *from, uint8_t *to, size_t strides, enum store how)
+{
+    if (how == NOWHERE)
+        return fold_wide(crc, from, to, strides, NOWHERE);
+    return how == CACHED ? fold_wide(crc, from, to, strides, CACHED) : fold_wide(crc, from, to, strides, STREAMED);
+}
+
+static int can_wide; /* found out when the module is loaded */
 
 /* `to` may be NULL. */
 FOLDING static uint32_t extend(uint32_t crc, const uint8_t *from, uint8_t *to, size_t count)
 {
+    enum store how = to == NULL ? NOWHERE : count < PAST_THE_CACHE ? CACHED : STREAMED;
     crc = ~crc;
-    if (to != NULL && count >= PAST_THE_CACHE) {
-        size_t head = -(uintptr_t)to & (LANE - 1);
+    if (how == STREAMED) {
+        size_t head = -(uintptr_t)to & (STRIDE - 1);
         crc = bytes(crc, from, to, head);
         from += head, to += head, count -= head;
-        crc = fold(crc, from, to, count / STRIDE, STREAMED);
-        _mm_sfence();
-    } else if (count >= STRIDE) {
-        crc = to == NULL ? fold(crc, from, to, count / STRIDE, NOWHERE) : fold(crc, from, to, count / STRIDE, CACHED);
-    } else {
-        return ~bytes(crc, from, to, count);
     }
-    size_t folded = count / STRIDE * STRIDE;
-    return ~bytes(crc, from + folded, to == NULL ? NULL : to + folded, count - folded);
+    for (int wide = can_wide; wide >= 0; wide--) {
+        size_t stride = wide ? WIDE_STRIDE : STRIDE, folded = count / stride * stride;
+        if (folded > 0) {
+            crc = (wide ? widely : narrowly)(crc, from, to, folded / stride, how);
+            from += folded, count -= folded;
+            to += how == NOWHERE ? 0 : folded;
+        }
+    }
+    if (how == STREAMED)
+        _mm_sfence();
+    return ~bytes(crc, from, to, count);
 }
 
 static PyObject *run(uint32_t crc, Py_buffer *source, Py_buffer *destination)
@@ -159,6 +232,7 @@ PyMODINIT_FUNC PyInit__checksum(void)
         PyErr_SetString(PyExc_ImportError, "this processor does not multiply without carries");
         return NULL;
     }
+    can_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
     return PyModuleDef_Init(&definition);
 }
 #else

@@ -1,4 +1,4 @@
-"""A tier in the memory of one process: the simplest thing that keeps the port's promises."""
+"""A pool in the memory of one process: the simplest thing that keeps the port's promises."""
 
 import numpy as np
 

@@ -23,6 +23,7 @@ import xxhash
 from msgspec import Meta
 from msgspec.structs import replace
 
+from kvstore.addresses import host_port, unix_path
 from kvstore.block import ChainHash
 from kvstore.breaker import Breaker
 from kvstore.buffers import ByteArray, crc32c
@@ -69,8 +70,7 @@ class PeerSettings(TierSettings, frozen=True, kw_only=True, tag="peer"):
         if self.own_address and self.own_address not in self.peers:
             raise ValueError(f"own_address: {self.own_address!r} is not among the peers")
         for index, address in enumerate(self.peers):
-            host, colon, port = address.rpartition(":")
-            if not address.startswith("unix:/") and not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+            if not unix_path(address).startswith("/") and not _has_port(address):
                 raise ValueError(f"peers[{index}]: {address!r} is neither unix:/path nor host:port")
 
 
@@ -120,7 +120,7 @@ class PeerTier:
         Args:
             settings: What to use.
             connect: How to reach a peer.
-            namespaces: By digest; `NamespaceUnknown` or `KeyError` where nobody has opened it here.
+            namespaces: By digest; `NamespaceUnknown` where nobody has opened it here.
             clock: Of the deadlines; the one of the connections.
         """
         self._settings = settings
@@ -214,10 +214,7 @@ class PeerTier:
                     failure = error
             if failure is not None and all(answer is GONE for answer in answers):
                 raise failure
-        hits = [index for index, answer in enumerate(answers) if answer.outcome is Outcome.MOVED]
-        self._tally.count(
-            hits=len(hits), misses=len(keys) - len(hits), bytes_read=sum(into[index].nbytes for index in hits)
-        )
+        self._tally.fetched(answers, into)
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
@@ -314,7 +311,7 @@ class PeerTier:
     def _namespace(self, digest: bytes) -> Namespace | None:
         try:
             return self._namespaces(digest)
-        except (KeyError, NamespaceUnknown):
+        except NamespaceUnknown:
             return None
 
     def _link(self, address: str, namespace: Namespace) -> "Link":
@@ -549,12 +546,18 @@ def probe(address: str, within_seconds: float) -> None:
         StoreUnreachable: Nobody does.
     """
     try:
-        if address.startswith("unix:"):
+        if path := unix_path(address):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(max(within_seconds, 0.001))
-                connection.connect(address.removeprefix("unix:").replace("///", "/", 1))
+                connection.connect(path)
         else:
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), max(within_seconds, 0.001)).close()
+            socket.create_connection(host_port(address), max(within_seconds, 0.001)).close()
     except OSError as error:
         raise StoreUnreachable(f"nobody listens: {error}") from error
+
+
+def _has_port(address: str) -> bool:
+    try:
+        return host_port(address)[1] > 0
+    except ValueError:
+        return False

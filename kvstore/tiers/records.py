@@ -125,7 +125,7 @@ class Records:
         """Binds a tier to the codecs of its namespaces.
 
         Args:
-            codecs: By namespace digest; `NamespaceUnknown` or `KeyError` where nobody has opened it.
+            codecs: By namespace digest; `NamespaceUnknown` where nobody has opened it.
             tally: Of the tier; corrupt values are counted here.
         """
         self._codecs = codecs
@@ -216,7 +216,7 @@ class Records:
     def _codec(self, key: BlockKey) -> Codec | None:
         try:
             return self._codecs(key.digest)
-        except (KeyError, NamespaceUnknown):
+        except NamespaceUnknown:
             return None
 
     def _newer(self, key: BlockKey, error: NewerFormat) -> None:

@@ -194,10 +194,7 @@ class RedisTier:
             except TierFailed:
                 if not answered:
                     raise
-        hits = [index for index in answered if answers[index].outcome is Outcome.MOVED]
-        self._tally.count(
-            hits=len(hits), misses=len(keys) - len(hits), bytes_read=sum(into[index].nbytes for index in hits)
-        )
+        self._tally.fetched(answers, into)
         self._tally.missed(keys[index] for index in answered if answers[index].outcome is not Outcome.MOVED)
         self.discard([keys[index] for index in answered if answers[index].outcome is Outcome.CORRUPT])
         return answers

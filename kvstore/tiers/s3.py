@@ -191,10 +191,7 @@ class S3Tier:
                 if answer is not None:
                     answers[index] = answer
                     missed += [key] if answer.outcome is not Outcome.MOVED else []
-        hits = [index for index, answer in enumerate(answers) if answer.outcome is Outcome.MOVED]
-        self._tally.count(
-            hits=len(hits), misses=len(keys) - len(hits), bytes_read=sum(into[index].nbytes for index in hits)
-        )
+        self._tally.fetched(answers, into)
         self._tally.missed(missed)
         self.discard([key for key, answer in zip(keys, answers, strict=True) if answer.outcome is Outcome.CORRUPT])
         return answers

@@ -63,7 +63,7 @@ class Mapping:
 
 
 class SharedMemoryTier:
-    """A `Tier` whose bytes other processes can map; see the module."""
+    """A `MemoryTier` that other processes can map; see the module."""
 
     def __init__(self, capacity_bytes: int, huge_pages: HugePages = HugePages.AUTO, clock: Clock | None = None):
         """Takes the memory, which lasts 0.1 to 1 s a GiB.

@@ -1,9 +1,10 @@
 """What a tier counts, and the names that it has let go."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from kvstore.messages import BlockKey, TierStatus
+from kvstore.buffers import ByteArray
+from kvstore.messages import BlockKey, Fetched, Outcome, TierStatus
 
 GONE_KEYS = 1 << 18
 """Names that wait to be asked for; older ones are forgotten, which costs a router a wrong guess."""
@@ -23,6 +24,11 @@ class Tally:
         with self._lock:
             for name, number in more.items():
                 self._counts[name] = self._counts.get(name, 0) + number
+
+    def fetched(self, answers: Sequence[Fetched], into: Sequence[ByteArray]) -> None:
+        """Count what `BackingTier.get` answers."""
+        hits = [buffer.nbytes for answer, buffer in zip(answers, into, strict=True) if answer.outcome is Outcome.MOVED]
+        self.count(hits=len(hits), misses=len(answers) - len(hits), bytes_read=sum(hits))
 
     def missed(self, keys: Iterable[BlockKey]) -> None:
         """These are not there, or not any more."""

@@ -6,14 +6,14 @@ from kvstore.buffers import Block, MutableBlock, crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.machine import BlockMachine
 from kvstore.messages import Fetched, Outcome, Slot
-from kvstore.ports import Tier
+from kvstore.ports import MemoryTier
 from kvstore.transports.summing import summed_before
 
 
 class InProcessTransport:
     """Asks the machine, then the tier. Not for several threads, since the machine is not."""
 
-    def __init__(self, machine: BlockMachine, tier: Tier, digest: bytes):
+    def __init__(self, machine: BlockMachine, tier: MemoryTier, digest: bytes):
         """Binds to a namespace.
 
         Raises:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from kvstore.addresses import host_port
 from kvstore.breaker import Breaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
 from kvstore.clock import Clock, Nanos, seconds
@@ -64,9 +65,7 @@ class TcpTransport:
             StoreUnreachable: Nobody answers there in time, or it is not a node that has the key.
             NamespaceUnknown: The node does not know the namespace.
         """
-        host, _, port = address.rpartition(":")
-        self._host = host.strip("[]")
-        self._port = int(port)
+        self._host, self._port = host_port(address)
         self._digest = digest
         self._block_bytes = block_bytes
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What every tier promises."""
+"""What every pool promises; see `kvstore.ports.MemoryTier`."""
 
 import os
 

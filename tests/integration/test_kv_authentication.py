@@ -13,10 +13,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from kvstore.access import Access, load
+from kvstore.addresses import is_local
 from kvstore.buffers import crc32c, pieces
 from kvstore.call_proofs import PROOF_KEY
 from kvstore.clock import Nanos, nanos
-from kvstore.credentials import Credentials, is_local
+from kvstore.credentials import Credentials
 from kvstore.errors import BadCredentials, NamespaceUnknown, StoreNotStarted, StoreUnreachable
 from kvstore.messages import Claim, Outcome, Slot
 from kvstore.monotonic import MonotonicClock, unix_seconds

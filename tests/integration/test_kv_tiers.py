@@ -328,14 +328,17 @@ def test_metrics_tell_tier_by_tier(tmp_path):
         write(client, a_chain(3))
         are_kept(client, 3)
         client.release(client.match(a_chain(5), lease_seconds=1).lease_id)
+        client.match(a_chain(5, "b"), lease_seconds=1)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values['kvstore_tier_hits_total{tier="cpu"}']) == 3
-    assert float(values['kvstore_tier_misses_total{tier="cpu"}']) == 2
+    assert float(values['kvstore_tier_misses_total{tier="cpu"}']) == 2 + 5
     assert float(values['kvstore_tier_blocks{tier="ssd"}']) == 3
     assert float(values['kvstore_tier_bytes_written_total{tier="ssd"}']) >= 3 * BLOCK_BYTES
     assert float(values['kvstore_tier_operation_seconds_count{operation="keep",tier="ssd"}']) >= 1
+    at_twice_the_size = f'kvstore_shadow_hit_rate{{namespace="{a_namespace().fingerprint}",policy="lru",scale="2.0"}}'
+    assert float(values[at_twice_the_size]) == pytest.approx(3 / 10)
 
 
 @pytest.mark.parametrize(

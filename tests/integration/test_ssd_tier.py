@@ -28,6 +28,7 @@ from tests.ssd_disks import (
     PER_SEGMENT,
     RECORD_BYTES,
     SEGMENT_BYTES,
+    Faults,
     MovedClock,
     a_tier,
     flip,
@@ -511,6 +512,39 @@ def test_blocks_in_demand_are_rescued_within_the_budget(tmp_path):
     again = a_tier(tmp_path)
     assert served(again, first) == [*first[5:7], *first[9:11]]
     again.close()
+
+
+def test_a_block_that_is_rescued_is_at_no_moment_told_to_be_gone(tmp_path):
+    faults, told = Faults(), set()
+    tier = a_tier(tmp_path, faults=faults, score=oldest, admit_rewrite=lambda size_bytes: True)
+    faults.before_write = lambda name, offset: told.update(tier.gone())  # its segment has gone; the next has it not yet
+    first = keys_of(19, "first")
+    put(tier, first)
+    for _ in range(2):
+        get(tier, first[:4])
+    for number in range(6):
+        put(tier, keys_of(19, f"n{number}"))
+    told.update(tier.gone())
+
+    assert served(tier, first) == first[:4]
+    assert told & set(first) == set(first[4:])
+    tier.close()
+
+
+def test_a_block_that_could_not_be_rescued_is_told_to_be_gone(tmp_path):
+    faults = Faults()
+    tier = a_tier(tmp_path, faults=faults, score=oldest, admit_rewrite=lambda size_bytes: True)
+    first = keys_of(19, "first")
+    put(tier, first)
+    for _ in range(2):
+        get(tier, first[:4])
+    faults.write_error = lambda name, offset: None if tier.find(first[:1], soon()) else OSError(errno.EIO, "injected")
+    for number in range(6):
+        put(tier, keys_of(19, f"n{number}"))
+
+    assert served(tier, first) == []
+    assert set(tier.gone()) >= set(first)
+    tier.close()
 
 
 def test_a_damaged_block_is_not_rescued(tmp_path):

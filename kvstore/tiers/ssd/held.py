@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -38,6 +38,7 @@ class Held:
         self.lock = threading.Condition()
         self.index = Index()
         self.writing: set[Key] = set()  # by calls that are under way
+        self.rescuing: set[Key] = set()  # of blocks between the segment that went and the one that takes them
         self.count = Counters()
         self.sequence = 0  # the last one given out
         self._codecs = codecs
@@ -47,7 +48,7 @@ class Held:
         """Of a namespace; None when it is not open here, so that its blocks cannot be read."""
         try:
             return self._codecs(digest)
-        except (KeyError, NamespaceUnknown):
+        except NamespaceUnknown:
             return None
 
     def take_sequences(self, count: int = 1) -> int:
@@ -89,7 +90,7 @@ class Held:
     def gone(self) -> list[BlockKey]:
         """Blocks that went since this was last asked, and have not come back."""
         with self.lock:
-            keys: Iterable[Key] = dict.fromkeys(self._gone)
-            gone = [block_key(key) for key in keys if key not in self.index]
+            keys = [key for key in dict.fromkeys(self._gone) if key not in self.index]
             self._gone.clear()
-        return gone
+            self._gone.extend(key for key in keys if key in self.rescuing)  # nobody would say that they came back
+            return [block_key(key) for key in keys if key not in self.rescuing]

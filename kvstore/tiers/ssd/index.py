@@ -9,8 +9,9 @@ from collections.abc import Container, Iterable, Sequence
 
 from msgspec import Struct
 
+from kvstore.layout import DIGEST_BYTES
 from kvstore.messages import BlockKey
-from kvstore.tiers.ssd.records import DIGEST_BYTES, Key
+from kvstore.tiers.ssd.records import Key
 from kvstore.tiers.ssd.segment import Segment, record_pages
 
 ORDINAL_BITS = 20  # 2 GiB of the smallest records are fewer

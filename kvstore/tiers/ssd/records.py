@@ -23,14 +23,11 @@ from collections.abc import Iterable
 import google_crc32c
 from msgspec import Struct
 
-from kvstore.block import HASH_BYTES
 from kvstore.buffers import ByteArray
 from kvstore.extents import PAGE_BYTES, pages_for
 
 FORMAT_VERSION = 1
 
-DIGEST_BYTES = 16
-KEY_BYTES = DIGEST_BYTES + HASH_BYTES
 NONCE_BYTES = 8
 
 SEGMENT_MAGIC = b"FleetSeg"

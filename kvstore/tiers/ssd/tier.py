@@ -76,7 +76,7 @@ class SsdTier:
 
         Args:
             settings: What the tier is told.
-            codecs: The codec of a namespace, by digest; KeyError or `NamespaceUnknown` where there is none.
+            codecs: The codec of a namespace, by digest; `NamespaceUnknown` where there is none.
             clock: Of deadlines.
             disks: How to open a directory; the real thing by default.
             admit_rewrite: Asked before bytes are written that nobody asked to be written; from any thread.

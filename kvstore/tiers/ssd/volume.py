@@ -230,6 +230,16 @@ class Volume:
         """
         self._fill()
         rescued: list[Payload] = []
+        try:
+            segment = self._begin(rescued, needed_pages, deadline)
+        finally:
+            with self._held.lock:
+                self._held.rescuing.difference_update(payload.key for payload in rescued)
+        with self._held.lock:
+            self._active = segment
+
+    def _begin(self, rescued: list[Payload], needed_pages: int, deadline: Nanos) -> Segment:
+        """A segment to append to, with what was rescued to make it free; raises as `_rotate` does."""
         segment = self._free_segment(rescued, needed_pages, deadline)
         segment.begin(secrets.token_bytes(NONCE_BYTES), self._held.take_sequences(), self._clock.now())
         try:
@@ -241,8 +251,7 @@ class Volume:
                 segment.state = State.LEAVING
                 self._held.release(segment, readers=0)
             raise
-        with self._held.lock:
-            self._active = segment
+        return segment
 
     def _fill(self) -> None:
         """Append nothing more to the active segment."""
@@ -288,6 +297,8 @@ class Volume:
             elif victim is not None:
                 try:
                     rescued += self._rescued(victim, hot, share_bytes, deadline)
+                    with self._held.lock:
+                        self._held.rescuing.update(payload.key for payload in rescued)
                 finally:
                     self._drop(victim)
             else:

@@ -11,7 +11,7 @@ from kvstore.clock import MILLISECOND, SECOND, Nanos
 from kvstore.hierarchy import BATCH_BYTES, FETCH_AT_LEAST, MAX_COPIES, Everything, Hierarchy, Pace, TierRule
 from kvstore.messages import GONE, BlockKey, Fetched, Outcome
 from kvstore.movement import Fetch, Find, Keep, Movement
-from tests.kv_builders import BLOCK_BYTES, Store, a_chain
+from tests.kv_builders import BLOCK_BYTES, Store, a_chain, a_namespace
 
 PATIENCE = Nanos(5 * SECOND)
 CRC = 77
@@ -20,8 +20,15 @@ CRC = 77
 class Below:
     """The tiers' side: what each holds, and commands performed when the test says so."""
 
-    def __init__(self, blocks: int = 16, tiers: tuple[str, ...] = ("ssd", "redis"), admission=None, **rule):
-        self.store = Store(blocks=blocks)
+    def __init__(
+        self,
+        blocks: int = 16,
+        tiers: tuple[str, ...] = ("ssd", "redis"),
+        admission=None,
+        max_namespaces: int = 256,
+        **rule,
+    ):
+        self.store = Store(blocks=blocks, max_namespaces=max_namespaces)
         self.held: list[set[bytes]] = [set() for _ in tiers]
         rules = [TierRule(name=name, admission=admission or Everything(), **rule) for name in tiers]
         self.hierarchy = Hierarchy(self.store.machine, rules)
@@ -187,6 +194,50 @@ def test_a_load_that_would_take_longer_than_computing_is_not_begun():
     below.want(chain, patience=Nanos(3 * SECOND))
     below.perform_all()
     assert below.store.look(chain, below.now) == 4
+
+
+@pytest.mark.parametrize("held_below", [0, 6])
+def test_a_load_of_a_namespace_that_was_forgotten_meanwhile_is_over(held_below):
+    below = Below(max_namespaces=1)
+    below.held[0] |= set(a_chain(held_below))
+    below.want(a_chain(6))
+    below.store.machine.open(a_namespace(model="another"), below.now)  # the first has no blocks, and goes
+
+    below.perform_all()
+
+    assert below.hierarchy.is_idle
+    below.hierarchy.check()
+
+
+def test_blocks_that_wait_to_go_down_and_whose_namespace_is_forgotten_are_let_go():
+    below = Below(max_namespaces=1)
+    below.hold(a_chain(1))
+    below.fail()
+    below.fail()
+    below.hold(a_chain(6, "b"))
+    for name in (*a_chain(1), *a_chain(6, "b")):
+        assert below.store.machine.condemn(below.store.digest, name, below.store.slot(name).generation, below.now)
+    below.store.machine.open(a_namespace(model="another"), below.now)
+    below.hierarchy.noted(below.store.digest, a_chain(1), below.now)
+
+    below.tick(2)
+
+    assert below.hierarchy.is_idle
+
+
+def test_blocks_that_went_before_their_turn_to_go_down_leave_no_pin_behind():
+    below = Below()
+    below.hold(a_chain(1))
+    below.fail()
+    below.fail()
+    below.hold(a_chain(6, "b"))
+    for name in a_chain(6, "b"):
+        assert below.store.machine.condemn(below.store.digest, name, below.store.slot(name).generation, below.now)
+
+    below.tick(2)
+
+    assert below.hierarchy.is_idle
+    assert below.store.machine.stats().leases == 0
 
 
 def test_a_slow_tier_is_tried_again_after_a_while():

@@ -8,6 +8,7 @@ from kvstore.admission import ReuseAdmission, WriteBudget
 from kvstore.client import StoreClient
 from kvstore.clock import Clock, Nanos
 from kvstore.codecs.registry import Codecs
+from kvstore.credentials import Credentials
 from kvstore.hierarchy import Admission, Everything, TierRule
 from kvstore.layout import Namespace
 from kvstore.ports import BackingTier, Codec
@@ -45,13 +46,19 @@ class Backing:
 
     @classmethod
     def open(
-        cls, settings: Sequence[AnyTier], namespaces: Callable[[bytes], Namespace], clock: Clock, held: ExitStack
+        cls,
+        settings: Sequence[AnyTier],
+        namespaces: Callable[[bytes], Namespace],
+        credentials: Credentials,
+        clock: Clock,
+        held: ExitStack,
     ) -> "Backing":
         """Open every tier; may take seconds, for an SSD that holds much.
 
         Args:
             settings: One each.
             namespaces: By digest; raises `NamespaceUnknown`.
+            credentials: What this node proves to its peers.
             clock: Of deadlines.
             held: Closes what was opened.
 
@@ -61,10 +68,11 @@ class Backing:
         tiers, rules, all_codecs = [], [], []
         for each in settings:
             codecs, budget = Codecs(each.codec), _budget(each, clock)
-            tier = _open(each, codecs.of, namespaces, budget, clock)
+            tier = _open(each, codecs.of, namespaces, budget, credentials, clock)
             held.callback(tier.close)
             tiers.append(tier)
-            rules.append(TierRule(name=tier.name, admission=_admission(each, budget)))
+            admission = _admission(each, budget)
+            rules.append(TierRule(name=tier.name, admission=admission, finds_in_memory=tier.finds_in_memory))
             all_codecs.append(codecs)
         return cls(tiers, rules, all_codecs)
 
@@ -83,6 +91,7 @@ def _open(
     codecs: Callable[[bytes], Codec],
     namespaces: Callable[[bytes], Namespace],
     budget: WriteBudget | None,
+    credentials: Credentials,
     clock: Clock,
 ) -> BackingTier:
     match settings:
@@ -91,7 +100,9 @@ def _open(
         case PeerSettings():
 
             def connect(address: str, namespace: Namespace, timeout_seconds: float) -> StoreClient:
-                return StoreClient.connect(address, namespace, timeout_seconds=timeout_seconds, clock=clock)
+                return StoreClient.connect(
+                    address, namespace, timeout_seconds=timeout_seconds, credentials=credentials, clock=clock
+                )
 
             return PeerTier(settings, connect, namespaces=namespaces, clock=clock)
         case RedisSettings():

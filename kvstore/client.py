@@ -24,10 +24,12 @@ import grpc
 import msgspec
 
 from kvstore import wire
+from kvstore.access import load
 from kvstore.block import ChainHash
 from kvstore.breaker import Breaker
-from kvstore.buffers import Block, MutableBlock, crc32c, pieces
+from kvstore.buffers import Block, MutableBlock
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
+from kvstore.credentials import Credentials
 from kvstore.errors import InvalidArgument, LayoutMismatch, StoreUnreachable
 from kvstore.layout import Namespace
 from kvstore.messages import (
@@ -39,11 +41,11 @@ from kvstore.messages import (
     Match,
     Outcome,
     Reservation,
-    Slot,
     Stats,
 )
 from kvstore.monotonic import MonotonicClock
 from kvstore.session import Session, refusal, shake_hands
+from kvstore.transports.authentication import Key
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
@@ -80,6 +82,7 @@ class StoreClient:
         *,
         call_timeout: Nanos,
         prefer: tuple[DataPath, ...],
+        data_key: Key | None,
         clock: Clock,
     ):
         self._address = address
@@ -90,6 +93,7 @@ class StoreClient:
         self._outdated = False  # the node said that it is another one by now
         self._call_timeout = call_timeout
         self._prefer = prefer
+        self._data_key = data_key
         self._clock = clock
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._breaker = Breaker()
@@ -107,7 +111,8 @@ class StoreClient:
         *,
         timeout_seconds: float = 5.0,
         call_timeout_seconds: float = 1.0,
-        prefer: Sequence[str] = (DataPath.SHM, DataPath.TCP),
+        prefer: Sequence[str] = (DataPath.SHM, DataPath.NIXL, DataPath.TCP),
+        credentials: Credentials | None = None,
         clock: Clock | None = None,
     ) -> Self:
         """Shake hands with a node.
@@ -118,24 +123,36 @@ class StoreClient:
             timeout_seconds: For the handshake; waits for a node that is just starting.
             call_timeout_seconds: For every later call, reconnecting included.
             prefer: Ways to move bytes, best first.
+            credentials: Files that prove who this is to a node on another host, and the node to this; None: neither does.
             clock: The system's by default.
 
         Raises:
             StoreUnreachable: Nobody answers in time.
             LayoutMismatch: The node stores these weights in another layout; names the field that differs.
             InvalidArgument: No node can store such blocks; names the field.
+            BadCredentials: A file of the credentials cannot be used; names the field.
         """
         clock = clock or MonotonicClock()
         paths = tuple(DataPath(path) for path in prefer)
-        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        access = load(credentials or Credentials())
+        channel = access.channel(address, CHANNEL_OPTIONS)
         deadline = Nanos(clock.now() + nanos(timeout_seconds))
         try:
-            session = shake_hands(pb_grpc.BlockStoreStub(channel), address, namespace, paths, clock, deadline)
+            session = shake_hands(
+                pb_grpc.BlockStoreStub(channel), address, namespace, paths, access.data_key, clock, deadline
+            )
         except BaseException:
             channel.close()
             raise
         return cls(
-            address, namespace, channel, session, call_timeout=nanos(call_timeout_seconds), prefer=paths, clock=clock
+            address,
+            namespace,
+            channel,
+            session,
+            call_timeout=nanos(call_timeout_seconds),
+            prefer=paths,
+            data_key=access.data_key,
+            clock=clock,
         )
 
     @property
@@ -329,16 +346,11 @@ class StoreClient:
         for start in range(0, len(reservation.reserved), WRITE_BATCH):
             batch = reservation.reserved[start : start + WRITE_BATCH]
             blocks = [source(reserved.index) for reserved in batch]
-            checksums = [crc32c(pieces(block)) for block in blocks]
-            slots = [
-                Slot(reserved.slot.offset, reserved.slot.generation, checksum)
-                for reserved, checksum in zip(batch, checksums, strict=True)
-            ]
-            for reserved, slot, outcome in zip(
-                batch, slots, session.transport.put(slots, blocks, _earlier(deadline, until)), strict=True
-            ):
-                if outcome is Outcome.MOVED:
-                    written[reserved.index] = slot.crc32c
+            slots = [reserved.slot for reserved in batch]
+            put = session.transport.put_summing(slots, blocks, _earlier(deadline, until))
+            for reserved, each in zip(batch, put, strict=True):
+                if each.outcome is Outcome.MOVED:
+                    written[reserved.index] = each.crc32c
         published = self._publish(reservation, written, deadline) if reservation.reserved else 0
         self._count(
             bytes_written=published * self._namespace.block_bytes,
@@ -465,7 +477,9 @@ class StoreClient:
             return self._session
         started = self._clock.now()
         try:
-            session = shake_hands(self._stub, self._address, self._namespace, self._prefer, self._clock, deadline)
+            session = shake_hands(
+                self._stub, self._address, self._namespace, self._prefer, self._data_key, self._clock, deadline
+            )
         except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
             self._failed(started, str(error))
             return None

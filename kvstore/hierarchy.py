@@ -108,6 +108,7 @@ class TierRule(Struct, frozen=True, kw_only=True):
     admission: Admission | None  # None: nothing goes down
     queue_blocks: int = 4096  # that may wait to go down
     remember_blocks: int = 1 << 20  # that are known to be there, so that they are not offered again
+    finds_in_memory: bool = False  # so that what it finds does not say whether it can be read
 
 
 class Hierarchy:
@@ -183,7 +184,8 @@ class Hierarchy:
         if load is None:
             return  # too late
         tier = self._tiers[load.tier]
-        tier.reading.succeeded()
+        if not tier.rule.finds_in_memory:
+            tier.reading.succeeded()
         if count == 0:
             self._look(load, load.tier + 1, now)
             return

@@ -4,11 +4,28 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 
 Task = Callable[[], None]
+
+
+class Call(Generic[Result]):
+    """One call: waiting for a thread, in one, or over."""
+
+    def __init__(self, outcome: "asyncio.Future[Result]") -> None:
+        self.outcome = outcome
+        """What it returned or raised. Cancelling it does not end the call."""
+        self._begun = threading.Lock()
+
+    def begin(self) -> bool:
+        """Whether it may: not when it was withdrawn."""
+        return self._begun.acquire(blocking=False)
+
+    def withdraw(self) -> bool:
+        """Whether it has not begun, and so never will."""
+        return self._begun.acquire(blocking=False)
 
 
 class Lanes:
@@ -20,16 +37,19 @@ class Lanes:
         for index in range(threads):
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True).start()
 
-    def call(self, act: Callable[[], Result]) -> "asyncio.Future[Result]":
-        """What `act` returns or raises, called in a thread. Cancelling the future does not end the call."""
+    def call(self, act: Callable[[], Result]) -> Call[Result]:
+        """Have `act` called in a thread, once one is free."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
+        call = Call(done)
 
         def settle(set_outcome: Callable[[], None]) -> None:
             if not done.cancelled():
                 set_outcome()
 
         def task() -> None:
+            if not call.begin():
+                return
             try:
                 result = act()
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits
@@ -41,7 +61,7 @@ class Lanes:
                 loop.call_soon_threadsafe(settle, outcome)
 
         self._tasks.put(task)
-        return done
+        return call
 
     def close(self) -> None:
         """Threads end after the calls that were made before; nobody waits for them."""

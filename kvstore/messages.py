@@ -235,6 +235,7 @@ class DataPath(StrEnum):
     """How bytes get from a node's pool to a client."""
 
     SHM = "shm"  # the client maps the pool
+    NIXL = "nixl"  # the client reads and writes the pool over a fast fabric
     TCP = "tcp"
 
 

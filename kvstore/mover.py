@@ -4,7 +4,8 @@ Rules:
 
 1. Between an answer of a tier and what the hierarchy decides on it there is no `await`.
 2. A movement that is late is a failure of its tier, and nobody waits for it any longer. But what it reads or writes in
-   the pool stays taken until its thread has come back (rule 1 of `kvstore.hierarchy`).
+   the pool stays taken until its thread has come back (rule 1 of `kvstore.hierarchy`). One that no thread has begun by
+   then never begins: a tier that hangs keeps no more of the pool than its threads are at.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ class Mover:
         self._on_answer = on_answer
         self._on_moved = on_moved
         self._lanes = [Lanes(f"kvstore-{tier.name}", LANES) for tier in tiers]
-        self._well = [True] * len(tiers)  # for the log
+        self._ill: set[tuple[int, bool]] = set()  # tiers by whether it is writing that fails; for the log
         self._running: set[asyncio.Task[None]] = set()
 
     def settle(self) -> None:
@@ -73,7 +74,7 @@ class Mover:
         while movements := self._hierarchy.commands():
             for movement in movements:
                 if isinstance(movement, Find) and self._tiers[movement.tier].finds_in_memory:
-                    self._hear(movement.tier, self._call(movement))
+                    self._hear(movement, self._call(movement))
                 else:
                     task = self._tasks.create_task(self._perform(movement))
                     self._running.add(task)
@@ -111,19 +112,24 @@ class Mover:
         started = self._clock.now()
         call = self._lanes[movement.tier].call(partial(self._call, movement))
         try:
-            await asyncio.wait([call], timeout=seconds(max(movement.deadline - started, 0)) + LATE_SECONDS)
-            if not call.done():
+            await asyncio.wait([call.outcome], timeout=seconds(max(movement.deadline - started, 0)) + LATE_SECONDS)
+            if not call.outcome.done():
+                if call.withdraw():
+                    raise TierFailed("what was begun before does not come back")
                 self._hierarchy.late(movement, started, self._clock.now())
-                self._fell_ill(movement.tier, "it does not answer in time")
+                self._fell_ill(movement, "it does not answer in time")
                 self._on_answer()
-            answer = await call
+            answer = await call.outcome
             self._on_moved(
                 self._tiers[movement.tier].name, type(movement).__name__.lower(), seconds(self._clock.now() - started)
             )
-            self._hear(movement.tier, answer)
+            self._hear(movement, answer)
         except TierFailed as error:
             self._hierarchy.failed(movement, started, self._clock.now())
-            self._fell_ill(movement.tier, str(error))
+            self._fell_ill(movement, str(error))
+        finally:
+            call.withdraw()  # where the node stops
+            call.outcome.cancel()
         self._on_answer()
 
     def _call(self, movement: Movement) -> Answer:
@@ -142,15 +148,24 @@ class Mover:
     def _views(self, addresses: Sequence[Address]) -> list[ByteArray]:
         return [self._pool.view(address) for address in addresses]
 
-    def _hear(self, tier: int, answer: Answer) -> None:
+    def _hear(self, movement: Movement, answer: Answer) -> None:
+        tier = self._tiers[movement.tier]
         answer(self._clock.now())
-        if gone := self._tiers[tier].gone():
-            self._hierarchy.gone(tier, gone)
-        if not self._well[tier]:
-            self._well[tier] = True
-            log.info("tier works again", extra={"tier": self._tiers[tier].name})
+        if gone := tier.gone():
+            self._hierarchy.gone(movement.tier, gone)
+        if isinstance(movement, Find) and tier.finds_in_memory:
+            return  # that says nothing of the disk
+        if (way := _way(movement)) in self._ill:
+            self._ill.discard(way)
+            log.info("tier works again", extra={"tier": tier.name, "writing": way[1]})
 
-    def _fell_ill(self, tier: int, cause: str) -> None:
-        if self._well[tier]:
-            self._well[tier] = False
-            log.warning("tier fails", extra={"tier": self._tiers[tier].name, "cause": cause})
+    def _fell_ill(self, movement: Movement, cause: str) -> None:
+        if (way := _way(movement)) not in self._ill:
+            self._ill.add(way)
+            log.warning(
+                "tier fails", extra={"tier": self._tiers[movement.tier].name, "writing": way[1], "cause": cause}
+            )
+
+
+def _way(movement: Movement) -> tuple[int, bool]:
+    return movement.tier, isinstance(movement, Keep)

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kvstore import sockets
+from kvstore.access import Access, load
 from kvstore.addresses import host_port, unix_path
 from kvstore.backing import Backing
 from kvstore.clock import Clock
@@ -29,8 +30,9 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.mover import Mover
 from kvstore.quotas import Quotas
 from kvstore.service import BlockStoreService, Identity
-from kvstore.settings import StoreSettings
+from kvstore.settings import NixlUse, StoreSettings
 from kvstore.tiers.shared_memory import SharedMemoryTier
+from kvstore.transports.nixl_node import NixlNode, has_fabric
 from kvstore.transports.shared_memory import MemoryHandout
 from kvstore.transports.tcp_server import DataPlane
 from kvstore.v1 import blocks_pb2
@@ -72,6 +74,8 @@ async def serve(
 async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[StoreEndpoints]:
     """A node that serves while the context is open."""
     incarnation = uuid.uuid4().hex
+    access = load(settings.credentials)
+    access.require(settings.listen, settings.data_listen)
     async with contextlib.AsyncExitStack() as stack:
         opened = stack.enter_context(contextlib.ExitStack())
         tier = await asyncio.to_thread(SharedMemoryTier, settings.capacity_bytes, settings.huge_pages, clock)
@@ -89,7 +93,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
                 by_tenant={bytes.fromhex(salt): quota for salt, quota in settings.tenant_quotas.items()},
             ),
         )
-        plane = DataPlane(machine, tier, clock)
+        plane = DataPlane(machine, tier, clock, access.data_key)
         stack.callback(plane.close)
         data_address = ""
         if settings.data_listen:
@@ -107,9 +111,18 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket=shm_socket,
             data_address=data_address,
         )
-        backing = await asyncio.to_thread(Backing.open, settings.tiers, machine.namespace, clock, opened)
+        backing = await asyncio.to_thread(
+            Backing.open, settings.tiers, machine.namespace, settings.credentials, clock, opened
+        )
         hierarchy = Hierarchy(machine, backing.rules)
-        service = BlockStoreService(settings, identity, machine, tier, hierarchy, backing.open_namespace, clock)
+        nixl = NixlNode(tier)
+        stack.push_async_callback(nixl.stop)
+        offers_nixl = settings.nixl is NixlUse.REQUIRE or (settings.nixl is NixlUse.AUTO and has_fabric())
+        if offers_nixl:
+            await _start(nixl, settings.nixl)
+        service = BlockStoreService(
+            settings, identity, machine, tier, hierarchy, backing.open_namespace, lambda: nixl.offer, clock
+        )
         tasks = await stack.enter_async_context(_tasks())
         metrics = NodeMetrics(CollectorRegistry(), _snapshots(lambda: (service.stats(), service.estimates())))
         mover = Mover(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
@@ -117,8 +130,10 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         service.attach(mover)
         if settings.metrics_listen:
             _serve_metrics(settings.metrics_listen, metrics.registry, stack)
-        listen = await stack.enter_async_context(_control_plane(settings.listen, service))
+        listen = await stack.enter_async_context(_control_plane(settings.listen, service, access))
         stack.callback(tasks.create_task(_pass_time(service, plane, clock)).cancel)
+        if offers_nixl:
+            stack.callback(tasks.create_task(nixl.run()).cancel)
         if listener is not None:
             handout = MemoryHandout(listener, tier, lambda digest: _knows(machine, digest))
             stack.callback(tasks.create_task(handout.run()).cancel)
@@ -164,14 +179,17 @@ async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 @contextlib.asynccontextmanager
-async def _control_plane(addresses: tuple[str, ...], service: BlockStoreService) -> AsyncIterator[tuple[str, ...]]:
+async def _control_plane(
+    addresses: tuple[str, ...], service: BlockStoreService, access: Access
+) -> AsyncIterator[tuple[str, ...]]:
     server = grpc.aio.server(
+        interceptors=access.interceptors(),
         options=[
             ("grpc.so_reuseport", 0),  # two nodes on one port would each see half of the calls
             ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ]
+        ],
     )
     pb_grpc.add_BlockStoreServicer_to_server(service, server)
     healthy = health.aio.HealthServicer()
@@ -180,7 +198,7 @@ async def _control_plane(addresses: tuple[str, ...], service: BlockStoreService)
     async with contextlib.AsyncExitStack() as stack:
         bound = []
         for index, address in enumerate(addresses):
-            bound.append(_bind(server, f"listen[{index}]", address))
+            bound.append(_bind(server, f"listen[{index}]", address, access))
             if path := unix_path(address):
                 stack.callback(Path(path).unlink, missing_ok=True)
         await server.start()
@@ -194,11 +212,20 @@ async def _control_plane(addresses: tuple[str, ...], service: BlockStoreService)
         yield tuple(bound)
 
 
-def _bind(server: grpc.aio.Server, field: str, address: str) -> str:
+async def _start(nixl: NixlNode, use: NixlUse) -> None:
+    try:
+        await nixl.start()
+    except StoreNotStarted as error:
+        if use is NixlUse.REQUIRE:
+            raise
+        log.warning("no NIXL, although there is a fabric", extra={"reason": str(error)})  # tried again by and by
+
+
+def _bind(server: grpc.aio.Server, field: str, address: str, access: Access) -> str:
     if path := unix_path(address):
         sockets.clear_path(field, path)  # gRPC would take it from a living process
     try:
-        port = server.add_insecure_port(address)
+        port = access.bind(server, address)
     except RuntimeError as error:
         raise StoreNotStarted(f"{field}: {address} cannot be bound; is it in use?") from error
     if path:

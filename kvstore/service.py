@@ -28,6 +28,7 @@ from kvstore.mover import Mover
 from kvstore.ports import MemoryTier
 from kvstore.settings import StoreSettings
 from kvstore.shadows import NamespaceEstimates, Shadows
+from kvstore.transports.nixl import NixlOffer
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from kvstore.watchers import TooSlow, Watchers
@@ -70,6 +71,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         tier: MemoryTier,
         hierarchy: Hierarchy,
         on_open: Callable[[Namespace], None],
+        nixl_offer: Callable[[], NixlOffer | None],
         clock: Clock,
     ):
         """Serves once a mover is attached, who carries out what the hierarchy decides."""
@@ -78,6 +80,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._tier = tier
         self._hierarchy = hierarchy
         self._on_open = on_open
+        self._nixl_offer = nixl_offer
         self._clock = clock
         self._shadows = Shadows(tier.capacity_bytes, settings.eviction)
         self._used: deque[_Use] = deque(maxlen=MAX_UNNOTED)
@@ -163,6 +166,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             max_lease_ms=self._max_lease // MILLISECOND,
             max_reservation_ms=self._max_reservation // MILLISECOND,
             max_hold_ms=self._max_hold // MILLISECOND,
+            nixl=wire.nixl_message(self._nixl_offer()),
         )
 
     def _match(self, request: pb.MatchRequest, now: Nanos) -> pb.MatchResponse:

@@ -1,6 +1,6 @@
 """The handshake of a client with a node, and what comes of it: a way to move bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import grpc
@@ -13,6 +13,8 @@ from kvstore.host import host_id
 from kvstore.layout import Namespace
 from kvstore.messages import DataPath
 from kvstore.ports import Transport
+from kvstore.transports.authentication import Key
+from kvstore.transports.nixl import NixlTransport
 from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.transports.tcp import TcpTransport
 from kvstore.v1 import blocks_pb2 as pb
@@ -38,25 +40,39 @@ def shake_hands(
     address: str,
     namespace: Namespace,
     prefer: Sequence[DataPath],
+    data_key: Key | None,
     clock: Clock,
     deadline: Nanos,
 ) -> Session:
     """Agree on the namespace, and open the first way of `prefer` that works.
+
+    Args:
+        stub: Of the node.
+        address: Of its control plane.
+        namespace: To agree on.
+        prefer: Ways to move bytes, best first.
+        data_key: What both ends of the TCP data plane have to prove; None: nothing.
+        clock: For the deadline.
+        deadline: Of all of it.
 
     Raises:
         StoreUnreachable: The node does not answer by the deadline, or none of the ways works.
         LayoutMismatch: The node does not mean the same bytes; names the field.
     """
     request = pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest)
-    timeout_seconds = max(seconds(deadline - clock.now()), 0.001)
-    try:
-        hello = stub.Hello(request, timeout=timeout_seconds, wait_for_ready=True)
-    except grpc.RpcError as error:
-        raise refusal(address, error) from error
+
+    def say_hello(deadline: Nanos) -> pb.HelloResponse:
+        timeout_seconds = max(seconds(deadline - clock.now()), 0.001)
+        try:
+            return stub.Hello(request, timeout=timeout_seconds, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise refusal(address, error) from error
+
+    hello = say_hello(deadline)
     failures = []
     for path in prefer:
         try:
-            transport = _open(path, hello, address, namespace, clock, deadline)
+            transport = _open(path, hello, say_hello, address, namespace, data_key, clock, deadline)
         except (StoreUnreachable, NamespaceUnknown) as error:
             failures.append(f"{path}: {error}")
             continue
@@ -87,18 +103,32 @@ def refusal(address: str, error: grpc.RpcError) -> Exception:
 
 
 def _open(
-    path: DataPath, hello: pb.HelloResponse, address: str, namespace: Namespace, clock: Clock, deadline: Nanos
+    path: DataPath,
+    hello: pb.HelloResponse,
+    say_hello: Callable[[Nanos], pb.HelloResponse],
+    address: str,
+    namespace: Namespace,
+    data_key: Key | None,
+    clock: Clock,
+    deadline: Nanos,
 ) -> Transport:
     match path:
         case DataPath.SHM:
             if not hello.shm_socket or hello.host_id != host_id():
                 raise StoreUnreachable("not on the same host, or not offered")
             return SharedMemoryTransport(hello.shm_socket, namespace.digest, namespace.block_bytes, clock, deadline)
+        case DataPath.NIXL:
+            offer = wire.parse_nixl(hello)
+            if offer is None:
+                raise StoreUnreachable("not offered")
+            return NixlTransport(
+                offer, namespace.block_bytes, clock, deadline, lambda until: wire.parse_nixl(say_hello(until))
+            )
         case DataPath.TCP:
             if not hello.tcp_address:
                 raise StoreUnreachable("not offered")
             data_address = reachable(hello.tcp_address, address)
-            return TcpTransport(data_address, namespace.digest, namespace.block_bytes, clock, deadline)
+            return TcpTransport(data_address, namespace.digest, namespace.block_bytes, clock, deadline, data_key)
 
 
 def reachable(data_address: str, control_address: str) -> str:

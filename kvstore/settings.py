@@ -1,10 +1,12 @@
 """Settings of a KV store node."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from kvstore.addresses import host_port, unix_path
+from kvstore.credentials import Credentials
 from kvstore.eviction.policies import PolicyName
 from kvstore.extents import PAGE_BYTES
 from kvstore.tiers.pages import HugePages
@@ -15,6 +17,13 @@ from kvstore.tiers.ssd.settings import SsdSettings
 
 AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings
 """Settings of a tier below a node's memory, told apart by their `kind`."""
+
+
+class NixlUse(StrEnum):
+    AUTO = "auto"  # where this host has a fabric that it is faster on than TCP
+    NEVER = "never"
+    REQUIRE = "require"  # the node does not start without
+
 
 TenantSalt = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
@@ -33,6 +42,12 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     data_listen: str = ""
     """``host:port`` of the TCP data plane. Empty: none."""
+
+    nixl: NixlUse = NixlUse.AUTO
+    """Whether clients may read and write the pool by NIXL. UCX authenticates nobody: keep strangers off its ports."""
+
+    credentials: Credentials = Credentials()
+    """What clients have to prove; beyond loopback a node does not listen without."""
 
     capacity_bytes: Annotated[int, Meta(ge=PAGE_BYTES)] = 256 << 20
     """Size of the pool in memory; all of it is taken at the start. 256 MiB: 2,048 blocks of the built-in model."""

@@ -35,6 +35,7 @@ from kvstore.messages import (
     TenantStats,
     TierStatus,
 )
+from kvstore.transports.nixl import NixlOffer
 from kvstore.v1 import blocks_pb2 as pb
 
 MAX_HASHES = 65_536
@@ -267,6 +268,16 @@ def changes_message(sequence: int, changes: BlockChanges) -> pb.BlockChanges:
         removed=b"".join(changes.removed),
         tier=changes.tier,
     )
+
+
+def nixl_message(offer: NixlOffer | None) -> pb.NixlOffer | None:
+    return None if offer is None else pb.NixlOffer(metadata=offer.metadata, blocks=offer.blocks, stamps=offer.stamps)
+
+
+def parse_nixl(hello: pb.HelloResponse) -> NixlOffer | None:
+    """None: the node has no agent."""
+    message = hello.nixl
+    return NixlOffer(message.metadata, message.blocks, message.stamps) if hello.HasField("nixl") else None
 
 
 def stats_message(stats: Stats, store_id: str) -> pb.StatsResponse:

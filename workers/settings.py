@@ -7,6 +7,7 @@ from msgspec import Meta, Struct, field
 from fleet.hardware.latency import EngineLatency
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
+from kvstore.credentials import Credentials
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -109,6 +110,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     store: str = ""
     """gRPC address of the KV store node, unix:path or host:port; empty: no store."""
+
+    store_credentials: Credentials = Credentials()
+    """What proves to a store node on another host that this worker may use it."""
 
     kv_paths: tuple[KvPath, ...] = ()
     """Ways in which this worker can hand over or fetch blocks, the preferred one first."""

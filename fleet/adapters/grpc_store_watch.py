@@ -15,6 +15,7 @@ from fleet.adapters.grpc_options import SEPARATE_CHANNEL_OPTIONS
 from fleet.ids import StoreId
 from fleet.router.messages import StoreChanged
 from fleet.router.settings import RouterSettings
+from kvstore import access
 from kvstore.block import split
 from kvstore.messages import POOL_TIER
 from kvstore.v1 import blocks_pb2 as pb
@@ -35,7 +36,17 @@ class GrpcStoreWatch:
     """Follows one node. A node that hangs is noticed by the connection's keepalive, within ten seconds."""
 
     def __init__(self, address: str, settings: RouterSettings):
+        """Follows from `run` on.
+
+        Args:
+            address: Of the node's control plane.
+            settings: Of the router.
+
+        Raises:
+            BadCredentials: A file that proves who this router is cannot be used.
+        """
         self._address = address
+        self._access = access.load(settings.store_credentials)
         self._settings = settings
         self._told: set[tuple[StoreId, str]] = set()  # namespaces that the index may hold something of
 
@@ -62,7 +73,7 @@ class GrpcStoreWatch:
             pause = min(2 * pause, self._settings.max_reconnect_seconds)
 
     async def _watch(self, tell: Tell) -> Never:
-        async with grpc.aio.insecure_channel(self._address, options=SEPARATE_CHANNEL_OPTIONS) as channel:
+        async with self._access.aio_channel(self._address, SEPARATE_CHANNEL_OPTIONS) as channel:
             stub = pb_grpc.BlockStoreStub(channel)
             stats = await stub.Stats(pb.StatsRequest(), timeout=self._settings.connect_timeout_seconds)
             store_id = StoreId(stats.store_id)

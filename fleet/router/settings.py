@@ -5,6 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.ids import ModelName
+from kvstore.credentials import Credentials
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
@@ -25,6 +26,9 @@ class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     store: str = ""
     """gRPC address of the KV store node (``unix:/path`` or host:port); empty: there is none."""
+
+    store_credentials: Credentials = Credentials()
+    """What proves to a store node on another host that this router may watch it."""
 
     tenant_secret: str = ""
     """Key of the salts that keep tenants' blocks apart; equal on all routers of a cluster."""

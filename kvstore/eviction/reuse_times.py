@@ -30,7 +30,7 @@ USES = (2, 3, 4, 6, 9, 16)
 """Where classes by uses begin; the first holds blocks that were used once."""
 
 COHORT = Nanos(1 * SECOND)
-PRIOR = 50.0
+PRIOR = 100.0  # some chains: the blocks of one chain tell the same story
 HALF_LIFE = Nanos(12 * 3600 * SECOND)
 """Long against the widest bucket that matters, because those at risk are counted when they enter it."""
 

@@ -9,7 +9,6 @@ from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
     _runtime_version.Domain.PUBLIC,
     7,
@@ -25,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/blocks.proto\x12\nkvstore.v1\"\xe8\x01\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x16\n\x0ehash_algorithm\x18\n \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12\x16\n\x0e\x66ormat_version\x18\x0c \x01(\r\"H\n\x0cHelloRequest\x12(\n\tnamespace\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Namespace\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\xb7\x01\n\rHelloResponse\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x12\n\nshm_socket\x18\x04 \x01(\t\x12\x13\n\x0btcp_address\x18\x05 \x01(\t\x12\x14\n\x0cmax_lease_ms\x18\x06 \x01(\r\x12\x1a\n\x12max_reservation_ms\x18\x07 \x01(\r\x12\x13\n\x0bmax_hold_ms\x18\x08 \x01(\r\"z\n\x0cMatchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\x0c\x12\x13\n\x0bpatience_ms\x18\x06 \x01(\r\"A\n\rMatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x01(\x0c\x12\x0f\n\x07loading\x18\x03 \x01(\r\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"\x11\n\x0fReleaseResponse\"v\n\x0eReserveRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\"Z\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x0f\n\x07refused\x18\x04 \x01(\r\"X\n\x0ePublishRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06\x63rc32c\x18\x03 \x03(\x07\x12\r\n\x05owner\x18\x04 \x01(\t\"$\n\x0fPublishResponse\x12\x11\n\tpublished\x18\x01 \x01(\r\"d\n\x0bHoldRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\t\x12\x0f\n\x07hold_ms\x18\x05 \x01(\r\"-\n\x0cHoldResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\"5\n\x12ReleaseHoldRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0f\n\x07session\x18\x02 \x01(\t\"\'\n\x13ReleaseHoldResponse\x12\x10\n\x08released\x18\x01 \x01(\r\"E\n\x0e\x43ondemnRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"\"\n\x0f\x43ondemnResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"\x0e\n\x0cWatchRequest\"_\n\x0c\x42lockChanges\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\x12\x0c\n\x04tier\x18\x05 \x01(\t\"\x0e\n\x0cStatsRequest\"\x93\x03\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07written\x18\x06 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\r\x12\x10\n\x08store_id\x18\x0b \x01(\t\x12\x15\n\rbytes_matched\x18\x0c \x01(\x04\x12\x15\n\rbytes_written\x18\r \x01(\x04\x12\x0f\n\x07refused\x18\x0e \x01(\x04\x12\x0e\n\x06leases\x18\x0f \x01(\r\x12\x14\n\x0creservations\x18\x10 \x01(\r\x12\x12\n\nheld_bytes\x18\x11 \x01(\x04\x12$\n\x05tiers\x18\x12 \x03(\x0b\x32\x15.kvstore.v1.TierStats\x12(\n\x07tenants\x18\x13 \x03(\x0b\x32\x17.kvstore.v1.TenantStats\"\xde\x01\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x12\n\nbytes_read\x18\x07 \x01(\x04\x12\x15\n\rbytes_written\x18\x08 \x01(\x04\x12\x0f\n\x07refused\x18\t \x01(\x04\x12\x0f\n\x07\x65victed\x18\n \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x0b \x01(\x04\x12\x10\n\x08\x66\x61ilures\x18\x0c \x01(\x04\"\x81\x01\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x06 \x01(\x04\x12\x0f\n\x07refused\x18\x07 \x01(\x04\x32\xa0\x05\n\nBlockStore\x12<\n\x05Hello\x12\x18.kvstore.v1.HelloRequest\x1a\x19.kvstore.v1.HelloResponse\x12<\n\x05Match\x12\x18.kvstore.v1.MatchRequest\x1a\x19.kvstore.v1.MatchResponse\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12\x42\n\x07Reserve\x12\x1a.kvstore.v1.ReserveRequest\x1a\x1b.kvstore.v1.ReserveResponse\x12\x42\n\x07Publish\x12\x1a.kvstore.v1.PublishRequest\x1a\x1b.kvstore.v1.PublishResponse\x12\x39\n\x04Hold\x12\x17.kvstore.v1.HoldRequest\x1a\x18.kvstore.v1.HoldResponse\x12N\n\x0bReleaseHold\x12\x1e.kvstore.v1.ReleaseHoldRequest\x1a\x1f.kvstore.v1.ReleaseHoldResponse\x12\x42\n\x07\x43ondemn\x12\x1a.kvstore.v1.CondemnRequest\x1a\x1b.kvstore.v1.CondemnResponse\x12=\n\x05Watch\x12\x18.kvstore.v1.WatchRequest\x1a\x18.kvstore.v1.BlockChanges0\x01\x12<\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x19.kvstore.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/blocks.proto\x12\nkvstore.v1\"\xe8\x01\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x16\n\x0ehash_algorithm\x18\n \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12\x16\n\x0e\x66ormat_version\x18\x0c \x01(\r\"H\n\x0cHelloRequest\x12(\n\tnamespace\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Namespace\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\xdc\x01\n\rHelloResponse\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x12\n\nshm_socket\x18\x04 \x01(\t\x12\x13\n\x0btcp_address\x18\x05 \x01(\t\x12\x14\n\x0cmax_lease_ms\x18\x06 \x01(\r\x12\x1a\n\x12max_reservation_ms\x18\x07 \x01(\r\x12\x13\n\x0bmax_hold_ms\x18\x08 \x01(\r\x12#\n\x04nixl\x18\t \x01(\x0b\x32\x15.kvstore.v1.NixlOffer\"=\n\tNixlOffer\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x06\x12\x0e\n\x06stamps\x18\x03 \x01(\x06\"z\n\x0cMatchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\x0c\x12\x13\n\x0bpatience_ms\x18\x06 \x01(\r\"A\n\rMatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x01(\x0c\x12\x0f\n\x07loading\x18\x03 \x01(\r\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"\x11\n\x0fReleaseResponse\"v\n\x0eReserveRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\"Z\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x0f\n\x07refused\x18\x04 \x01(\r\"X\n\x0ePublishRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06\x63rc32c\x18\x03 \x03(\x07\x12\r\n\x05owner\x18\x04 \x01(\t\"$\n\x0fPublishResponse\x12\x11\n\tpublished\x18\x01 \x01(\r\"d\n\x0bHoldRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\t\x12\x0f\n\x07hold_ms\x18\x05 \x01(\r\"-\n\x0cHoldResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\"5\n\x12ReleaseHoldRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0f\n\x07session\x18\x02 \x01(\t\"\'\n\x13ReleaseHoldResponse\x12\x10\n\x08released\x18\x01 \x01(\r\"E\n\x0e\x43ondemnRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"\"\n\x0f\x43ondemnResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"\x0e\n\x0cWatchRequest\"_\n\x0c\x42lockChanges\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\x12\x0c\n\x04tier\x18\x05 \x01(\t\"\x0e\n\x0cStatsRequest\"\x93\x03\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07written\x18\x06 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\r\x12\x10\n\x08store_id\x18\x0b \x01(\t\x12\x15\n\rbytes_matched\x18\x0c \x01(\x04\x12\x15\n\rbytes_written\x18\r \x01(\x04\x12\x0f\n\x07refused\x18\x0e \x01(\x04\x12\x0e\n\x06leases\x18\x0f \x01(\r\x12\x14\n\x0creservations\x18\x10 \x01(\r\x12\x12\n\nheld_bytes\x18\x11 \x01(\x04\x12$\n\x05tiers\x18\x12 \x03(\x0b\x32\x15.kvstore.v1.TierStats\x12(\n\x07tenants\x18\x13 \x03(\x0b\x32\x17.kvstore.v1.TenantStats\"\xde\x01\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x12\n\nbytes_read\x18\x07 \x01(\x04\x12\x15\n\rbytes_written\x18\x08 \x01(\x04\x12\x0f\n\x07refused\x18\t \x01(\x04\x12\x0f\n\x07\x65victed\x18\n \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x0b \x01(\x04\x12\x10\n\x08\x66\x61ilures\x18\x0c \x01(\x04\"\x81\x01\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x06 \x01(\x04\x12\x0f\n\x07refused\x18\x07 \x01(\x04\x32\xa0\x05\n\nBlockStore\x12<\n\x05Hello\x12\x18.kvstore.v1.HelloRequest\x1a\x19.kvstore.v1.HelloResponse\x12<\n\x05Match\x12\x18.kvstore.v1.MatchRequest\x1a\x19.kvstore.v1.MatchResponse\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12\x42\n\x07Reserve\x12\x1a.kvstore.v1.ReserveRequest\x1a\x1b.kvstore.v1.ReserveResponse\x12\x42\n\x07Publish\x12\x1a.kvstore.v1.PublishRequest\x1a\x1b.kvstore.v1.PublishResponse\x12\x39\n\x04Hold\x12\x17.kvstore.v1.HoldRequest\x1a\x18.kvstore.v1.HoldResponse\x12N\n\x0bReleaseHold\x12\x1e.kvstore.v1.ReleaseHoldRequest\x1a\x1f.kvstore.v1.ReleaseHoldResponse\x12\x42\n\x07\x43ondemn\x12\x1a.kvstore.v1.CondemnRequest\x1a\x1b.kvstore.v1.CondemnResponse\x12=\n\x05Watch\x12\x18.kvstore.v1.WatchRequest\x1a\x18.kvstore.v1.BlockChanges0\x01\x12<\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x19.kvstore.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,47 +36,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLOREQUEST']._serialized_start=274
   _globals['_HELLOREQUEST']._serialized_end=346
   _globals['_HELLORESPONSE']._serialized_start=349
-  _globals['_HELLORESPONSE']._serialized_end=532
-  _globals['_MATCHREQUEST']._serialized_start=534
-  _globals['_MATCHREQUEST']._serialized_end=656
-  _globals['_MATCHRESPONSE']._serialized_start=658
-  _globals['_MATCHRESPONSE']._serialized_end=723
-  _globals['_RELEASEREQUEST']._serialized_start=725
-  _globals['_RELEASEREQUEST']._serialized_end=760
-  _globals['_RELEASERESPONSE']._serialized_start=762
-  _globals['_RELEASERESPONSE']._serialized_end=779
-  _globals['_RESERVEREQUEST']._serialized_start=781
-  _globals['_RESERVEREQUEST']._serialized_end=899
-  _globals['_RESERVERESPONSE']._serialized_start=901
-  _globals['_RESERVERESPONSE']._serialized_end=991
-  _globals['_PUBLISHREQUEST']._serialized_start=993
-  _globals['_PUBLISHREQUEST']._serialized_end=1081
-  _globals['_PUBLISHRESPONSE']._serialized_start=1083
-  _globals['_PUBLISHRESPONSE']._serialized_end=1119
-  _globals['_HOLDREQUEST']._serialized_start=1121
-  _globals['_HOLDREQUEST']._serialized_end=1221
-  _globals['_HOLDRESPONSE']._serialized_start=1223
-  _globals['_HOLDRESPONSE']._serialized_end=1268
-  _globals['_RELEASEHOLDREQUEST']._serialized_start=1270
-  _globals['_RELEASEHOLDREQUEST']._serialized_end=1323
-  _globals['_RELEASEHOLDRESPONSE']._serialized_start=1325
-  _globals['_RELEASEHOLDRESPONSE']._serialized_end=1364
-  _globals['_CONDEMNREQUEST']._serialized_start=1366
-  _globals['_CONDEMNREQUEST']._serialized_end=1435
-  _globals['_CONDEMNRESPONSE']._serialized_start=1437
-  _globals['_CONDEMNRESPONSE']._serialized_end=1471
-  _globals['_WATCHREQUEST']._serialized_start=1473
-  _globals['_WATCHREQUEST']._serialized_end=1487
-  _globals['_BLOCKCHANGES']._serialized_start=1489
-  _globals['_BLOCKCHANGES']._serialized_end=1584
-  _globals['_STATSREQUEST']._serialized_start=1586
-  _globals['_STATSREQUEST']._serialized_end=1600
-  _globals['_STATSRESPONSE']._serialized_start=1603
-  _globals['_STATSRESPONSE']._serialized_end=2006
-  _globals['_TIERSTATS']._serialized_start=2009
-  _globals['_TIERSTATS']._serialized_end=2231
-  _globals['_TENANTSTATS']._serialized_start=2234
-  _globals['_TENANTSTATS']._serialized_end=2363
-  _globals['_BLOCKSTORE']._serialized_start=2366
-  _globals['_BLOCKSTORE']._serialized_end=3038
+  _globals['_HELLORESPONSE']._serialized_end=569
+  _globals['_NIXLOFFER']._serialized_start=571
+  _globals['_NIXLOFFER']._serialized_end=632
+  _globals['_MATCHREQUEST']._serialized_start=634
+  _globals['_MATCHREQUEST']._serialized_end=756
+  _globals['_MATCHRESPONSE']._serialized_start=758
+  _globals['_MATCHRESPONSE']._serialized_end=823
+  _globals['_RELEASEREQUEST']._serialized_start=825
+  _globals['_RELEASEREQUEST']._serialized_end=860
+  _globals['_RELEASERESPONSE']._serialized_start=862
+  _globals['_RELEASERESPONSE']._serialized_end=879
+  _globals['_RESERVEREQUEST']._serialized_start=881
+  _globals['_RESERVEREQUEST']._serialized_end=999
+  _globals['_RESERVERESPONSE']._serialized_start=1001
+  _globals['_RESERVERESPONSE']._serialized_end=1091
+  _globals['_PUBLISHREQUEST']._serialized_start=1093
+  _globals['_PUBLISHREQUEST']._serialized_end=1181
+  _globals['_PUBLISHRESPONSE']._serialized_start=1183
+  _globals['_PUBLISHRESPONSE']._serialized_end=1219
+  _globals['_HOLDREQUEST']._serialized_start=1221
+  _globals['_HOLDREQUEST']._serialized_end=1321
+  _globals['_HOLDRESPONSE']._serialized_start=1323
+  _globals['_HOLDRESPONSE']._serialized_end=1368
+  _globals['_RELEASEHOLDREQUEST']._serialized_start=1370
+  _globals['_RELEASEHOLDREQUEST']._serialized_end=1423
+  _globals['_RELEASEHOLDRESPONSE']._serialized_start=1425
+  _globals['_RELEASEHOLDRESPONSE']._serialized_end=1464
+  _globals['_CONDEMNREQUEST']._serialized_start=1466
+  _globals['_CONDEMNREQUEST']._serialized_end=1535
+  _globals['_CONDEMNRESPONSE']._serialized_start=1537
+  _globals['_CONDEMNRESPONSE']._serialized_end=1571
+  _globals['_WATCHREQUEST']._serialized_start=1573
+  _globals['_WATCHREQUEST']._serialized_end=1587
+  _globals['_BLOCKCHANGES']._serialized_start=1589
+  _globals['_BLOCKCHANGES']._serialized_end=1684
+  _globals['_STATSREQUEST']._serialized_start=1686
+  _globals['_STATSREQUEST']._serialized_end=1700
+  _globals['_STATSRESPONSE']._serialized_start=1703
+  _globals['_STATSRESPONSE']._serialized_end=2106
+  _globals['_TIERSTATS']._serialized_start=2109
+  _globals['_TIERSTATS']._serialized_end=2331
+  _globals['_TENANTSTATS']._serialized_start=2334
+  _globals['_TENANTSTATS']._serialized_end=2463
+  _globals['_BLOCKSTORE']._serialized_start=2466
+  _globals['_BLOCKSTORE']._serialized_end=3138
 # @@protoc_insertion_point(module_scope)

@@ -115,6 +115,7 @@ class HelloResponse(_message.Message):
     MAX_LEASE_MS_FIELD_NUMBER: _builtins.int
     MAX_RESERVATION_MS_FIELD_NUMBER: _builtins.int
     MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
+    NIXL_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.str
     host_id: _builtins.str
@@ -127,6 +128,10 @@ class HelloResponse(_message.Message):
     """longest lease of a match"""
     max_reservation_ms: _builtins.int
     max_hold_ms: _builtins.int
+    @_builtins.property
+    def nixl(self) -> Global___NixlOffer:
+        """not set: none"""
+
     def __init__(
         self,
         *,
@@ -138,14 +143,45 @@ class HelloResponse(_message.Message):
         max_lease_ms: _builtins.int = ...,
         max_reservation_ms: _builtins.int = ...,
         max_hold_ms: _builtins.int = ...,
+        nixl: Global___NixlOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "max_hold_ms", b"max_hold_ms", "max_lease_ms", b"max_lease_ms", "max_reservation_ms", b"max_reservation_ms", "shm_socket", b"shm_socket", "store_id", b"store_id", "tcp_address", b"tcp_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "max_hold_ms", b"max_hold_ms", "max_lease_ms", b"max_lease_ms", "max_reservation_ms", b"max_reservation_ms", "nixl", b"nixl", "shm_socket", b"shm_socket", "store_id", b"store_id", "tcp_address", b"tcp_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HelloResponse: _TypeAlias = HelloResponse  # noqa: Y015
+
+@_typing.final
+class NixlOffer(_message.Message):
+    """What a client needs to read and write the node's memory by NIXL."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METADATA_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    STAMPS_FIELD_NUMBER: _builtins.int
+    metadata: _builtins.bytes
+    """of the node's agent"""
+    blocks: _builtins.int
+    """address of the pool's first byte in its process"""
+    stamps: _builtins.int
+    """address of the first of its stamps: the generation of the block that begins in a page, 8 bytes each"""
+    def __init__(
+        self,
+        *,
+        metadata: _builtins.bytes = ...,
+        blocks: _builtins.int = ...,
+        stamps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "metadata", b"metadata", "stamps", b"stamps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NixlOffer: _TypeAlias = NixlOffer  # noqa: Y015
 
 @_typing.final
 class MatchRequest(_message.Message):

@@ -122,7 +122,9 @@ def test_a_pinned_block_is_never_evicted(name, turns):
             del pins[lease]
         leased = machine.match(namespace.digest, chain, lease=Nanos(100 * LEASE), now=at)
         if len(leased.slots):
-            pins[leased.lease_id] = [(block, machine.find(namespace.digest, block)) for block in chain[: len(leased.slots)]]
+            pins[leased.lease_id] = [
+                (block, machine.find(namespace.digest, block)) for block in chain[: len(leased.slots)]
+            ]
         reservation = machine.reserve(namespace.digest, chain, owner="w", lease=LEASE, now=at)
         machine.publish(reservation.reservation_id, {r.index: 7 for r in reservation.reserved}, owner="w", now=at)
 

@@ -15,7 +15,7 @@ from fleet.router.messages import StoreChanged
 from fleet.router.settings import RouterSettings
 from kvstore.client import StoreClient
 from kvstore.clock import Nanos, nanos
-from kvstore.errors import StoreNotStarted
+from kvstore.errors import InvalidArgument, StoreNotStarted
 from kvstore.hierarchy import Everything, Hierarchy, TierRule
 from kvstore.messages import BlockKey, Fetched, Outcome, Stats
 from kvstore.monotonic import MonotonicClock
@@ -317,6 +317,13 @@ async def test_a_router_hears_in_which_tier_a_block_is(tmp_path):
             await asyncio.to_thread(put, a_chain(8, "b"))
             await until(cpu=a_chain(8, "b"), ssd=[*a_chain(6), *a_chain(8, "b")])
             watching.cancel()
+
+
+def test_a_layout_that_a_tier_refuses_does_not_stand_in_the_way_of_one_that_fits(tmp_path):
+    with a_node(tiers=[an_ssd(tmp_path, codec={"compression": "fp8"})]) as node:
+        with pytest.raises(InvalidArgument, match="float32"):
+            StoreClient.connect(node.address, a_namespace(dtype="float32"))
+        StoreClient.connect(node.address, a_namespace(dtype="bfloat16", head_dim=16)).close()
 
 
 def test_metrics_tell_tier_by_tier(tmp_path):

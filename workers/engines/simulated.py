@@ -48,7 +48,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
     async with contextlib.AsyncExitStack() as stack:
         store = None
         if settings.store:
-            store = await SimulatedStore.connect(settings.store, namespace)
+            store = await SimulatedStore.connect(settings.store, namespace, settings.store_credentials)
             stack.callback(store.close)
         facts = EngineFacts(
             name=NAME,

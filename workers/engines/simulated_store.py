@@ -20,6 +20,7 @@ from fleet.clock import SECOND, Nanos
 from fleet.ids import StoreId
 from kvstore.block import ChainHash
 from kvstore.client import StoreClient
+from kvstore.credentials import Credentials
 from kvstore.layout import Namespace
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class SimulatedStore:
         self._wake = asyncio.Event()
 
     @classmethod
-    async def connect(cls, address: str, namespace: Namespace) -> Self:
+    async def connect(cls, address: str, namespace: Namespace, credentials: Credentials) -> Self:
         """Shake hands with a store node.
 
         Raises:
@@ -56,7 +57,10 @@ class SimulatedStore:
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="simulated-store")
         try:
             client = await asyncio.get_running_loop().run_in_executor(
-                threads, lambda: StoreClient.connect(address, namespace, timeout_seconds=CONNECT_SECONDS)
+                threads,
+                lambda: StoreClient.connect(
+                    address, namespace, timeout_seconds=CONNECT_SECONDS, credentials=credentials
+                ),
             )
         except BaseException:
             threads.shutdown(wait=False)

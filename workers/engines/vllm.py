@@ -108,7 +108,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM,
     vllm_launch.check_cache(settings, namespace.block_bytes)
     store_id = None
     if settings.store:
-        store_id = _store_id(settings.store, namespace)
+        store_id = _store_id(settings, namespace)
         if store_id is None:
             settings = _without_store(settings)
             config = _configure(settings, revision, scratch)
@@ -144,10 +144,12 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path) -> "VllmC
         raise ConfigurationRefused(f"vllm: {error}") from error
 
 
-def _store_id(address: str, namespace: Namespace) -> StoreId | None:
-    """Who the node at `address` is; None if nobody answers there."""
+def _store_id(settings: WorkerSettings, namespace: Namespace) -> StoreId | None:
+    """Who the store node is; None if nobody answers there."""
     try:
-        with StoreClient.connect(address, namespace, timeout_seconds=STORE_SECONDS) as client:
+        with StoreClient.connect(
+            settings.store, namespace, timeout_seconds=STORE_SECONDS, credentials=settings.store_credentials
+        ) as client:
             return StoreId(client.store_id)
     except StoreUnreachable as error:
         log.warning(

@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.block import ChainHash
 from kvstore.client import StoreClient
+from kvstore.credentials import Credentials
 from kvstore.layout import Namespace
 from kvstore.messages import Match
 from workers.engines.vllm_blocks import BlockMover, DeviceBlocks, HostBlocks
@@ -63,6 +64,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     revision: str
     store: str  # address of the store node; empty: none, the connector only counts
+    store_credentials: Credentials
     scratch: str  # folder of the engine's sockets, to be removed if the worker process cannot
 
     def namespace(self, config: "VllmConfig") -> Namespace:
@@ -105,7 +107,12 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, ConnectorSettings)
         self._namespace = settings.namespace(vllm_config)
         self._client = (
-            StoreClient.connect(settings.store, self._namespace, call_timeout_seconds=CALL_SECONDS[role])
+            StoreClient.connect(
+                settings.store,
+                self._namespace,
+                call_timeout_seconds=CALL_SECONDS[role],
+                credentials=settings.store_credentials,
+            )
             if settings.store
             else None
         )

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 
 from fleet.errors import ConfigurationRefused
@@ -231,6 +232,7 @@ def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> 
             "model": settings.model,
             "revision": revision,
             "store": settings.store,
+            "store_credentials": msgspec.to_builtins(settings.store_credentials),
             "scratch": str(scratch),
         },
     }

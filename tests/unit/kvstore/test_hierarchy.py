@@ -335,6 +335,22 @@ def test_a_failing_tier_is_left_alone_and_found_again():
     assert below.hierarchy.counters(0).fenced == 1
 
 
+def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():
+    below = Below(tiers=("ssd",), finds_in_memory=True)
+    below.held[0] |= {*a_chain(2), *a_chain(2, "b"), *a_chain(2, "c")}
+    below.want(a_chain(2))
+    below.perform()
+    below.fail()
+    below.tick(1)
+    below.want(a_chain(2, "b"))
+    below.perform()
+    before = kinds(below)
+
+    below.want(a_chain(2, "c"))
+
+    assert kinds(below) == before, "one attempt at a time"
+
+
 def test_a_disk_that_cannot_be_written_can_still_be_read():
     below = Below(tiers=("ssd",))
     below.held[0].update(a_chain(2))

@@ -1,0 +1,163 @@
+"""The threads that move blocks between a pool and its tiers: what a tier that hangs or fails costs, and what it does not."""
+
+import asyncio
+import gc
+import logging
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from kvstore import breaker, hierarchy, mover
+from kvstore.clock import MILLISECOND, SECOND, Nanos
+from kvstore.errors import TierFailed
+from kvstore.hierarchy import Everything, Hierarchy, TierRule
+from kvstore.messages import Fetched, Outcome, TierStatus
+from kvstore.monotonic import MonotonicClock
+from kvstore.mover import LANES, Mover
+from tests.kv_builders import Store, a_chain
+
+PATIENCE = Nanos(30 * MILLISECOND)
+
+
+class Disk:
+    """Has every block; reads wait at its gate, writes fail."""
+
+    name = "disk"
+    finds_in_memory = True
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.reading = threading.Semaphore(0)
+        self.fails = False
+
+    def find(self, keys, deadline):
+        return len(keys)
+
+    def get(self, keys, into, deadline):
+        self.reading.release()
+        assert self.gate.wait(30)
+        if self.fails:
+            raise TierFailed("it cannot be read")
+        return [Fetched(Outcome.MOVED, 7) for _ in keys]
+
+    def put(self, keys, blocks, deadline, checksums):
+        raise TierFailed("it is full")
+
+    def gone(self):
+        return []
+
+    def held(self):
+        return []
+
+    def status(self):
+        return TierStatus(name=self.name)
+
+
+class Pool:
+    def view(self, address):
+        return np.zeros(address.length, np.uint8)
+
+
+class Node:
+    """A machine, a hierarchy and a mover over one disk."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.disk = Disk()
+        self.store = Store(blocks=64)
+        self.clock = MonotonicClock()
+        rule = TierRule(name=self.disk.name, admission=Everything(), finds_in_memory=True)
+        self.hierarchy = Hierarchy(self.store.machine, [rule])
+        self.mover = Mover(self.hierarchy, [self.disk], Pool(), self.clock, tasks, lambda: self.mover.settle())
+
+    def want(self, chain, patience=PATIENCE):
+        self.hierarchy.want(self.store.digest, chain, 0, patience, self.clock.now())
+        self.mover.settle()
+
+    @property
+    def reservations(self) -> int:
+        return self.store.machine.stats().reservations
+
+
+@asynccontextmanager
+async def a_node_on_a_disk() -> AsyncIterator[Node]:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        node = Node(tasks)
+        try:
+            yield node
+        finally:
+            node.mover.close()
+            node.disk.gate.set()
+
+
+@pytest.fixture(autouse=True)
+def little_time(monkeypatch):
+    monkeypatch.setattr(hierarchy, "FETCH_AT_LEAST", PATIENCE)
+    monkeypatch.setattr(mover, "LATE_SECONDS", 0.01)
+
+
+async def test_a_disk_that_hangs_keeps_no_more_of_the_pool_than_its_threads_are_at():
+    async with a_node_on_a_disk() as node:
+        for of in "abcdefgh":
+            node.want(a_chain(4, of))
+        assert node.reservations == 8
+        while node.reservations > LANES:
+            await asyncio.sleep(0.001)
+        for _ in range(LANES):
+            assert node.disk.reading.acquire(timeout=5)
+        node.disk.gate.set()
+        while node.reservations:
+            await asyncio.sleep(0.001)
+
+        assert node.hierarchy.is_idle
+        assert not node.disk.reading.acquire(blocking=False), "what is late was never begun"
+
+
+async def test_what_a_tier_says_after_the_node_has_stopped_is_nobodys_error():
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    async with a_node_on_a_disk() as node:
+        node.disk.fails = True
+        node.want(a_chain(4, "a"), Nanos(10 * SECOND))
+        await asyncio.to_thread(node.disk.reading.acquire)
+    while any(thread.name.startswith("kvstore-disk") for thread in threading.enumerate()):
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0)
+    gc.collect()
+
+    assert complaints == []
+
+
+async def test_a_disk_that_is_full_and_can_be_read_fails_once_in_the_log(caplog):
+    caplog.set_level(logging.INFO, logger="kvstore.mover")
+    async with a_node_on_a_disk() as node:
+        node.disk.gate.set()
+        for of in "abc":
+            node.store.hold(a_chain(2, of))
+            node.hierarchy.noted(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # past any pause
+            node.mover.settle()
+            node.want(a_chain(2, of * 2))
+            while not node.hierarchy.is_idle:
+                await asyncio.sleep(0.001)
+
+    assert [record.message for record in caplog.records] == ["tier fails"]
+
+
+async def test_a_disk_that_cannot_be_read_fails_once_in_the_log_although_its_index_answers(caplog, monkeypatch):
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE", MILLISECOND)
+    caplog.set_level(logging.INFO, logger="kvstore.mover")
+    async with a_node_on_a_disk() as node:
+        node.disk.gate.set()
+        node.disk.fails = True
+        while node.hierarchy.counters(0).failures < 3:
+            node.want(a_chain(2))
+            await asyncio.sleep(0.001)
+        assert [record.message for record in caplog.records] == ["tier fails"]
+        node.disk.fails = False
+        while not node.hierarchy.counters(0).loaded:
+            node.want(a_chain(2))
+            await asyncio.sleep(0.001)
+
+    assert [record.message for record in caplog.records] == ["tier fails", "tier works again"]

@@ -1,0 +1,91 @@
+"""Estimates from a sample, against replays of everything."""
+
+import hashlib
+
+import pytest
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.eviction.policies import policy
+from kvstore.replay import distinct_blocks, replay
+from kvstore.shadow import FADE_EVERY, HALF_LIFE, Estimate, Scenario, Shadow, sample_names, sample_numbers
+from tests.traces import agentic, conversation
+
+SCALES = (0.5, 1, 2, 4)
+
+
+def shadowed(trace, capacity_blocks, scenarios, sampled_blocks):
+    shadow = Shadow(capacity_blocks, scenarios, sample_numbers, sampled_blocks=sampled_blocks)
+    for request in trace.requests:
+        shadow.looked_up(request.chain, Nanos(0))  # at one instant for the counters: nothing fades
+        shadow.stored(request.chain, request.arrival)
+    return shadow
+
+
+@pytest.mark.parametrize(("trace", "share"), [(conversation, 0.1), (agentic, 0.05)])
+@pytest.mark.parametrize(("name", "error"), [("lru", 0.015), ("hazard", 0.03)])
+def test_estimates_from_a_third_of_the_blocks_are_close_to_the_whole(trace, share, name, error):
+    requests, tokens = trace().requests, trace().block_tokens
+    capacity_blocks = int(distinct_blocks(requests) * share)
+    scenarios = [Scenario(name, scale) for scale in SCALES]
+
+    estimates = shadowed(trace(), capacity_blocks, scenarios, capacity_blocks // 3).estimates()
+
+    for estimate in estimates:
+        whole = replay(
+            requests, policy(name), capacity_blocks=int(capacity_blocks * estimate.scale), block_tokens=tokens
+        )
+        assert estimate.hit_rate == pytest.approx(whole.hit_rate, abs=error)
+
+
+def test_a_tier_that_is_large_enough_already_is_not_said_to_gain_by_growing():
+    shadow = Shadow(1000, [Scenario("lru", 1), Scenario("lru", 4)], sample_numbers)
+    for turn in range(10):
+        shadow.looked_up(range(500), Nanos(turn * SECOND))
+        shadow.stored(range(500), Nanos(turn * SECOND))
+
+    assert shadow.estimates() == [
+        Estimate(policy="lru", scale=1, hit_rate=0.9),
+        Estimate(policy="lru", scale=4, hit_rate=0.9),
+    ]
+
+
+def test_a_small_capacity_is_looked_at_as_a_whole():
+    assert Shadow(100, [], sample_numbers).share == 1
+    assert Shadow(1 << 20, [], sample_numbers, sampled_blocks=1 << 10).share == 1 / 1024
+
+
+def test_memory_does_not_grow_with_the_capacity_or_the_traffic():
+    shadow = Shadow(1 << 14, [Scenario("lru", 4)], sample_numbers, sampled_blocks=64)
+    for block in range(0, 1_000_000, 100):
+        shadow.stored(range(block, block + 100), Nanos(block))
+
+    (cache,) = shadow._caches.values()
+    assert len(cache._held) == 4 * 64
+
+
+def test_names_are_sampled_by_themselves_and_as_many_as_asked_for():
+    names = [hashlib.sha256(index.to_bytes(4)).digest()[:16] for index in range(20_000)]
+
+    sampled = sample_names(names, 0.1)
+
+    assert len(sampled) == pytest.approx(2000, rel=0.1)
+    assert sampled == [name for name in names if sample_names([name], 0.1)]
+    assert sample_names(names, 1.0) == names
+    assert set(sample_names(names, 0.05)) < set(sampled)
+    assert len(sample_numbers(range(20_000), 0.1)) == pytest.approx(2000, rel=0.1)
+
+
+def test_what_was_long_ago_counts_less():
+    shadow = Shadow(100, [Scenario("lru")], sample_numbers)
+    shadow.looked_up(range(10), Nanos(FADE_EVERY))  # all missed
+    shadow.stored(range(10), Nanos(FADE_EVERY))
+    shadow.looked_up(range(10), Nanos(FADE_EVERY + HALF_LIFE))  # all hit
+
+    (estimate,) = shadow.estimates()
+    assert estimate.hit_rate == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("scenario", "message"), [(("mru", 1), "'mru' is not one of"), (("lru", 0), "not positive")])
+def test_what_cannot_be_shadowed_is_refused(scenario, message):
+    with pytest.raises(ValueError, match=message):
+        Shadow(100, [Scenario(*scenario)], sample_numbers)

@@ -6,13 +6,31 @@ counters are read from the machine and the tiers when somebody asks.
 
 from collections.abc import Callable, Iterable
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvstore.messages import POOL_TIER, Stats, TierStatus
+from kvstore.movement import TierCounters
 from kvstore.shadows import NamespaceEstimates
 
-Snapshot = tuple[Stats, tuple[NamespaceEstimates, ...]]
+MOVEMENTS = {
+    "loaded": "Blocks that came up to the pool",
+    "kept": "Blocks that went down to the tier",
+    "dropped": "Blocks that should have gone down, and for which the queue had no room",
+    "too_slow": "Loads not begun, because computing the blocks again was predicted to be faster",
+    "fenced": "Times that a failure closed the tier for a while",
+}
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """What a node knows of itself at one moment."""
+
+    stats: Stats
+    movements: tuple[TierCounters, ...]  # of the tiers below the pool, in the order of `stats.tiers`
+    refused_loads: int
+    shadows: tuple[NamespaceEstimates, ...]
+
 
 # Seconds, three steps a decade: from a look into an index in memory to a disk that hangs.
 LATENCY_BUCKETS = (
@@ -86,7 +104,8 @@ class _SnapshotCollector:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        stats, shadows = self._look()
+        found = self._look()
+        stats = found.stats
         tiers = (_pool(stats), *stats.tiers)
         for name, about in COUNTERS.items():
             family: Metric = CounterMetricFamily(f"kvstore_tier_{name}", about, labels=["tier"])
@@ -98,12 +117,20 @@ class _SnapshotCollector:
             for tier in tiers:
                 family.add_metric([tier.name], getattr(tier, name))
             yield family
+        for name, about in MOVEMENTS.items():
+            family = CounterMetricFamily(f"kvstore_hierarchy_{name}", about, labels=["tier"])
+            for tier, counters in zip(stats.tiers, found.movements, strict=True):
+                family.add_metric([tier.name], getattr(counters, name))
+            yield family
+        yield CounterMetricFamily(
+            "kvstore_hierarchy_refused_loads", "Loads not begun, because too many were under way", found.refused_loads
+        )
         shadow = GaugeMetricFamily(
             "kvstore_shadow_hit_rate",
             "What the pool's hit rate of late would have been under a policy, at a multiple of its size",
             labels=["namespace", "policy", "scale"],
         )
-        for each in shadows:
+        for each in found.shadows:
             for estimate in each.estimates:
                 shadow.add_metric([each.fingerprint, estimate.policy, str(estimate.scale)], estimate.hit_rate)
         yield shadow

@@ -221,7 +221,7 @@ class _Pauses:
                 self._memory[block] = None
         session.held = ()
 
-    def _fall_due(self, when: Nanos, number: int, hold: int, is_prefetch: bool) -> None:  # noqa: FBT001
+    def _fall_due(self, when: Nanos, number: int, hold: int, is_prefetch: bool) -> None:
         session = self._sessions[number]
         if session.hold != hold:
             return  # it has gone on meanwhile

@@ -124,7 +124,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             settings, identity, machine, tier, hierarchy, backing.open_namespace, lambda: nixl.offer, clock
         )
         tasks = await stack.enter_async_context(_tasks())
-        metrics = NodeMetrics(CollectorRegistry(), _snapshots(lambda: (service.stats(), service.estimates())))
+        metrics = NodeMetrics(CollectorRegistry(), _snapshots(service.snapshot))
         mover = Mover(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
         stack.callback(mover.close)
         service.attach(mover)

@@ -24,10 +24,11 @@ from kvstore.hierarchy import Hierarchy
 from kvstore.layout import Namespace
 from kvstore.machine import BlockMachine
 from kvstore.messages import Claim, Discard, LeaseId, ReservationId, Slot, Stats
+from kvstore.metrics import Snapshot
 from kvstore.mover import Mover
 from kvstore.ports import MemoryTier
 from kvstore.settings import StoreSettings
-from kvstore.shadows import NamespaceEstimates, Shadows
+from kvstore.shadows import Shadows
 from kvstore.transports.nixl import NixlOffer
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
@@ -110,9 +111,15 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._machine.expire(self._clock.now())
         return replace(self._machine.stats(), tiers=self._mover.status())
 
-    def estimates(self) -> tuple[NamespaceEstimates, ...]:
-        """What the pool's hit rate would be at other sizes and under other policies."""
-        return self._shadows.estimates()
+    def snapshot(self) -> Snapshot:
+        """All that metrics tell."""
+        stats = self.stats()
+        return Snapshot(
+            stats=stats,
+            movements=tuple(self._hierarchy.counters(index) for index in range(len(stats.tiers))),
+            refused_loads=self._hierarchy.refused,
+            shadows=self._shadows.estimates(),
+        )
 
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloResponse:  # noqa: N802 - named by the protocol
         return await self._answer(context, lambda now: self._hello(request, now))

@@ -344,6 +344,7 @@ def test_metrics_tell_tier_by_tier(tmp_path):
     assert float(values['kvstore_tier_blocks{tier="ssd"}']) == 3
     assert float(values['kvstore_tier_bytes_written_total{tier="ssd"}']) >= 3 * BLOCK_BYTES
     assert float(values['kvstore_tier_operation_seconds_count{operation="keep",tier="ssd"}']) >= 1
+    assert float(values['kvstore_hierarchy_kept_total{tier="ssd"}']) == 3
     at_twice_the_size = f'kvstore_shadow_hit_rate{{namespace="{a_namespace().fingerprint}",policy="lru",scale="2.0"}}'
     assert float(values[at_twice_the_size]) == pytest.approx(3 / 10)
 

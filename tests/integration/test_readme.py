@@ -10,15 +10,17 @@ import msgspec
 import pytest
 
 from fleet.config import Topology
+from kvstore.settings import StoreSettings
 from tests.integration.test_up_simulated import fleet_up
 
 pytestmark = pytest.mark.integration
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+def blocks(language, page=README):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +45,11 @@ def test_the_toml_sample_is_a_topology():
     (sample,) = blocks("toml")
 
     msgspec.convert(tomllib.loads(sample), Topology)
+
+
+def test_the_toml_sample_of_the_stores_page_is_a_node():
+    (sample,) = blocks("toml", ROOT / "docs" / "kvstore.md")
+
+    settings = msgspec.convert(tomllib.loads(sample), StoreSettings)
+
+    assert [tier.__struct_config__.tag for tier in settings.tiers] == ["ssd", "peer", "redis"]

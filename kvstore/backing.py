@@ -9,6 +9,7 @@ from kvstore.client import StoreClient
 from kvstore.clock import Clock, Nanos
 from kvstore.codecs.registry import Codecs
 from kvstore.credentials import Credentials
+from kvstore.errors import NamespaceUnknown
 from kvstore.hierarchy import Admission, Everything, TierRule
 from kvstore.layout import Namespace
 from kvstore.ports import BackingTier, Codec
@@ -68,7 +69,7 @@ class Backing:
         tiers, rules, all_codecs = [], [], []
         for each in settings:
             codecs, budget = Codecs(each.codec), _budget(each, clock)
-            tier = _open(each, codecs.of, namespaces, budget, credentials, clock)
+            tier = _open(each, _codec_of(codecs, namespaces), namespaces, budget, credentials, clock)
             held.callback(tier.close)
             tiers.append(tier)
             admission = _admission(each, budget)
@@ -109,6 +110,18 @@ def _open(
             return RedisTier.open(settings, codecs=codecs, clock=clock)
         case S3Settings():
             return S3Tier.open(settings, codecs=codecs, clock=clock)
+
+
+def _codec_of(codecs: Codecs, namespaces: Callable[[bytes], Namespace]) -> Callable[[bytes], Codec]:
+    """By digest; a namespace that is open on the node is never forgotten here."""
+
+    def codec(digest: bytes) -> Codec:
+        try:
+            return codecs.of(digest)
+        except NamespaceUnknown:
+            return codecs.open(namespaces(digest))
+
+    return codec
 
 
 def _admission(settings: TierSettings, budget: WriteBudget | None) -> Admission | None:

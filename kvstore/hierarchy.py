@@ -114,18 +114,21 @@ class TierRule(Struct, frozen=True, kw_only=True):
 class Hierarchy:
     """See the module. After every call, `commands()` has to be performed, and `changes()` told."""
 
-    def __init__(self, pool: Pool, rules: Sequence[TierRule]):
+    def __init__(self, pool: Pool, rules: Sequence[TierRule], batch_bytes: int = BATCH_BYTES):
         """Nothing moves yet.
 
         Args:
             pool: Of this node.
             rules: Of the tiers below it, in the order in which they are asked.
+            batch_bytes: That move at a time, and have a place in the pool meanwhile.
         """
         self._pool = pool
+        self._batch_bytes = batch_bytes
         self._tiers = [_Tier(index, rule) for index, rule in enumerate(rules)]
         self._loads: dict[LoadId, _Load] = {}
         self._coming: dict[BlockKey, _Load] = {}
         self._copies: dict[CopyId, _Copy] = {}
+        self._late: set[CopyId] = set()  # of them; counted as failures already
         self._hung: dict[LoadId, Reservation] = {}  # places that a thread may still write to, of loads that have ended
         self._last_id = 0
         self._commands: list[Movement] = []
@@ -193,7 +196,7 @@ class Hierarchy:
             tier.counters.too_slow += 1
             self._look(load, load.tier + 1, now)
             return
-        count = min(count, _batch_blocks(load.block_bytes))
+        count = min(count, self._batch_blocks(load.block_bytes))
         names = load.chain[: load.position + count]
         try:
             reservation = self._pool.reserve(load.digest, names, owner=NODE, lease=None, now=now, tenant=load.tenant)
@@ -209,8 +212,9 @@ class Hierarchy:
         load.reservation = reservation
         load.places = tuple(place.index for place in run)
         load.began = now
+        load.until = Nanos(max(load.deadline, now + FETCH_AT_LEAST))
         addresses = tuple(self._address(load.digest, place.slot) for place in run)
-        self._commands.append(Fetch(load.id, tier.index, addresses, Nanos(max(load.deadline, now + FETCH_AT_LEAST))))
+        self._commands.append(Fetch(load.id, tier.index, addresses, load.until))
 
     def fetched(self, load_id: LoadId, answers: Sequence[Fetched], now: Nanos) -> None:
         """A `Fetch` is through: what of it came."""
@@ -219,8 +223,11 @@ class Hierarchy:
             self._release(load_id, now)
             return
         tier = self._tiers[load.tier]
-        tier.reading.succeeded()
         good = next((i for i, answer in enumerate(answers) if answer.outcome is not Outcome.MOVED), len(answers))
+        if good or now < load.until:
+            tier.reading.succeeded()
+        else:
+            tier.failed(tier.reading, load.began, now)  # a call that waits behind one that hangs returns with nothing
         tier.pace.measured(good * load.block_bytes, now - load.began, now)
         tier.counters.loaded += good
         for index in load.places[:good]:
@@ -252,7 +259,12 @@ class Hierarchy:
         """A `Keep` is through: what of it the tier has now."""
         copy = self._copies.pop(copy_id)
         tier = self._tiers[copy.tier]
-        tier.writing.succeeded()
+        was_late = copy_id in self._late
+        self._late.discard(copy_id)
+        if any(answers) or now < copy.until:
+            tier.writing.succeeded()
+        elif not was_late:
+            tier.failed(tier.writing, copy.began, now)
         tier.copying -= 1
         self._pool.unpin(copy.pinned.pin_id, now)
         there = [a.key for a, kept in zip(copy.pinned.addresses, answers, strict=True) if kept]
@@ -265,11 +277,16 @@ class Hierarchy:
     # Both
 
     def failed(self, movement: Movement, started: Nanos, now: Nanos) -> None:
-        """A command could not be performed, or not in time. Its buffers are free again."""
+        """A command could not be performed, or not in time. Its buffers are free again.
+
+        One that was late is no second failure: the longer a disk has hung, the longer it would then be left alone.
+        """
         tier = self._tiers[movement.tier]
-        tier.failed(tier.writing if isinstance(movement, Keep) else tier.reading, started, now)
         if isinstance(movement, Keep):
             copy = self._copies.pop(movement.copy_id)
+            if movement.copy_id not in self._late:
+                tier.failed(tier.writing, started, now)
+            self._late.discard(movement.copy_id)
             tier.copying -= 1
             self._pool.unpin(copy.pinned.pin_id, now)
             self._keep(tier, now)
@@ -278,6 +295,7 @@ class Hierarchy:
         if load is None:
             self._release(movement.load_id, now)
             return
+        tier.failed(tier.reading, started, now)
         if isinstance(movement, Fetch):
             self._publish(load, (), now)
         self._look(load, load.tier + 1, now)
@@ -287,6 +305,7 @@ class Hierarchy:
         tier = self._tiers[movement.tier]
         tier.failed(tier.writing if isinstance(movement, Keep) else tier.reading, started, now)
         if isinstance(movement, Keep):
+            self._late.add(movement.copy_id)
             return
         load = self._loads[movement.load_id]
         if load.reservation is not None:
@@ -329,6 +348,7 @@ class Hierarchy:
             for name in load.chain[load.position :]:
                 assert self._coming[BlockKey(load.digest, name)] is load
         assert set(self._coming.values()) <= set(self._loads.values())
+        assert self._late <= self._copies.keys()
         for tier in self._tiers:
             assert tier.copying == sum(copy.tier == tier.index for copy in self._copies.values()) <= MAX_COPIES
             assert len(tier.queue) <= tier.rule.queue_blocks
@@ -345,7 +365,7 @@ class Hierarchy:
         if load.position == len(load.chain) or now >= load.deadline:
             self._end(load)
             return
-        batch = _batch_blocks(load.block_bytes)
+        batch = self._batch_blocks(load.block_bytes)
         for tier in self._tiers[tier_index:]:
             if not tier.reading.allows(now):
                 continue
@@ -392,7 +412,7 @@ class Hierarchy:
         """Begin to copy what waits for a tier, as far as it may."""
         while tier.queue and tier.copying < MAX_COPIES and tier.writing.allows(now):
             first, size_bytes = next(iter(tier.queue.items()))
-            limit = _batch_blocks(size_bytes)
+            limit = self._batch_blocks(size_bytes)
             keys: list[BlockKey] = []
             while tier.queue and len(keys) < limit:
                 key = next(iter(tier.queue))
@@ -404,12 +424,10 @@ class Hierarchy:
             if not pinned.addresses:
                 self._pool.unpin(pinned.pin_id, now)
                 continue  # all evicted while they waited
-            copy = _Copy(CopyId(self._next_id()), tier.index, pinned)
+            copy = _Copy(CopyId(self._next_id()), tier.index, pinned, now, Nanos(now + KEEP_WITHIN))
             self._copies[copy.id] = copy
             tier.copying += 1
-            self._commands.append(
-                Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, Nanos(now + KEEP_WITHIN))
-            )
+            self._commands.append(Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, copy.until))
 
     def _tell(self, tier: "_Tier", *, stored: Sequence[BlockKey] = (), removed: Sequence[BlockKey] = ()) -> None:
         for digest in dict.fromkeys(key.digest for key in (*stored, *removed)):
@@ -421,6 +439,9 @@ class Hierarchy:
                     tier=tier.rule.name,
                 )
             )
+
+    def _batch_blocks(self, block_bytes: int) -> int:
+        return max(1, self._batch_bytes // block_bytes)
 
     def _next_load(self) -> LoadId:
         return LoadId(self._next_id())
@@ -445,6 +466,7 @@ class _Load:
         "reservation",
         "tenant",
         "tier",
+        "until",
     )
 
     def __init__(
@@ -468,6 +490,7 @@ class _Load:
         self.reservation: Reservation | None = None  # of the batch under way
         self.places: tuple[int, ...] = ()  # indexes into the chain of the batch under way
         self.began = Nanos(0)
+        self.until = Nanos(0)
 
 
 class _Copy(Struct, frozen=True):
@@ -476,6 +499,8 @@ class _Copy(Struct, frozen=True):
     id: CopyId
     tier: int
     pinned: Pinned
+    began: Nanos
+    until: Nanos
 
 
 class _Tier:
@@ -538,7 +563,3 @@ class Pace:
 
     def _is_fresh(self, now: Nanos) -> bool:
         return self._measured_at is not None and now - self._measured_at < PACE_LASTS
-
-
-def _batch_blocks(block_bytes: int) -> int:
-    return max(1, BATCH_BYTES // block_bytes)

@@ -127,6 +127,9 @@ class Mover:
         except TierFailed as error:
             self._hierarchy.failed(movement, started, self._clock.now())
             self._fell_ill(movement, str(error))
+        except Exception:  # supervisor: a bug in a tier costs its blocks, not the node
+            log.exception("a tier failed in a way that it should not")
+            self._hierarchy.failed(movement, started, self._clock.now())
         finally:
             call.withdraw()  # where the node stops
             call.outcome.cancel()
@@ -153,8 +156,8 @@ class Mover:
         answer(self._clock.now())
         if gone := tier.gone():
             self._hierarchy.gone(movement.tier, gone)
-        if isinstance(movement, Find) and tier.finds_in_memory:
-            return  # that says nothing of the disk
+        if (isinstance(movement, Find) and tier.finds_in_memory) or self._clock.now() >= movement.deadline:
+            return  # that says nothing of the disk, or nothing good
         if (way := _way(movement)) in self._ill:
             self._ill.discard(way)
             log.info("tier works again", extra={"tier": tier.name, "writing": way[1]})

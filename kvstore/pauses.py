@@ -7,12 +7,14 @@ Rules:
    behind the first block that is nowhere, everything is. That is the cost of the resume.
 2. The length of a pause is predicted from those seen so far, of all sessions whose pause before was of similar length
    (`GapTimes`). No pause is known before it is over.
-3. Under `HOLD`, a session's chain is held in memory from the end of a request until its deadline, the predicted
-   `LATEST` quantile, if that is within `longest_hold` and all holds stay within `held_blocks`: from the start of the chain
-   as far as it fits, as `kvstore.holds` does it.
-4. Under `ADAPT`, a session that is not held gives its memory up at once (demotion), and is prefetched for the predicted
-   `EARLIEST` quantile, and held from then until its deadline, under the same limits.
-5. Held blocks are not evicted. A hold ends with the resume, or with its deadline; then its blocks are as if just used.
+3. Under `HOLD`, a session's chain is held in memory from the end of a request until its deadline: the predicted `LATEST`
+   quantile, but no longer than `longest_hold`. All holds together stay within `held_blocks`: a chain is held from its start
+   as far as it fits, as `kvstore.holds` does it. Held blocks are not evicted.
+4. A hold ends with the resume, or with its deadline. Then its blocks are as if just used.
+5. Under `ADAPT`, a chain whose hold has ended by its deadline is demoted instead: it is the next to go down. And a pause of which it is known that it will be long (the `EARLIEST` quantile is beyond `longest_hold`) is
+   not held: its chain is demoted at once, and its blocks are fetched again (prefetch) for the `EARLIEST`
+   quantile, and held from then on as under rule 3.
+6. Requests without a session (0) use memory like others, have no pauses, and are not counted.
 """
 
 import heapq
@@ -75,18 +77,20 @@ class GapTimes:
     def seen(self, before: Nanos | None, gap: Nanos) -> None:
         self._counts[_class(before)][bisect_right(GAP_EDGES, gap)] += 1
 
-    def quantile(self, before: Nanos | None, share: float) -> Nanos | None:
-        """A length that so many pauses do not exceed; None while too little is known."""
+    def quantile(self, before: Nanos | None, share: float) -> tuple[Nanos, Nanos] | None:
+        """The lengths that the length which so many pauses do not exceed lies between; None while too little is known."""
         counts = self._counts[_class(before)]
         total = sum(counts)
         if total < LEAST_SEEN:
             return None
         left = share * total
+        shorter = 0
         for edge, count in zip(GAP_EDGES, counts, strict=False):
             left -= count
             if left <= 0:
-                return Nanos(edge)
-        return Nanos(GAP_EDGES[-1])
+                return Nanos(shorter), Nanos(edge)
+            shorter = edge
+        return Nanos(shorter), Nanos(shorter)
 
 
 class _Session:
@@ -126,6 +130,9 @@ class _Pauses:
         self._release(session)
         session.hold += 1
         found = None
+        if not request.session:
+            self._bring(request.chain)
+            return None
         if session.last is not None:
             gap = Nanos(now - session.last)
             self._gaps.seen(session.gap, gap)
@@ -183,16 +190,17 @@ class _Pauses:
         latest = self._gaps.quantile(session.gap, LATEST)
         if earliest is None or latest is None:
             return
-        if latest <= self._longest:
-            self._hold(number, session, Nanos(now + latest))
-        elif self._policy is PausePolicy.ADAPT:
-            for block in reversed(session.chain):
-                if block in self._memory:
-                    self._memory.move_to_end(block, last=False)  # written and gone with the next need for room
-            for block in session.chain:
-                if block in self._memory:
-                    self._memory.move_to_end(block, last=False)
-            heapq.heappush(self._due, (Nanos(now + earliest), number, session.hold, True))
+        if self._policy is PausePolicy.ADAPT and earliest[0] > self._longest:
+            self._demote(session.chain)
+            heapq.heappush(self._due, (Nanos(now + earliest[0]), number, session.hold, True))
+        else:
+            self._hold(number, session, Nanos(now + min(latest[1], self._longest)))
+
+    def _demote(self, chain: Sequence[int]) -> None:
+        """Those of a chain that are in memory and not held are the next to go, from the tail."""
+        for block in chain:
+            if block in self._memory:
+                self._memory.move_to_end(block, last=False)
 
     def _hold(self, number: int, session: _Session, until: Nanos) -> None:
         held: list[int] = []
@@ -228,15 +236,16 @@ class _Pauses:
         if not is_prefetch:
             self.overdue += 1
             self._release(session)
+            if self._policy is PausePolicy.ADAPT:
+                self._demote(session.chain)
             return
         assert session.last is not None, "who pauses has begun"
         latest = self._gaps.quantile(session.gap, LATEST)
         memory, below, _ = self._look(session.chain)
-        room = self._most_held - len(self._pinned)
-        if latest is None or len(session.chain) > room:
-            return
-        self.prefetched += self._bring(session.chain[: memory + below])
-        self._hold(number, session, max(when, Nanos(min(session.last + latest, when + self._longest))))
+        fitting = min(memory + below, self._most_held - len(self._pinned))
+        if latest is not None and fitting > 0:
+            self.prefetched += self._bring(session.chain[:fitting])
+            self._hold(number, session, Nanos(min(max(session.last + latest[1], when), when + self._longest)))
 
 
 def replay_pauses(

@@ -21,7 +21,7 @@ from kvstore.backing import Backing
 from kvstore.clock import Clock
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.eviction.policies import policy
-from kvstore.hierarchy import Hierarchy
+from kvstore.hierarchy import BATCH_BYTES, Hierarchy
 from kvstore.host import host_id
 from kvstore.machine import BlockMachine
 from kvstore.messages import StoreEndpoints
@@ -40,6 +40,7 @@ from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from kvstore.wire import MAX_MESSAGE_BYTES
 
 TICK_SECONDS = 0.25  # how late an expiry may be noticed when nobody calls
+BATCHES_A_POOL = 16  # at least: what moves must leave most of a small pool to its clients
 SNAPSHOT_SECONDS = 2.0  # that whoever asks for the metrics waits for the event loop
 GRACE_SECONDS = 0.5  # for calls in progress when the node stops
 MIN_PING_MS = 4000
@@ -114,7 +115,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         backing = await asyncio.to_thread(
             Backing.open, settings.tiers, machine.namespace, settings.credentials, clock, opened
         )
-        hierarchy = Hierarchy(machine, backing.rules)
+        hierarchy = Hierarchy(machine, backing.rules, min(BATCH_BYTES, tier.capacity_bytes // BATCHES_A_POOL))
         nixl = NixlNode(tier)
         stack.push_async_callback(nixl.stop)
         offers_nixl = settings.nixl is NixlUse.REQUIRE or (settings.nixl is NixlUse.AUTO and has_fabric())

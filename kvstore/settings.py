@@ -55,17 +55,17 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eviction: PolicyName = "lru"
     """Which blocks of the pool go first; see `kvstore.eviction.policies`."""
 
-    max_lease_seconds: Annotated[float, Meta(gt=0, le=3600)] = 30
+    max_lease_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 30
     """Longest time that a match may pin blocks. Covers a prefill that queues; a reader that died pins no longer."""
 
-    reservation_seconds: Annotated[float, Meta(gt=0, le=3600)] = 10
+    reservation_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 10
     """Longest time from a reservation to its publication. A block takes milliseconds; a writer that died holds its
     space no longer than this."""
 
     max_leases: Annotated[int, Meta(ge=1)] = 65_536
     """Leases and reservations at a time, so that a client that never releases cannot exhaust the node."""
 
-    max_hold_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 600
+    max_hold_seconds: Annotated[float, Meta(ge=0.001, le=86_400)] = 600
     """Longest time that a session may hold its blocks while it waits for a tool or a person."""
 
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.25

@@ -11,7 +11,7 @@ Rules:
    that, and the largest scale asked for, bounds the memory.
 4. When fewer lookups fell into the sample than its share promises, a few blocks that everybody uses are missing in it:
    the difference counts as hits, and as misses of hits the other way round.
-5. What happened counts half after `HALF_LIFE`.
+5. What happened counts half after a half-life.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +94,7 @@ class Shadow(Generic[K]):
         sample: Sample[K],
         *,
         sampled_blocks: int = SAMPLED_BLOCKS,
+        half_life: Nanos = HALF_LIFE,
     ):
         """Nothing is known yet.
 
@@ -102,6 +103,7 @@ class Shadow(Generic[K]):
             scenarios: To be estimated.
             sample: Picks blocks by name: `sample_names`, or `sample_numbers`.
             sampled_blocks: Of the live capacity, in the sample.
+            half_life: Of what is counted (rule 5).
 
         Raises:
             ValueError: There is no policy of a scenario's name, or its scale is not positive.
@@ -109,6 +111,7 @@ class Shadow(Generic[K]):
         assert capacity_blocks > 0, capacity_blocks
         self.share = min(1.0, sampled_blocks / capacity_blocks)
         self._sample = sample
+        self._half_life = half_life
         self._caches: Mapping[Scenario, _Cache[K]] = {
             scenario: _Cache(_policy(scenario), max(1, round(capacity_blocks * self.share * scenario.scale)))
             for scenario in scenarios
@@ -147,7 +150,7 @@ class Shadow(Generic[K]):
         ]
 
     def _fade(self, now: Nanos) -> None:
-        kept = 0.5 ** ((now - self._faded_at) / HALF_LIFE)
+        kept = 0.5 ** ((now - self._faded_at) / self._half_life)
         self._faded_at = now
         self._looked_up *= kept
         self._expected *= kept

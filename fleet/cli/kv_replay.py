@@ -6,6 +6,8 @@ Rules:
 2. Hit rates are shares of prompt tokens. A capacity in percent counts in blocks that the trace ever names.
 3. With several capacities, `sizes` has a row for each, and what stands at the top is the first one's.
 4. Seconds are those of the replay; reading the file comes on top.
+5. With `--pauses`, `pauses` says what it costs sessions to go on (`kvstore.pauses`), with memory of the first capacity over
+   a tier of `BELOW` times that, at the paces below. That part always uses the policy lru.
 """
 
 import argparse
@@ -18,11 +20,19 @@ from fleet.cli.exits import DONE, MISUSED
 
 if TYPE_CHECKING:
     from fleet.adapters.traces import Trace
+    from kvstore.pauses import PauseReport
 
 BELADY = "belady"
 ADMISSIONS = ("all", "second-sighting")
 TOKEN_BYTES = 131_072  # of KV: Llama-3-8B in bf16
 MOST_BLOCKS = 1 << 40
+PAUSES = ("nothing", "hold", "adapt")
+BELOW = 10
+HELD_SHARE = 0.8  # of memory, that sessions may hold
+LONGEST_HOLD_SECONDS = 120
+MEMORY_PACE = 50e9  # bytes a second from memory to the engine: PCIe 5
+BELOW_PACE = 6e9  # bytes a second: one NVMe drive
+COMPUTE_PACE = 10_000  # prompt tokens a second
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +58,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live-sessions", type=_positive, default=64, metavar="N", help="agentic traces: run at a time (default: 64)"
     )
+    parser.add_argument(
+        "--pauses", choices=PAUSES, help="traces with sessions: what is done with the KV of one that waits"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -62,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"fleet: {error}", file=sys.stderr)
         return MISUSED
     answer = _answer(trace, arguments.policy, arguments.capacity_blocks, arguments.admission, arguments.token_bytes)
+    if arguments.pauses is not None:
+        answer["pauses"] = _pauses(trace, arguments.pauses, arguments.capacity_blocks[0], arguments.token_bytes)
     print(msgspec.json.encode(answer).decode() if arguments.json else "\n".join(_table(answer)))
     return DONE
 
@@ -116,9 +131,39 @@ def _answer(
     }
 
 
+def _pauses(trace: "Trace", policy: str, capacity: str, token_bytes: int) -> "PauseReport":
+    from kvstore.clock import nanos  # noqa: PLC0415
+    from kvstore.pauses import Pace, PausePolicy, replay_pauses  # noqa: PLC0415
+    from kvstore.replay import distinct_blocks  # noqa: PLC0415
+
+    blocks = _blocks(capacity, distinct_blocks(trace.requests))
+    block_bytes = trace.block_tokens * token_bytes
+    return replay_pauses(
+        trace.requests,
+        PausePolicy(policy),
+        Pace(
+            memory=nanos(block_bytes / MEMORY_PACE),
+            below=nanos(block_bytes / BELOW_PACE),
+            compute=nanos(trace.block_tokens / COMPUTE_PACE),
+        ),
+        memory_blocks=blocks,
+        below_blocks=BELOW * blocks,
+        held_blocks=int(HELD_SHARE * blocks),
+        longest_hold=nanos(LONGEST_HOLD_SECONDS),
+    )
+
+
 def _table(answer: dict[str, object]) -> list[str]:
     sizes = answer["sizes"]
     assert isinstance(sizes, list)
+    pauses: list[str] = []
+    if (report := answer.get("pauses")) is not None:
+        if TYPE_CHECKING:
+            assert isinstance(report, PauseReport)
+        pauses.append(
+            f"{report.resumes} resumes: mean {report.mean_seconds:.3f} s, 90 % within {report.p90_seconds:.3f} s; "
+            f"computing all again: mean {report.recompute_mean_seconds:.3f} s"
+        )
     return [
         f"{answer['requests']} requests, {answer['distinct_blocks']} distinct blocks, ideal hit rate {answer['ideal']:.4f}",
         f"{'blocks':>12}  {'hit rate':>8}  {'GiB written':>11}  {'seconds':>7}   policy {answer['policy']}",
@@ -126,6 +171,7 @@ def _table(answer: dict[str, object]) -> list[str]:
             f"{row['capacity_blocks']:12}  {row['hit_rate']:8.4f}  {row['bytes_written'] / (1 << 30):11.1f}  {row['seconds']:7.2f}"
             for row in sizes
         ),
+        *pauses,
     ]
 
 

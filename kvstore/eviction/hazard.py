@@ -4,10 +4,11 @@ Rules:
 
 1. Value = uses to be expected a second (`kvstore.eviction.reuse_times`) × what a use saves a byte: the time to compute a
    block again, less the time to load it. The first is learnt by class, while blocks are used.
-2. The class of a block is how often it was used, and the rhythm of its chain: the span between the last two uses of the
-   longest part of it that had been seen before. A conversation that has gone on before goes on again more likely; an
-   agent between two tool calls returns sooner than a person. Nothing else that a store can know added to that: the
-   length of a chain, how much of it was new, its place in the day (docs/adr/0007).
+2. The class of a block is how often it was used, and the rhythm of its chain: whether the last two uses of the longest
+   part of it that had been seen before were less than `RHYTHMS` apart. A conversation that has gone on before goes on
+   again more likely; an agent between two tool calls returns sooner than a person. On the public conversation trace
+   nothing else that a store can know adds to the uses: not the length of a chain, not how much of it is new, not the
+   turn; a boosted-trees model of a dozen such features, told the future of other conversations, finds no more.
 3. Admissions of one instant are one chain, tail first. Those of its blocks that have the same class make a *run*. Runs of
    a class wait in the order of their last use. Of each class, only the first and the last run are candidates: between
    them the value has its top. So a choice costs a few steps a class, however many blocks there are.
@@ -80,8 +81,8 @@ class HazardEviction(Generic[K]):
         self._gone: OrderedDict[K, _Run[K]] = OrderedDict()
         self._rows: dict[Row, OrderedDict[_Run[K], None]] = {}
         self._burst: list[K] = []
-        self._size = 0
-        self._now = Nanos(0)
+        self._burst_at, self._size = Nanos(0), 0
+        self._now = Nanos(0)  # which never goes back
         self._uses = 0  # of blocks
         self._learnt_at_uses = 0
         self._ranked_at = Nanos(0)
@@ -89,10 +90,11 @@ class HazardEviction(Generic[K]):
         self._ranking: list[Candidate] = []  # a heap, with values that may be out of date
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
-        if now != self._now or size_bytes != self._size:
+        if now != self._burst_at or size_bytes != self._size:
             if self._burst:
                 self._use()
-            self._now, self._size = max(self._now, now), size_bytes
+            self._burst_at, self._size = now, size_bytes
+            self._now = max(self._now, now)
         self._burst.append(key)
 
     def withdraw(self, key: K) -> None:

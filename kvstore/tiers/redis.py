@@ -84,6 +84,8 @@ class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
             raise ValueError("url: its port is not a number, or its brackets do not match") from error
         if url.scheme not in SCHEMES or not has_place:
             raise ValueError("url: must be redis://host[:port][/db], rediss://… or unix:///path")
+        if url.scheme != "unix" and not (url.path.strip("/") or "0").isdecimal():
+            raise ValueError("url: the database after the host must be a number")
         if unknown := {name for name, _ in parse_qsl(url.query)} - URL_OPTIONS:
             raise ValueError(f"url: {', '.join(sorted(unknown))} is none of {', '.join(sorted(URL_OPTIONS))}")
         if url.password and self.password_file:
@@ -393,7 +395,10 @@ class _Dial:
         self._redis = redis
         self._settings = settings
         self._clock = clock
-        self._connection(1.0)
+        try:
+            self._connection(1.0)
+        except (redis.RedisError, TypeError, ValueError) as error:  # which names the option, not the URL
+            raise StoreNotStarted(f"url: an option of it cannot be used: {error}") from error
 
     def __call__(self, deadline: Nanos) -> Pipe:
         """An authenticated connection.

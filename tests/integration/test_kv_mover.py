@@ -70,10 +70,13 @@ class Node:
         self.clock = MonotonicClock()
         rule = TierRule(name=self.disk.name, admission=Everything(), finds_in_memory=True)
         self.hierarchy = Hierarchy(self.store.machine, [rule])
-        self.mover = Mover(self.hierarchy, [self.disk], Pool(), self.clock, tasks, lambda: self.mover.settle())
+        self.mover = Mover(self.hierarchy, [self.disk], Pool(), self.clock, tasks, self._settle)
 
     def want(self, chain, patience=PATIENCE):
         self.hierarchy.want(self.store.digest, chain, 0, patience, self.clock.now())
+        self.mover.settle()
+
+    def _settle(self):
         self.mover.settle()
 
     @property

@@ -354,6 +354,7 @@ def test_metrics_tell_tier_by_tier(tmp_path):
     [
         ({"kind": "dvd"}, "kind"),
         (an_ssd("/proc/nowhere"), "directories"),
+        (an_ssd("/tmp/a\0b"), "directories"),
     ],
 )
 def test_a_tier_that_cannot_be_had_keeps_the_node_from_starting(tier, message):

@@ -474,6 +474,13 @@ def test_blocks_that_came_before_the_cut_count():
 # Settings
 
 
+@pytest.mark.parametrize("options", ["db=two", "ssl_ca_certs=/ca.pem"])
+def test_an_option_that_is_not_for_this_server_is_refused_by_name_without_telling_secrets(options):
+    with pytest.raises(StoreNotStarted, match=r"^url: ") as refused:
+        open_tier(f"redis://:secret@host?{options}")
+    assert "secret" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("field", "settings"),
     [
@@ -484,6 +491,7 @@ def test_blocks_that_came_before_the_cut_count():
         ("url", {"url": "redis://[::1"}),
         ("url", {"url": "unix://"}),
         ("url", {"url": "redis://host?socket_timeout=0"}),
+        ("url", {"url": "redis://host/database"}),
         ("password_file", {"url": "redis://:secret@host", "password_file": "f"}),
         ("key_prefix", {"url": "redis://host", "key_prefix": "a b"}),
         ("connections", {"url": "redis://host", "connections": 0}),

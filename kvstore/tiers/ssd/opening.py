@@ -74,8 +74,8 @@ def _take(disks: Disks, field: str, folder: str) -> Disk:
         return disks(folder)
     except InUse:
         raise StoreNotStarted(f"{field}: {folder} is in use by another process; give each its own") from None
-    except OSError as error:
-        raise StoreNotStarted(f"{field}: {folder} cannot be used: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero in the path
+        raise StoreNotStarted(f"{field}: {folder!r} cannot be used: {error}") from error
 
 
 def _recover(volumes: Sequence[Volume], threads: int, held: Held) -> list[list[tuple[Segment, Life | Unreadable]]]:

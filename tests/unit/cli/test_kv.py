@@ -83,3 +83,12 @@ def test_a_bad_row_exits_2_with_its_line_and_field(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.err == f"fleet: {path}:1: hash_ids[0]: Expected `int`, got `str`\n"
     assert captured.out == ""
+
+
+def test_what_pauses_cost_is_told_where_asked_for(capsys):
+    run(["kv", "replay", str(AGENTIC), "--capacity-blocks", "10%", "--pauses", "hold", "--json"])
+    pauses = json.loads(capsys.readouterr().out)["pauses"]
+    assert 0 < pauses["mean_seconds"] < pauses["recompute_mean_seconds"]
+
+    run(["kv", "replay", str(AGENTIC), "--capacity-blocks", "10%", "--pauses", "nothing"])
+    assert "resumes: mean" in capsys.readouterr().out.splitlines()[-1]

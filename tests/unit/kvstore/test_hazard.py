@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.hazard import SAME_USE, HazardEviction
-from kvstore.eviction.reuse_times import BUCKETS, ReuseTimes
+from kvstore.eviction.reuse_times import BUCKETS, EDGES, ReuseTimes
 from tests.kv_builders import a_chain
 
 
@@ -77,8 +77,8 @@ def test_values_stay_numbers_when_everything_is_used_again_at_once():
     times = ReuseTimes(1)
     for second in range(100):
         cohort = times.used(0, 1000, Nanos(second * SECOND))
-        for age in range(90):
-            times.reused(cohort, 1000, Nanos((second + age) * SECOND))
+        for age in EDGES:
+            times.reused(cohort, 1000, Nanos(second * SECOND + age))
     times.learn(Nanos(100 * SECOND))
 
     assert all(times.value(0, age * SECOND) >= 0 for age in range(5000))
@@ -111,6 +111,17 @@ def test_a_continuation_goes_before_what_it_continues_even_if_it_was_used_less_l
     use(rule, a_chain(6), 100)
     use(rule, a_chain(2), 200)  # another question about the same beginning
     gone = [evict(rule) for _ in range(6)]
+
+    assert gone == a_chain(6)[::-1]
+
+
+def test_a_continuation_goes_first_even_where_it_is_worth_more():
+    rule = lives(random.Random(4), 2000)
+    use(rule, a_chain(6), 3000)
+    use(rule, a_chain(2), 3058)  # just used, so its use is further away than that of what follows it
+    assert rule._times.value(0, 58 * SECOND) > rule._times.value(rule._times.class_of(2, 1), 0)
+
+    gone = [victim for victim in (evict(rule) for _ in range(406)) if victim in a_chain(6)]
 
     assert gone == a_chain(6)[::-1]
 
@@ -150,8 +161,9 @@ def test_memory_stays_bounded_under_endless_new_blocks():
 
     assert len(rule._gone) <= 100
     assert sum(map(len, rule._rows.values())) <= 60
-    cohorts = [len(ageing) for row in rule._times._ageing for ageing in row]
-    assert sum(cohorts) <= 3000 + BUCKETS
+    cohorts = [cohort for row in rule._times._ageing for ageing in row for cohort in ageing]
+    assert len(cohorts) <= 3000 + BUCKETS
+    assert sum(cohort.alive for cohort in cohorts) == 160, "what is forgotten is not at risk any more"
 
 
 def test_two_policies_that_saw_the_same_choose_the_same():

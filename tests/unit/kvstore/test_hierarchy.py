@@ -299,6 +299,16 @@ def test_blocks_that_go_down_stay_until_they_are_there():
     assert below.store.reserve(a_chain(2, "b")).refused == 0
 
 
+def test_no_more_moves_at_a_time_than_a_small_pool_can_spare():
+    below = Below(blocks=8, tiers=("ssd",))
+    below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="ssd", admission=Everything())], BLOCK_BYTES)
+    below.hold(a_chain(6))
+    assert [len(keep.addresses) for keep in below.waiting] == [1] * MAX_COPIES
+    assert below.store.reserve(a_chain(6, "b")).refused == 0
+    below.perform_all()
+    assert below.held[0] == set(a_chain(6)[:MAX_COPIES]), "the rest made room before its turn came"
+
+
 def test_going_down_does_not_count_as_use():
     below = Below(blocks=3, tiers=("ssd",))
     below.hold(a_chain(1, "old"))
@@ -333,6 +343,60 @@ def test_a_failing_tier_is_left_alone_and_found_again():
     below.perform_all()
     assert below.store.look(a_chain(2), below.now) == 2
     assert below.hierarchy.counters(0).fenced == 1
+
+
+def test_a_tier_that_comes_with_nothing_when_the_time_is_over_has_failed():
+    below = Below(tiers=("ssd",))
+    below.held[0] |= {*a_chain(2), *a_chain(2, "b")}
+    below.want(a_chain(2))
+    below.perform()
+    below.held[0].clear()
+    below.tick(5)
+    below.perform()
+    before = kinds(below)
+
+    below.want(a_chain(2, "b"))
+
+    assert below.hierarchy.counters(0).failures == 1
+    assert kinds(below) == before
+
+
+def test_a_tier_that_has_kept_nothing_when_the_time_is_over_has_failed():
+    below = Below(tiers=("ssd",))
+    below.hold(a_chain(2))
+    keep = below.waiting.popleft()
+    below.tick(31)
+    below.hierarchy.kept(keep.copy_id, [False] * 2, below.now)
+    before = kinds(below)
+
+    below.hold(a_chain(2, "b"))
+
+    assert below.hierarchy.counters(0).failures == 1
+    assert kinds(below) == before
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(reads):
+    below = Below(tiers=("ssd",))
+    below.held[0] |= {*a_chain(2)}
+    if reads:
+        below.want(a_chain(2))
+        below.perform()
+    else:
+        below.hold(a_chain(2, "b"))
+    movement = below.waiting.popleft()
+    began = below.now
+    below.tick(31)
+    below.hierarchy.late(movement, began, below.now)
+    below.tick(3600)
+    below.hierarchy.failed(movement, began, below.now)
+    before = len(below.asked)
+
+    below.want(a_chain(2)) if reads else below.hold(a_chain(2, "c"))
+
+    assert len(below.asked) == before + 1
+    assert below.hierarchy.counters(0).failures == 1
+    below.hierarchy.check()
 
 
 def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():

@@ -24,17 +24,18 @@ def hits(requests, name, capacity_blocks):
     return replay(requests, policy(name), capacity_blocks=capacity_blocks, block_tokens=BLOCK).hit_tokens
 
 
-@pytest.mark.parametrize("capacity_blocks", [150, 600])
-def test_lru_finds_exactly_what_a_plain_lru_finds(capacity_blocks):
-    requests = conversation().requests[:400]
+@pytest.mark.parametrize("capacity_blocks", [150, 1000])
+@pytest.mark.parametrize("trace", [conversation, agentic])
+def test_lru_finds_exactly_what_a_plain_lru_finds(trace, capacity_blocks):
+    requests = trace().requests[:400]
 
     assert hits(requests, "lru", capacity_blocks) == hit_tokens(requests, SlowLru(capacity_blocks), BLOCK)
 
 
 @pytest.mark.parametrize(("name", "slow"), [("slru", SlowSlru), ("s3fifo", SlowS3Fifo)])
-@pytest.mark.parametrize("capacity_blocks", [400, 1000])
-def test_what_is_known_from_papers_is_within_a_hundredth_of_the_paper(name, slow, capacity_blocks):
-    requests = conversation().requests[:500]
+@pytest.mark.parametrize(("trace", "capacity_blocks"), [(conversation, 1000), (agentic, 400), (agentic, 1200)])
+def test_what_is_known_from_papers_is_within_a_hundredth_of_the_paper(name, slow, trace, capacity_blocks):
+    requests = trace().requests[:500]
     expected = hit_tokens(requests, slow(capacity_blocks), BLOCK)
 
     assert hits(requests, name, capacity_blocks) == pytest.approx(expected, rel=0.01)
@@ -68,6 +69,10 @@ def test_knowing_the_future_keeps_what_is_used_next_and_leaves_out_what_is_not()
 
     assert done.hit_tokens == 2 * BLOCK
     assert done.blocks_written == 2
+
+
+def test_knowing_the_future_writes_nothing_that_nobody_will_use():
+    assert optimal(requests_for("ab", "cd"), capacity_blocks=10, block_tokens=BLOCK).blocks_written == 0
 
 
 def test_a_chain_longer_than_the_cache_is_held_as_far_as_it_fits():

@@ -14,9 +14,9 @@ SCALES = (0.5, 1, 2, 4)
 
 
 def shadowed(trace, capacity_blocks, scenarios, sampled_blocks):
-    shadow = Shadow(capacity_blocks, scenarios, sample_numbers, sampled_blocks=sampled_blocks)
+    shadow = Shadow(capacity_blocks, scenarios, sample_numbers, sampled_blocks=sampled_blocks, half_life=Nanos(1 << 62))
     for request in trace.requests:
-        shadow.looked_up(request.chain, Nanos(0))  # at one instant for the counters: nothing fades
+        shadow.looked_up(request.chain, request.arrival)
         shadow.stored(request.chain, request.arrival)
     return shadow
 

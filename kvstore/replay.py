@@ -2,10 +2,10 @@
 
 Rules, which are those of `kvstore.machine` as far as they matter to a hit rate:
 
-1. A request names a chain. What is held of it without a gap from its start is a hit; all of the chain is used.
+1. A request names a chain. What is held of it without a gap from its start is a hit, and used.
 2. Then the rest gets places, from its start, as far as admission lets it in and others can make room. A chain never
    pushes out its own blocks; what finds no place is not held.
-3. Uses reach the policy tail first.
+3. Then all of the chain that is held is used, which is the same use for what was held before. Uses reach the policy tail first.
 4. Hits are counted in tokens of the prompt. The last block of a recorded chain may be partly filled.
 
 A policy that is told the future (`optimal`, after Belady) and a cache without end (`ideal`) bound what can be reached.
@@ -86,6 +86,9 @@ def replay(
             missing = len(held) + len(new) - capacity_blocks
             if missing > 0:
                 own = set(chain)
+                for name in reversed(chain):
+                    if name in held:
+                        admit(name, block_bytes, now)
                 while missing > 0 and (victim := choose()) is not None:
                     withdraw(victim)
                     if victim not in own:  # else it is admitted again below

@@ -6,7 +6,7 @@ from kvstore.replay import Request
 
 
 def hit_tokens(requests: Iterable[Request], cache: "SlowCache", block_tokens: int) -> int:
-    """Tokens found, as in rule 1 of `kvstore.replay`; the whole chain is used afterwards, tail first."""
+    """Tokens found, as by rules 1 to 4 of `kvstore.replay`."""
     total = 0
     for request in requests:
         found = 0
@@ -14,21 +14,28 @@ def hit_tokens(requests: Iterable[Request], cache: "SlowCache", block_tokens: in
             found += 1
         total += min(found * block_tokens, request.prompt_tokens)
         own = set(request.chain)
-        new = [block for block in request.chain if not cache.holds(block)]
-        new = new[: cache.capacity - (len(own) - len(new))]
+        held = [block for block in request.chain if cache.holds(block)]
+        new = [block for block in request.chain if block not in held][: cache.capacity - len(held)]
+        for block in reversed(held):
+            cache.touch(block)
         for _ in range(cache.size() + len(new) - cache.capacity):
             cache.evict(own)
+        for block in reversed(new):
+            cache.insert(block)
         for block in reversed(request.chain):
-            if cache.holds(block):
-                cache.touch(block)
-            elif block in new:
-                cache.insert(block)
+            if block in held or block in new:
+                cache.order(block)
     return total
 
 
 class SlowCache:
+    """`touch` is a use, `order` the end of the same one: a request's blocks are in order, whether they were there or not."""
+
     def __init__(self, capacity: int):
         self.capacity = capacity
+
+    def order(self, block):
+        pass
 
 
 class SlowLru(SlowCache):
@@ -47,7 +54,7 @@ class SlowLru(SlowCache):
         self.ticks += 1
         self.used[block] = self.ticks
 
-    insert = touch
+    insert = order = touch
 
     def evict(self, own):
         oldest = min((block for block in self.used if block not in own), key=self.used.__getitem__)
@@ -59,14 +66,15 @@ class SlowSlru(SlowCache):
 
     def __init__(self, capacity: int):
         super().__init__(capacity)
+        self.held: set[int] = set()  # in either
         self.probation: list[int] = []
         self.protected: list[int] = []
 
     def holds(self, block):
-        return block in self.probation or block in self.protected
+        return block in self.held
 
     def size(self):
-        return len(self.probation) + len(self.protected)
+        return len(self.held)
 
     def touch(self, block):
         (self.probation if block in self.probation else self.protected).remove(block)
@@ -75,13 +83,20 @@ class SlowSlru(SlowCache):
             self.probation.append(self.protected.pop(0))
 
     def insert(self, block):
+        self.held.add(block)
         self.probation.append(block)
+
+    def order(self, block):
+        row = self.probation if block in self.probation else self.protected
+        row.remove(block)
+        row.append(block)
 
     def evict(self, own):
         for row in (self.probation, self.protected):
             for block in row:
                 if block not in own:
                     row.remove(block)
+                    self.held.remove(block)
                     return
         raise AssertionError("nothing may go")
 

@@ -13,8 +13,7 @@ Rules:
    a class wait in the order of their last use. Of each class, only the first and the last run are candidates: between
    them the value has its top. So a choice costs a few steps a class, however many blocks there are.
 4. A chain goes from its end: a run whose continuation is still there gives that way first.
-5. Uses within `SAME_USE` are one use: to the store, a request is a match, a publication, and another match by the worker
-   that continues it.
+5. Uses within `SAME_USE` are one use.
 6. What has gone is remembered for a while, to learn from its return and to know it then. The memory is bounded.
 """
 
@@ -25,13 +24,12 @@ from collections.abc import Callable
 from typing import Generic
 
 from kvstore.clock import SECOND, Nanos
-from kvstore.eviction.policy import K
+from kvstore.eviction.policy import SAME_USE, K
 from kvstore.eviction.reuse_times import USES, Cohort, ReuseTimes
 
 RHYTHMS = (Nanos(30 * SECOND),)
 """Where classes by rhythm begin; what is shorter, or has no second use, is in the first."""
 
-SAME_USE = Nanos(2 * SECOND)
 LEARN_AFTER = 512  # uses of blocks, at the start
 LEARN_SHARE = 1 / 64  # of all uses so far; later
 PAUSE = Nanos(1 * SECOND)  # between two looks at ages

@@ -3,7 +3,11 @@
 from collections.abc import Hashable
 from typing import Protocol, TypeVar
 
-from kvstore.clock import Nanos
+from kvstore.clock import SECOND, Nanos
+
+SAME_USE = Nanos(2 * SECOND)
+"""Uses of a block that are no further apart are one use to policies that count: to the store, a request is a match, a
+publication, and another match by the worker that continues it."""
 
 K = TypeVar("K", bound=Hashable)
 

@@ -3,49 +3,72 @@
 After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). Rules:
 
 1. A block begins at the end of the small queue, or of the main one if the ghost remembers it. Uses are counted, up to
-   `MOST_USES`; they move nothing.
+   `MOST_USES`, if they are more than `SAME_USE` after the one before; they move nothing.
 2. While the small queue has its share or more, its first goes. If it was used twice or more it moves to the end of the main
    queue instead, and its count begins again.
 3. Else the first of the main queue goes. If it was used, it moves to the end instead, with one use less.
 4. The ghost remembers the names of what left the small queue for good, as many as the main queue is long, the last ones.
 
-A block that is in use when its turn comes leaves the queue and is admitted again later (rule 8 of `kvstore.machine`): to
-the main queue, by rule 1, since the ghost remembers it.
+A block that is in use when its turn comes leaves its queue, and is admitted again when it is not (rule 8 of
+`kvstore.machine`). It comes to the end of the main queue: one of the small queue by rule 1, since the ghost remembers it, and
+one of the main queue because what leaves that is remembered for `IN_USE`.
 """
 
 from collections import OrderedDict
 from typing import Generic
 
-from kvstore.clock import Nanos
-from kvstore.eviction.policy import K
+from kvstore.clock import SECOND, Nanos
+from kvstore.eviction.policy import SAME_USE, K
 
 SMALL = 0.1
 """Share of the small queue; the paper's, which found it to matter little."""
 
 MOST_USES = 3
 
+IN_USE = Nanos(30 * SECOND)
+"""As long as a lease may last by default."""
+
+MOST_IN_USE = 65_536  # blocks, that are remembered so
+
+
+class _Uses:
+    __slots__ = ("count", "last")
+
+    def __init__(self, now: Nanos):
+        self.count = 0  # since the block came to its queue
+        self.last = now
+
 
 class S3FifoEviction(Generic[K]):
     """Cheap, and good where much is used once; on chat traffic the small queue ends before the second turn begins."""
 
     def __init__(self) -> None:
-        self._small: OrderedDict[K, int] = OrderedDict()  # uses since it came
-        self._main: OrderedDict[K, int] = OrderedDict()
+        self._small: OrderedDict[K, _Uses] = OrderedDict()
+        self._main: OrderedDict[K, _Uses] = OrderedDict()
         self._ghost: OrderedDict[K, None] = OrderedDict()
+        self._left: OrderedDict[K, Nanos] = OrderedDict()  # the main queue, and when
+        self._now = Nanos(0)
 
-    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - neither matters
-        for queue in (self._small, self._main):
-            if (uses := queue.get(key)) is not None:
-                queue[key] = min(uses + 1, MOST_USES)
-                return
-        if key in self._ghost:
+    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - blocks count, not bytes
+        self._now = now
+        uses = self._small.get(key) or self._main.get(key)
+        if uses is not None:
+            if now - uses.last > SAME_USE and uses.count < MOST_USES:
+                uses.count += 1
+            uses.last = now
+        elif key in self._ghost:
             del self._ghost[key]
-            self._main[key] = 0
+            self._main[key] = _Uses(now)
+        elif (left := self._left.pop(key, None)) is not None and now - left <= IN_USE:
+            self._main[key] = _Uses(now)
         else:
-            self._small[key] = 0
+            self._small[key] = _Uses(now)
 
     def withdraw(self, key: K) -> None:
         if self._main.pop(key, None) is not None:
+            self._left[key] = self._now
+            if len(self._left) > MOST_IN_USE:
+                self._left.popitem(last=False)
             return
         del self._small[key]
         self._ghost[key] = None
@@ -56,15 +79,16 @@ class S3FifoEviction(Generic[K]):
         while self:
             if self._small and (not self._main or len(self._small) >= SMALL * len(self)):
                 key, uses = next(iter(self._small.items()))
-                if uses <= 1:
+                if uses.count <= 1:
                     return key
                 del self._small[key]
-                self._main[key] = 0
+                uses.count = 0
+                self._main[key] = uses
             else:
                 key, uses = next(iter(self._main.items()))
-                if not uses:
+                if not uses.count:
                     return key
-                self._main[key] = uses - 1
+                uses.count -= 1
                 self._main.move_to_end(key)
         return None
 

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A block begins on probation. Used again while it is there, it is protected.
+1. A block begins on probation. Used again while it is there (`SAME_USE` later or more), it is protected.
 2. The protected ones are at most `PROTECTED` of all; beyond that, the longest unused of them is on probation again, as if
    just used.
 3. The longest unused on probation goes first, and only when nobody is on probation, the longest unused protected one.
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import Generic
 
 from kvstore.clock import Nanos
-from kvstore.eviction.policy import K
+from kvstore.eviction.policy import SAME_USE, K
 
 PROTECTED = 0.8
 """Share of the blocks that may be protected, as in Karedla, Love and Wherry, "Caching strategies to improve disk system
@@ -23,20 +23,22 @@ class SlruEviction(Generic[K]):
     """Good against scans; on chat traffic it loses to LRU, whose whole length a second turn needs."""
 
     def __init__(self) -> None:
-        self._probation: OrderedDict[K, None] = OrderedDict()
+        self._probation: OrderedDict[K, Nanos] = OrderedDict()  # since when
         self._protected: OrderedDict[K, None] = OrderedDict()
 
-    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - neither matters
+    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - blocks count, not bytes
         if key in self._protected:
             self._protected.move_to_end(key)
-        elif key in self._probation:
+        elif (since := self._probation.get(key)) is None:
+            self._probation[key] = now
+        elif now - since <= SAME_USE:
+            self._probation.move_to_end(key)
+        else:
             del self._probation[key]
             self._protected[key] = None
             while len(self._protected) > PROTECTED * len(self):
                 demoted, _ = self._protected.popitem(last=False)
-                self._probation[demoted] = None
-        else:
-            self._probation[key] = None
+                self._probation[demoted] = now
 
     def withdraw(self, key: K) -> None:
         if key in self._probation:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policies import POLICIES, policy
+from kvstore.eviction.policy import SAME_USE
 from kvstore.machine import BlockMachine
 from tests.kv_builders import BLOCK_BYTES, LEASE, a_chain, a_namespace
 
@@ -131,6 +132,19 @@ def test_a_pinned_block_is_never_evicted(name, turns):
         for pinned in pins.values():
             assert all(machine.find(namespace.digest, block) == slot for block, slot in pinned)
         machine.check()
+
+
+@every_policy
+def test_the_uses_of_one_request_do_not_put_a_block_above_another(name):
+    rule = policy(name)
+    for block in ("twice", *"abcdefgh"):
+        rule.admit(block, 1, Nanos(0))
+    rule.admit("twice", 1, SAME_USE)
+    for block in "abcdefgh":
+        rule.withdraw(block)
+    rule.admit("once", 1, Nanos(60 * SECOND))
+
+    assert rule.choose() == "twice"
 
 
 def test_an_unknown_policy_is_refused_with_the_ones_there_are():

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ import numpy as np
 from kvstore.buffers import ByteArray
 from kvstore.client import StoreClient
 from kvstore.errors import StoreUnreachable
-from kvstore.messages import DataPath
 from loadtests.kvstore.contest import Absent, Better, Contestant, Line
 from loadtests.kvstore.crossing_source import CHUNK_BYTES
 from loadtests.kvstore.memory_lines import chains, content, copy, named, speed
@@ -66,7 +66,7 @@ def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
 
 def _nixl_settings() -> dict[str, Any]:
     """How a node is told to offer NIXL, where it can."""
-    return {"nixl": True} if "nixl" in [path.value for path in DataPath] else {}
+    return {"nixl": "require"} if find_spec("nixl") is not None else {}
 
 
 class _Fetch:

@@ -19,7 +19,7 @@ from loadtests.kvstore.nodes import ROOT, environment
 from loadtests.kvstore.peers.roster import Peers
 from loadtests.kvstore.plan import Plan
 
-OURS = "value"
+OURS = "hazard"
 PEERS = "lru"
 SHARES = (0.01, 0.02, 0.05, 0.10)  # of the blocks of the whole trace
 REPLAY_SECONDS = 600

@@ -24,7 +24,7 @@ from kvstore.layout import Namespace
 from kvstore.messages import Stats
 from loadtests.kvstore.nodes import StoreNode
 
-NODE_FILES = 12  # more than at its start: what gRPC keeps for itself once it had connections, and a tier's connections
+NODE_FILES = 8  # more than at its start: what gRPC keeps for itself once it had connections
 BATCH = 256  # blocks written at a time
 
 FILLING = Namespace(

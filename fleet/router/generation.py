@@ -237,6 +237,7 @@ class Generation:
             model=model,
             tokens=tokens,
             salt=salt_for(self._tenant_secret, request.tenant),
+            tenant=request.tenant,
             sampling=sampling,
             priority=request.priority,
             deadline=request.deadline,

@@ -13,6 +13,7 @@ from enum import Enum, auto
 
 from msgspec import Struct, structs
 
+from fleet.clock import Nanos
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes
 from fleet.roles import KvPath, Phase
@@ -76,6 +77,7 @@ class LiveRequest(Struct, kw_only=True):
 
     arrived: Arrived
     seq: int  # order of arrival
+    since: Nanos
     stage: Stage = Stage.QUEUED
     failures: int = 0
     failed_on: dict[tuple[WorkerId, Incarnation], None] = {}
@@ -91,11 +93,6 @@ class LiveRequest(Struct, kw_only=True):
     @property
     def id(self) -> RequestId:
         return self.arrived.request_id
-
-    @property
-    def rank(self) -> int:
-        """In the queue: higher priority first."""
-        return -self.arrived.priority
 
     @property
     def prompt(self) -> TokenBytes:

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A request that arrives is placed at once, waits (per model, strictly by priority, then arrival; bounded), or is
-   refused. It ends exactly once: `Complete`, `Refuse`, or silently when its client cancelled.
+1. A request that arrives is placed at once, waits (in order of `fleet.router.waiting`; bounded), or is refused: at
+   once when it would wait longer than it may. It ends exactly once: `Complete`, `Refuse`, or silently when its client
+   cancelled.
 2. What a placement takes is booked with the `Dispatch`, on both workers of a pair; a prefill worker's share is given
    back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
 3. After prefill work the request is over if its one token ended it; else the decode worker gets the hand-off. Whether
@@ -19,7 +20,7 @@ from typing import assert_never
 
 from msgspec import structs
 
-from fleet.clock import MILLISECOND, Nanos
+from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, ModelCard
@@ -47,10 +48,11 @@ from fleet.router.messages import (
     WorkRejected,
 )
 from fleet.router.placement import Chance, Impossible, Placed, Wait, Why, decide, decide_decode
-from fleet.router.ranked import Ranked, WaitingRoom
+from fleet.router.ranked import Ranked
 from fleet.router.roster import KnownWorker, Roster
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import Counters, Explanation, RouterSnapshot
+from fleet.router.waiting import Waiting, WaitingRoom, rank
 from fleet.work import Handoff, Progress, Rejected, Start
 
 _NOT_THE_REQUESTS_FAULT = frozenset(
@@ -63,6 +65,7 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
         Reason.INTERNAL,  # an engine's failure; whether the request caused it, the next attempt shows
     }
 )
+MAX_RETRY_AFTER_MS = 60_000  # of a hint; what is known of the load is too old by then
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
 
@@ -75,7 +78,7 @@ class RouterMachine:
         self._roster = Roster(settings)
         self._live: dict[RequestId, LiveRequest] = {}
         self._works: dict[RequestId, Work] = {}
-        self._waiting = WaitingRoom()
+        self._waiting = WaitingRoom(settings.tenant_weights)
         self._deadlines = Ranked()
         self._seq = 0
         self._works_begun = 0
@@ -131,7 +134,7 @@ class RouterMachine:
         assert event.request_id not in self._live, event.request_id
         self._explained.pop(event.request_id, None)
         self._seq += 1
-        live = LiveRequest(arrived=event, seq=self._seq)
+        live = LiveRequest(arrived=event, seq=self._seq, since=now)
         self._live[live.id] = live
         if event.deadline is not None:
             self._deadlines.add(event.deadline, live.seq, live.id)
@@ -142,13 +145,51 @@ class RouterMachine:
             self._freed[event.model] = None  # a higher priority may go first
         elif not isinstance(self._place(live, now, out), Wait):
             return
-        if len(self._waiting) >= self._settings.max_queued:
-            self._refuse(live, Reason.QUEUE_FULL, "all workers are busy and the queue is full; retry later", out)
+        if (cause := self._would_wait_too_long(live, now)) is not None:
+            self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=self._wait_ms(event, now))
             return
-        self._enqueue(live)
+        self._enqueue(live, now)
+        if len(self._waiting) > self._settings.max_queued and (last := self._waiting.supernumerary()) is not None:
+            message = "all workers are busy and the queue is full; retry later"
+            self._refuse(self._live[last], Reason.QUEUE_FULL, message, out, retry_after_ms=self._wait_ms(event, now))
 
-    def _enqueue(self, live: LiveRequest) -> None:
-        self._waiting.add(live.arrived.model, live.rank, live.seq, live.id)
+    def _enqueue(self, live: LiveRequest, now: Nanos) -> None:
+        arrived, settings = live.arrived, self._settings
+        tokens = live.prompt_tokens
+        waiting = Waiting(
+            request_id=live.id,
+            model=arrived.model,
+            tenant=arrived.tenant,
+            rank=rank(
+                live.since,
+                arrived.priority,
+                tokens,
+                priority_seconds=settings.priority_seconds,
+                size_seconds=settings.size_seconds,
+            ),
+            seq=live.seq,
+            tokens=tokens,
+            stays=live.failures > 0,
+        )
+        self._waiting.add(waiting, now)
+
+    def _would_wait_too_long(self, live: LiveRequest, now: Nanos) -> str | None:
+        """Why it is better refused at once than after having waited in vain."""
+        arrived = live.arrived
+        seconds = self._waiting.seconds_to_wait(arrived.model, arrived.tenant, now)
+        if seconds is None:
+            return None
+        if seconds > self._settings.max_queue_seconds:
+            return f"it would wait about {seconds:.0f} s for a worker, longer than this router lets requests wait"
+        if arrived.deadline is not None and now + seconds * SECOND > arrived.deadline:
+            return f"it would wait about {seconds:.0f} s for a worker, past its deadline"
+        return None
+
+    def _wait_ms(self, arrived: Arrived, now: Nanos) -> int:
+        """When a retry may find room: about when all who wait now have left."""
+        seconds = self._waiting.seconds_to_wait(arrived.model, arrived.tenant, now)
+        shortest = self._settings.retry_after_ms
+        return shortest if seconds is None else round(min(max(shortest, seconds * 1000), MAX_RETRY_AFTER_MS))
 
     def _move_queues(self, now: Nanos, out: list[Command]) -> None:
         """Place what can be placed since room was made."""
@@ -174,7 +215,7 @@ class RouterMachine:
                 outcome = Impossible(reason=Reason.WORKER_LOST, message=f"its worker was lost; {outcome.message}")
         match outcome:
             case Placed():
-                self._waiting.discard(live.arrived.model, live.rank, live.seq, live.id)
+                self._waiting.served(live.id, outcome.prefill_tokens, now)
                 self._dispatch(live, outcome, now, out)
             case Impossible():
                 self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field)
@@ -406,7 +447,8 @@ class RouterMachine:
             live.placed = None
             live.forget_chains()
             if isinstance(self._place(live, now, out), Wait):
-                self._enqueue(live)  # by its arrival, so before all newer ones; it was admitted, so whatever the bound
+                # By its arrival, so before all newer ones; it was admitted, so whatever the bound.
+                self._enqueue(live, now)
 
     # Ends.
 
@@ -431,10 +473,20 @@ class RouterMachine:
         self._counters.completed += 1
         out.append(Complete(request_id=live.id, finish=finish, kv=live.kv, cached_tokens=live.cached_tokens))
 
-    def _refuse(self, live: LiveRequest, reason: Reason, message: str, out: list[Command], *, field: str = "") -> None:
+    def _refuse(
+        self,
+        live: LiveRequest,
+        reason: Reason,
+        message: str,
+        out: list[Command],
+        *,
+        field: str = "",
+        retry_after_ms: int = 0,
+    ) -> None:
         self._end(live)
         self._counters.refused[reason] = self._counters.refused.get(reason, 0) + 1
-        retry_after_ms = self._settings.retry_after_ms if reason in _WORTH_A_RETRY else 0
+        if not retry_after_ms and reason in _WORTH_A_RETRY:
+            retry_after_ms = self._settings.retry_after_ms
         out.append(
             Refuse(request_id=live.id, reason=reason, message=message, field=field, retry_after_ms=retry_after_ms)
         )
@@ -444,7 +496,7 @@ class RouterMachine:
             out.append(CancelWork(worker_id=live.work.worker_id, request_id=live.work.id))
 
     def _end(self, live: LiveRequest) -> None:
-        self._waiting.discard(live.arrived.model, live.rank, live.seq, live.id)
+        self._waiting.discard(live.id)
         self._withdraw(live)
         if live.arrived.deadline is not None:
             self._deadlines.discard(live.arrived.deadline, live.seq, live.id)
@@ -484,7 +536,7 @@ class RouterMachine:
         """Assert that requests, work, bookings, queue and deadlines agree. For tests and the simulator."""
         self._roster.index.check()
         self._waiting.check()
-        queued = self._waiting.ids()
+        queued = set(self._waiting.ids())
         booked: dict[RequestId, list[WorkerId]] = {}
         for worker in self._roster:
             worker.bookings.check()

@@ -78,6 +78,7 @@ class Arrived(Struct, frozen=True, kw_only=True):
     model: ModelName
     tokens: TokenBytes
     salt: bytes = b""
+    tenant: str = ""
     sampling: Sampling
     priority: int = 0
     deadline: Nanos | None = None

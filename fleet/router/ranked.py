@@ -1,8 +1,8 @@
-"""Requests in an order: those that wait by priority and arrival, the deadlines by instant."""
+"""Requests in an order: those that wait, deadlines."""
 
 from bisect import bisect_left, insort
 
-from fleet.ids import ModelName, RequestId
+from fleet.ids import RequestId
 
 
 class Ranked:
@@ -41,38 +41,3 @@ class Ranked:
 
     def ids(self) -> list[RequestId]:
         return [request_id for _, _, request_id in self._entries]
-
-
-class WaitingRoom:
-    """Queues by model: a model whose workers are busy holds nobody up who wants another."""
-
-    def __init__(self) -> None:
-        self._queues: dict[ModelName, Ranked] = {}
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def first(self, model: ModelName) -> RequestId | None:
-        """Who is next; None when nobody waits for this model."""
-        queue = self._queues.get(model)
-        return None if queue is None else queue.first
-
-    def add(self, model: ModelName, rank: int, seq: int, request_id: RequestId) -> None:
-        self._queues.setdefault(model, Ranked()).add(rank, seq, request_id)
-        self._size += 1
-
-    def discard(self, model: ModelName, rank: int, seq: int, request_id: RequestId) -> None:
-        queue = self._queues.get(model)
-        if queue is None or not queue.discard(rank, seq, request_id):
-            return
-        self._size -= 1
-        if not queue:
-            del self._queues[model]
-
-    def ids(self) -> list[RequestId]:
-        return [request_id for queue in self._queues.values() for request_id in queue.ids()]
-
-    def check(self) -> None:
-        assert self._size == len(self.ids())
-        assert all(self._queues.values())

@@ -48,7 +48,21 @@ class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     that waits here instead can still be placed better, or be refused in time."""
 
     max_queued: Annotated[int, Meta(ge=0)] = 1024
-    """Requests that wait when every worker is at its limit; the next one is refused with `queue_full`."""
+    """Requests that wait when every worker is at its limit; with one more, the last of the tenant that has most waiting
+    is refused with `queue_full`."""
+
+    max_queue_seconds: PositiveSeconds = 60.0
+    """A request that would wait longer, at the pace at which others have been leaving the queue, is refused at once."""
+
+    priority_seconds: Annotated[float, Meta(ge=0)] = 10.0
+    """What a step of priority is worth in waiting: a request goes before those of one step less that came up to so much
+    earlier. Very much makes priority strict, 0 makes it nothing."""
+
+    size_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """By how much each thousand prompt tokens put a request back in the queue. 0: first come, first served."""
+
+    tenant_weights: dict[str, Annotated[float, Meta(gt=0)]] = {}
+    """Shares of the prompt tokens computed while requests wait, by tenant; who is not named has 1."""
 
     retry_after_ms: PositiveInt = 1000
     """The hint in refusals that a retry may undo."""

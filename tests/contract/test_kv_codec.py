@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.measure import a_kv_like_block
@@ -78,14 +78,19 @@ def test_what_was_cut_short_or_made_longer_is_refused(name):
 @every("zstd", "lz4", "fp8", "int8")
 @settings(max_examples=60, deadline=None)
 @given(position=st.integers(0, 1 << 20), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_refused(name, position, bit):
+@example(position=305, bit=1)  # padding of a zstd bit stream
+def test_a_flipped_bit_is_refused_or_changes_nothing(name, position, bit):
     codec, namespace = a_codec(name, layers=1, kv_heads=2, head_dim=8)
     block = a_kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace), block).copy()
     encoded[position % encoded.nbytes] ^= 1 << bit
 
-    with pytest.raises(UndecodableBlock):
-        decoded(codec, a_key(namespace), encoded, block)
+    try:
+        back = decoded(codec, a_key(namespace), encoded, block)
+    except UndecodableBlock:
+        return
+    assert name == "zstd"  # whose format has a few bits without meaning
+    assert np.array_equal(back, block)
 
 
 @every("zstd", "lz4", "fp8", "int8")

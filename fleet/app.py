@@ -20,16 +20,24 @@ from fleet.adapters.clock import SystemClock
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.config import load
 from fleet.errors import ConfigurationRefused
-from fleet.ids import Incarnation
-from fleet.router.settings import RouterSettings
+from fleet.ids import Incarnation, ModelName
+from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.telemetry import configure_logging
 from kvstore.errors import LayoutMismatch, StoreUnreachable
 from kvstore.settings import StoreSettings
-from workers.ports import Engine, EngineDied
+from workers.ports import Engine, EngineDied, EngineFacts
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from fleet.adapters.openai_workers import OpenAiWorkers
+    from fleet.adapters.redis_tenants import RedisTenants
+    from fleet.adapters.relay import Relay
+    from fleet.router.server import RouterServer
+    from fleet.router.tenants import Tenants
     from workers.registration import Registration
+    from workers.store_holds import StoreHolds
 
 Announce = Callable[[Mapping[str, str]], None]
 """Told the endpoints by protocol, once, when everything is ready."""
@@ -77,15 +85,17 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
 
     from fleet.adapters.grpc_frontend import open_grpc_frontend  # noqa: PLC0415
     from fleet.adapters.grpc_registry import SERVICE, GrpcRegistry  # noqa: PLC0415
-    from fleet.adapters.grpc_workers import GrpcWorkers  # noqa: PLC0415
     from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
     from fleet.adapters.http_messages import HttpSettings  # noqa: PLC0415
+    from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
+    from fleet.adapters.worker_streams import WorkerStreams  # noqa: PLC0415
     from fleet.control.server import RegistryServer  # noqa: PLC0415
     from fleet.control.settings import ControlSettings  # noqa: PLC0415
     from fleet.router.generation import Generation  # noqa: PLC0415
     from fleet.router.machine import RouterMachine  # noqa: PLC0415
     from fleet.router.server import RouterServer  # noqa: PLC0415
+    from fleet.router.tenants import Tenants  # noqa: PLC0415
     from fleet.telemetry import Metrics  # noqa: PLC0415
     from fleet.v1.control_pb2_grpc import add_RegistryServicer_to_server  # noqa: PLC0415
 
@@ -93,22 +103,45 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     metrics = Metrics(CollectorRegistry())
     members = RegistryServer(ControlSettings(), clock)
     codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
-    workers = GrpcWorkers(settings, members.membership())
+    own_workers = WorkerStreams(settings, members.membership())
+    foreign = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock)
+    workers = MixedWorkers(own_workers, foreign)
     router = RouterServer(RouterMachine(settings, Random(secrets.randbits(64))), workers, clock)
-    generation = Generation(router, codecs, clock=clock, tenant_secret=settings.tenant_secret.encode(), metrics=metrics)
+    tenants = Tenants(settings.tenants, clock.now())
+    generation = Generation(
+        router,
+        codecs,
+        clock=clock,
+        tenants=tenants,
+        tenant_secret=settings.tenant_secret.encode(),
+        metrics=metrics,
+    )
+    shared_limits = _shared_limits(settings.tenants_redis, tenants, clock) if settings.tenants_redis else None
+    relay = None
+    if settings.openai_workers:
+        relay = _relay(settings, router, foreign, tenants, metrics.registry, clock)
     metrics.watch("fleet_active_requests", "Requests that workers run now", lambda: router.status().active)
+    metrics.watch(
+        "fleet_kv_mismatches",
+        "Pieces of work that workers refused since their blocks are not like those handed over",
+        lambda: router.status().counters.kv_mismatches,
+    )
     metrics.watch("fleet_queued_requests", "Requests that wait for room on a worker", lambda: router.status().queued)
     registry = GrpcRegistry(members)
     services = {SERVICE: partial(add_RegistryServicer_to_server, registry)}
     async with (
         _stop_requested() as stop,
         asyncio.TaskGroup() as tasks,
-        open_http_frontend(settings.http_listen, HttpSettings(), generation, metrics.registry, clock) as http,
+        open_http_frontend(settings.http_listen, HttpSettings(), generation, metrics.registry, clock, relay) as http,
         open_grpc_frontend(
             settings.grpc_listen, generation, router, clock, store=settings.store, services=services
         ) as grpc,
     ):
-        running = [tasks.create_task(each.run()) for each in (members, workers, router)]
+        heard = workers.only_acceptable(router.hear)
+        parts = [members.run(), router.run(), own_workers.run(heard), foreign.run(router.hear)]
+        if shared_limits is not None:
+            parts.append(shared_limits.run())
+        running = [tasks.create_task(part) for part in parts]
         announce({"http": http.address, "grpc": grpc.address})
         await stop.wait()
         grpc.drain()
@@ -118,6 +151,66 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         for task in running:
             task.cancel()
     generation.close()
+    if relay is not None:
+        relay.close()
+
+
+def _shared_limits(url: str, tenants: "Tenants", clock: SystemClock) -> "RedisTenants":
+    """What keeps the limits of this router in step with the others'.
+
+    Raises:
+        ConfigurationRefused: The URL is none of Redis, or the client library is not installed.
+    """
+    try:
+        from fleet.adapters.redis_tenants import RedisTenants  # noqa: PLC0415 - optional
+
+        return RedisTenants(url, tenants, clock)
+    except ImportError as error:
+        raise ConfigurationRefused(
+            "tenants_redis: needs the package redis: pip install 'fleet-serving[redis]'"
+        ) from error
+    except ValueError as error:
+        raise ConfigurationRefused(f"tenants_redis: {error}") from error
+
+
+def _relay(
+    settings: RouterSettings,
+    router: "RouterServer",
+    workers: "OpenAiWorkers",
+    tenants: "Tenants",
+    registry: "CollectorRegistry",
+    clock: SystemClock,
+) -> "Relay":
+    """What serves the models of foreign servers.
+
+    Raises:
+        ConfigurationRefused: A `tokenizer` is not a model folder.
+    """
+    from fleet.adapters.prompt_keys import PromptReader  # noqa: PLC0415
+    from fleet.adapters.relay import Relay  # noqa: PLC0415
+    from fleet.adapters.relay_metrics import RelayMetrics  # noqa: PLC0415
+    from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
+
+    by_model: dict[ModelName, list[OpenAiWorkerSettings]] = {}
+    for worker in settings.openai_workers:
+        by_model.setdefault(ModelName(worker.model), []).append(worker)
+    readers = {
+        model: PromptReader(
+            model,
+            [each.block_tokens for each in alike],
+            load_codec(alike[0].tokenizer) if alike[0].tokenizer else None,
+            clock,
+            named_by_workers=bool(alike[0].kv_events),
+        )
+        for model, alike in by_model.items()
+    }
+    metrics = RelayMetrics(
+        lambda: [("fleet_cache_knowledge", "Foreign workers by how their caches are known", "by", workers.knowledge())]
+    )
+    registry.register(metrics)
+    return Relay(
+        router, workers, readers, tenants, metrics, clock, id_prefix=secrets.token_hex(4), only=not settings.models
+    )
 
 
 async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
@@ -147,7 +240,8 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         StoreUnreachable: The store node does not answer.
     """
     from fleet.adapters.grpc_registry import GrpcRegistryClient  # noqa: PLC0415 - each process loads its own part only
-    from fleet.adapters.grpc_worker import ListenRefused, serve_worker  # noqa: PLC0415
+    from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
+    from fleet.adapters.router_streams import serve_routers  # noqa: PLC0415
     from workers.registration import Registration  # noqa: PLC0415
     from workers.server import WorkerServer  # noqa: PLC0415
 
@@ -157,11 +251,12 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             engine = await held.enter_async_context(_open_engine(settings))
         except LayoutMismatch as error:
             raise ConfigurationRefused(f"{error.field}: {error}") from error
-        worker = WorkerServer(settings, engine, SystemClock(), incarnation)
-        try:
-            listening = await held.enter_async_context(serve_worker(worker, settings.listen))
-        except ListenRefused as error:
-            raise ConfigurationRefused(str(error)) from error
+        keeper = await held.enter_async_context(_holds(settings, engine.facts))
+        worker = WorkerServer(settings, engine, SystemClock(), incarnation, keeper=keeper)
+        listening = await held.enter_async_context(serve_routers(worker, settings.listen))
+        endpoints = {"stream": listening}
+        if settings.control_listen:
+            endpoints["grpc"] = await held.enter_async_context(serve_control(worker, settings.control_listen))
         if settings.registry:
             registration = Registration(
                 registry=await held.enter_async_context(GrpcRegistryClient(settings.registry)),
@@ -172,9 +267,21 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             await held.enter_async_context(_registered(registration))
         async with asyncio.TaskGroup() as tasks, _stop_requested() as stop:
             tasks.create_task(worker.run())  # ends with the drain, or with the engine
-            announce({"grpc": listening})
+            announce(endpoints)
             await stop.wait()
             await worker.drain(Nanos(settings.drain_timeout_ms * MILLISECOND))
+
+
+@asynccontextmanager
+async def _holds(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StoreHolds | None"]:
+    """What keeps the chains of sessions that wait; None where there is no store, or it is not to."""
+    from workers.store_holds import open_store_holds  # noqa: PLC0415 - each process loads its own part only
+
+    if facts.store_id is None or facts.kv is None or not settings.hold_seconds:
+        yield None
+        return
+    async with open_store_holds(settings.store, facts.kv, settings.store_credentials) as holds:
+        yield holds
 
 
 def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine]:

@@ -15,9 +15,11 @@ class Reason(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     TOO_LARGE = "too_large"
     KV_MISMATCH = "kv_mismatch"  # prefill and decode side do not agree on the KV layout
+    UNAUTHENTICATED = "unauthenticated"  # no API key, or one that is not known
     # Nothing is wrong with the request; a retry may succeed.
     NO_WORKER = "no_worker"  # nobody serves the model now
-    QUEUE_FULL = "queue_full"  # never entered the queue
+    QUEUE_FULL = "queue_full"  # never entered the queue, or had to make room there
+    RATE_LIMITED = "rate_limited"  # the tenant has used up what it may have a minute
     DRAINING = "draining"  # this process is going away; another will serve it
     WORKER_LOST = "worker_lost"  # was running; retried by the router while that is safe
     # Nobody waits for the answer any more.

@@ -138,12 +138,28 @@ class Usage(Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class Remaining(Struct, frozen=True, kw_only=True):
+    """What is left of a limit."""
+
+    limit: int  # a minute
+    remaining: int
+    full_in_seconds: float
+
+
+class Allowance(Struct, frozen=True, kw_only=True):
+    """What is left to a tenant; None where it has no limit."""
+
+    requests: Remaining | None = None
+    tokens: Remaining | None = None
+
+
 class Admitted(Struct, frozen=True, kw_only=True):
     """First thing a front hears: the request is valid and was taken."""
 
     request_id: RequestId
     model: ModelName
     prompt_tokens: int
+    allowance: Allowance | None = None
 
 
 class Delta(Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from fleet.errors import Reason
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.requests import Finish, KvReport, Logprobs, Sampling, TokenBytes
 from fleet.roles import KvPath, Phase, Role
+from kvstore.fingerprint import Fingerprint
 
 
 class Description(Struct, frozen=True, kw_only=True):
@@ -19,10 +20,14 @@ class Description(Struct, frozen=True, kw_only=True):
     max_model_len: int
     kv_blocks: int  # capacity of the engine's KV cache
     max_running: int  # requests in one batch
-    fingerprint: str  # hex digest of the KV namespace, see kvstore.layout
+    fingerprint: str  # hex digest of the KV namespace, see kvstore.layout: equal where blocks hold the same values
     kv_paths: tuple[KvPath, ...] = ()
     store_id: StoreId | None = None
     engine: str  # name and version
+    kv: Fingerprint | None = None  # what its blocks are and how they lie in its memory; None: it does not say
+    prefill_speed: float = 1.0  # of its hardware, in proportion to the others of its model
+    decode_speed: float = 1.0
+    labels: tuple[str, ...] = ()  # that a request may ask for
 
 
 class Handoff(Struct, frozen=True, kw_only=True):
@@ -33,6 +38,7 @@ class Handoff(Struct, frozen=True, kw_only=True):
     fingerprint: str
     num_tokens: int  # whose KV it covers
     params: bytes = b"{}"  # JSON, the engine's own; opaque to the router
+    kv: Fingerprint | None = None  # of the prefill worker's blocks
 
 
 class Start(Struct, frozen=True, kw_only=True):
@@ -47,6 +53,7 @@ class Start(Struct, frozen=True, kw_only=True):
     kv_path: KvPath | None = None  # for Phase.PREFILL: the way the decode side will fetch the blocks
     priority: int = 0
     timeout_ms: int = 0  # left when sent; 0: no deadline
+    session: str = ""  # that the request belongs to; its blocks are kept while it waits
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -119,5 +126,11 @@ class Draining(Struct, frozen=True):
     """The worker takes no more work; what runs goes on."""
 
 
+class Goodbye(Struct, frozen=True, kw_only=True):
+    """The last message on a stream that the worker ends before its time."""
+
+    reason: str
+
+
 RouterMessage = Hello | Start | Cancel
-WorkerMessage = Description | Step | KvEvents | Load | Rejected | Draining
+WorkerMessage = Description | Step | KvEvents | Load | Rejected | Draining | Goodbye

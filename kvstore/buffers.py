@@ -26,6 +26,8 @@ MutableBlock: TypeAlias = "WriteableBuffer | NDArray[Any] | Sequence[WriteableBu
 ByteArray: TypeAlias = NDArray[np.uint8]
 """One contiguous piece as bytes; shares memory with what it was made of."""
 
+_BYTE = np.dtype(np.uint8)
+
 
 def pieces(block: Block) -> list[ByteArray]:
     """The pieces of a block, as bytes, without copying.
@@ -36,6 +38,21 @@ def pieces(block: Block) -> list[ByteArray]:
     if isinstance(block, list | tuple):
         return [_as_bytes(part) for part in block]
     return [_as_bytes(cast("Piece", block))]
+
+
+def in_pieces(blocks: Sequence[Block], block_bytes: int) -> list[ByteArray]:
+    """The pieces of several blocks, one after the other, each of which has to have that size.
+
+    Raises:
+        ValueError: As `pieces`.
+        AssertionError: A block has another size.
+    """
+    parts = []
+    for block in blocks:
+        of = pieces(block)
+        assert size_of(of) == block_bytes, (size_of(of), block_bytes)
+        parts += of
+    return parts
 
 
 def size_of(parts: list[ByteArray]) -> int:
@@ -60,16 +77,6 @@ def scatter(source: ByteArray, parts: list[ByteArray]) -> None:
         start = end
 
 
-def scatter_summing(source: ByteArray, parts: list[ByteArray]) -> int:
-    """Copy a whole block into its pieces; the CRC-32C of what arrived there."""
-    checksum = start = 0
-    for part in parts:
-        end = start + part.nbytes
-        checksum = checksums.copy(checksum, source[start:end], part)
-        start = end
-    return checksum
-
-
 def gather(parts: list[ByteArray], destination: ByteArray) -> None:
     """Copy the pieces into a whole block."""
     start = 0
@@ -79,19 +86,11 @@ def gather(parts: list[ByteArray], destination: ByteArray) -> None:
         start = end
 
 
-def gather_summing(parts: list[ByteArray], destination: ByteArray) -> int:
-    """Copy the pieces into a whole block; the CRC-32C of what arrived there."""
-    checksum = start = 0
-    for part in parts:
-        end = start + part.nbytes
-        checksum = checksums.copy(checksum, part, destination[start:end])
-        start = end
-    return checksum
-
-
 def _as_bytes(part: Piece) -> ByteArray:
     if isinstance(part, np.ndarray):
         if not part.flags.c_contiguous:
             raise ValueError(f"a piece of shape {part.shape} and strides {part.strides} is not contiguous")
+        if part.ndim == 1 and part.dtype is _BYTE:  # as most are
+            return cast("ByteArray", part)
         return cast("ByteArray", part.reshape(-1).view(np.uint8))
     return np.frombuffer(memoryview(part), dtype=np.uint8)

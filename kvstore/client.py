@@ -212,7 +212,7 @@ class StoreClient:
                 patience_ms=nanos(patience_seconds) // MILLISECOND,
                 tenant=tenant,
             )
-            return wire.parse_match(self._stub.Match(request, timeout=timeout_seconds), session.incarnation, asked)
+            return wire.parse_match(session.calls.match(request, timeout_seconds), session.incarnation, asked)
 
         found = self._call(call, deadline)
         match = nothing if found is None else found  # an empty one is false, and may say what is on its way
@@ -256,7 +256,7 @@ class StoreClient:
         """
         if not indices:
             return []
-        slots = [match.slots[index] for index in indices]
+        slots = match.slots.some(indices)
         session = self._session_of(match.incarnation)
         if session is None:
             self._count(lost=len(slots))
@@ -276,7 +276,7 @@ class StoreClient:
         held = [lease_id for lease_id in lease_ids if lease_id]
         if held:
             request = pb.ReleaseRequest(lease_ids=held)
-            self._call(lambda _, timeout: self._stub.Release(request, timeout=timeout), deadline)
+            self._call(lambda session, timeout: session.calls.release(request, timeout), deadline)
 
     def hold(self, session: str, hashes: Sequence[ChainHash], *, seconds: float) -> Held | None:
         """Keep the held prefix of a chain from eviction while its session waits for something else, a tool for instance.
@@ -370,6 +370,7 @@ class StoreClient:
     def close(self) -> None:
         """Calls in other threads end with misses. Leases stay until released or over."""
         self._ended.set()
+        self._session.calls.close()
         self._channel.close()
         self._session.transport.close()
 
@@ -395,7 +396,7 @@ class StoreClient:
                 owner=self._owner,
                 tenant=tenant,
             )
-            return session, wire.parse_reservation(self._stub.Reserve(request, timeout=timeout_seconds))
+            return session, wire.parse_reservation(session.calls.reserve(request, timeout_seconds))
 
         return self._call(call, deadline)
 
@@ -407,7 +408,7 @@ class StoreClient:
             crc32c=written.values(),
             owner=self._owner,
         )
-        response = self._call(lambda _, timeout: self._stub.Publish(request, timeout=timeout), deadline)
+        response = self._call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
         return response.published if response is not None else 0
 
     def _condemn(self, match: Match, indices: list[int]) -> None:
@@ -488,6 +489,7 @@ class StoreClient:
         if former.incarnation != session.incarnation:
             self._void.append(former.incarnation)
             log.info("store node has restarted", extra={"store": session.store_id, "incarnation": session.incarnation})
+        former.calls.retire()
         former.transport.close()
         return session
 

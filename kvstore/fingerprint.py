@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from kvstore.block import HashAlgorithm
 from kvstore.errors import LayoutMismatch
-from kvstore.layout import Namespace
+from kvstore.layout import AT_REST, Namespace
 from kvstore.repack import Plan, plan_fill
 from kvstore.shards import BlockShape, one_a_rank
 
@@ -65,6 +65,28 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
             block_tokens=self.block_tokens,
             head_dim=self.head_dim,
             element_bytes=self.element_bytes,
+        )
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether these blocks lie as a store keeps them: one whole-model object each, and nothing to convert."""
+        return self.layout == AT_REST and self.tp == 1
+
+    @property
+    def at_rest(self) -> Namespace:
+        """The namespace in a store of blocks like these; it says nothing of the layout and ranks of this side."""
+        shape = self.shape
+        return Namespace(
+            model=self.model,
+            revision=self.revision,
+            dtype=self.dtype,
+            block_tokens=self.block_tokens,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            lora=self.lora,
+            hash_algorithm=self.hash_algorithm,
+            block_bytes=shape.bytes_of(shape.everything),
         )
 
 

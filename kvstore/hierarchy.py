@@ -137,6 +137,13 @@ class Hierarchy:
 
     # Coming up
 
+    def seconds_from_below(self, key: BlockKey, size_bytes: int) -> float | None:
+        """How long a block takes from the first tier that is known to have it; None where there is none, or no speed."""
+        for tier in self._tiers:
+            if key in tier.known and tier.reading.closed:
+                return tier.pace.latest(size_bytes)
+        return None
+
     def coming(self, digest: bytes, names: Sequence[ChainHash]) -> int:
         """How many of these leading blocks, none of which is in the pool yet, are on their way or being looked for."""
         for count, name in enumerate(names):
@@ -560,6 +567,10 @@ class Pace:
     def seconds(self, num_bytes: int, now: Nanos) -> float:
         """What that many bytes will take, as far as we know; 0 where nothing is known (any more)."""
         return num_bytes * self._nanos_a_byte / SECOND if self._is_fresh(now) else 0.0
+
+    def latest(self, num_bytes: int) -> float | None:
+        """What that many bytes took when it was last measured, in seconds, however long ago; None before that."""
+        return num_bytes * self._nanos_a_byte / SECOND if self._measured_at is not None else None
 
     def _is_fresh(self, now: Nanos) -> bool:
         return self._measured_at is not None and now - self._measured_at < PACE_LASTS

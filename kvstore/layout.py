@@ -22,6 +22,10 @@ from kvstore.block import HashAlgorithm
 FORMAT_VERSION = 1
 DIGEST_BYTES = 16
 
+AT_REST = "LHND"
+"""How blocks lie in a store, whoever wrote them: so a namespace, and the name of a block, is the same for engines of
+every layout and number of ranks. Each converts between this and its own memory (`kvstore.conversion`)."""
+
 ELEMENT_BYTES: Mapping[str, int] = {
     "float32": 4,
     "float16": 2,
@@ -45,7 +49,7 @@ class Namespace(Struct, frozen=True, kw_only=True):
     layers: int
     kv_heads: int  # of the whole model
     head_dim: int  # elements a head and token, keys and values together
-    layout: str = "LHND"  # axes of a block: layers, heads, tokens, elements
+    layout: str = AT_REST  # axes of a block in the store
     lora: str = ""
     hash_algorithm: HashAlgorithm = HashAlgorithm.SHA256_128
     block_bytes: int

@@ -1,9 +1,9 @@
 """Values of the store: where blocks lie, what was matched, what changed."""
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import NewType, Self
+from typing import NewType, Self, TypeAlias, overload
 
 from msgspec import Struct
 
@@ -60,13 +60,31 @@ class Slots(Struct, frozen=True, gc=False):
     def __len__(self) -> int:
         return len(self.packed) // SLOT.size
 
-    def __getitem__(self, index: int) -> Slot:
+    @overload
+    def __getitem__(self, index: int) -> Slot: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+
+    def __getitem__(self, index: int | slice) -> Slot | Self:
+        if isinstance(index, slice):
+            return self.some(range(len(self))[index])
         if not 0 <= index < len(self):
             raise IndexError(f"slot {index} of {len(self)}")
         return Slot(*SLOT.unpack_from(self.packed, index * SLOT.size))
 
+    def some(self, indices: Sequence[int]) -> Self:
+        """Those of the slots, in that order."""
+        if isinstance(indices, range) and indices.step == 1 and indices.start >= 0 and indices.stop <= len(self):
+            return type(self)(self.packed[indices.start * SLOT.size : indices.stop * SLOT.size])
+        return type(self).of(self[index] for index in indices)
+
     def __iter__(self) -> Iterator[Slot]:
         return (Slot(*fields) for fields in SLOT.iter_unpack(self.packed))
+
+
+AnySlots: TypeAlias = Slots | Sequence[Slot]
+"""Slots in either form."""
 
 
 class Address(Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     movements: tuple[TierCounters, ...]  # of the tiers below the pool, in the order of `stats.tiers`
     refused_loads: int
     shadows: tuple[NamespaceEstimates, ...]
+    mismatches: int = 0  # clients refused, because their blocks are not like those here
 
 
 # Seconds, three steps a decade: from a look into an index in memory to a disk that hangs.
@@ -136,6 +137,9 @@ class _SnapshotCollector:
         yield shadow
         yield GaugeMetricFamily("kvstore_pinned_blocks", "Blocks that a lease or a hold keeps in place", stats.pinned)
         yield GaugeMetricFamily("kvstore_held_bytes", "Bytes that sessions hold while they wait", stats.held_bytes)
+        yield CounterMetricFamily(
+            "kvstore_mismatches", "Clients refused, because their blocks are not like those here", found.mismatches
+        )
         yield CounterMetricFamily("kvstore_expired", "Leases and reservations that ended by themselves", stats.expired)
 
 

@@ -6,7 +6,7 @@ Rules:
    same way. What is not in memory when a session goes on is loaded from below, and what is nowhere is computed again;
    behind the first block that is nowhere, everything is. That is the cost of the resume.
 2. The length of a pause is predicted from those seen so far, of all sessions whose pause before was of similar length
-   (`GapTimes`). No pause is known before it is over.
+   (`GapTimes`). No pause is known before it is over. While too few are known, it is taken to last for `longest_hold`.
 3. Under `HOLD`, a session's chain is held in memory from the end of a request until its deadline: the predicted `LATEST`
    quantile, but no longer than `longest_hold`. All holds together stay within `held_blocks`: a chain is held from its start
    as far as it fits, as `kvstore.holds` does it. Held blocks are not evicted.
@@ -189,6 +189,7 @@ class _Pauses:
         earliest = self._gaps.quantile(session.gap, EARLIEST)
         latest = self._gaps.quantile(session.gap, LATEST)
         if earliest is None or latest is None:
+            self._hold(number, session, Nanos(now + self._longest))
             return
         if self._policy is PausePolicy.ADAPT and earliest[0] > self._longest:
             self._demote(session.chain)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvstore.buffers import Block, ByteArray, MutableBlock
 from kvstore.clock import Nanos
-from kvstore.messages import Address, BlockKey, Fetched, Outcome, Slot, TierStatus
+from kvstore.messages import Address, AnySlots, BlockKey, Fetched, Outcome, TierStatus
 
 
 class MemoryTier(Protocol):
@@ -154,7 +154,7 @@ class Transport(Protocol):
     in time, or do not match their checksum, is an outcome. Thread-safe.
     """
 
-    def get(self, slots: Sequence[Slot], into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
         """Fetch blocks; checksums are verified on the bytes in `into`, after they arrived.
 
         Args:
@@ -164,7 +164,7 @@ class Transport(Protocol):
         """
         ...
 
-    def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
         """Write blocks into reserved slots, whose `crc32c` says what the bytes sum up to.
 
         A way that bytes can be damaged on verifies it (CORRUPT); in any case a block whose bytes do not match is
@@ -172,7 +172,7 @@ class Transport(Protocol):
         """
         ...
 
-    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
         """As `put`, but of slots that have no checksum yet: the answer tells those of the blocks that were moved.
 
         Where this process copies the bytes itself, they cost nothing.

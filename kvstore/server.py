@@ -1,4 +1,4 @@
-"""The node process: gRPC control plane, memory handout, TCP data plane, and the passing of time."""
+"""The node process: gRPC control plane, memory handout, calls of this host, TCP data plane, and the passing of time."""
 
 import asyncio
 import contextlib
@@ -18,6 +18,7 @@ from kvstore import sockets
 from kvstore.access import Access, load
 from kvstore.addresses import host_port, unix_path
 from kvstore.backing import Backing
+from kvstore.call_server import CallServer
 from kvstore.clock import Clock
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.eviction.policies import policy
@@ -29,6 +30,7 @@ from kvstore.metrics import NodeMetrics, Snapshot
 from kvstore.monotonic import MonotonicClock
 from kvstore.mover import Mover
 from kvstore.quotas import Quotas
+from kvstore.savings import Savings
 from kvstore.service import BlockStoreService, Identity
 from kvstore.settings import NixlUse, StoreSettings
 from kvstore.tiers.shared_memory import SharedMemoryTier
@@ -81,15 +83,19 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         opened = stack.enter_context(contextlib.ExitStack())
         tier = await asyncio.to_thread(SharedMemoryTier, settings.capacity_bytes, settings.huge_pages, clock)
         stack.callback(tier.close)
+        savings = Savings(
+            seconds_a_token=1 / settings.prefill_tokens_per_second,
+            memory_bytes_a_second=settings.memory_bytes_per_second,
+        )
         machine = BlockMachine(
             tier.capacity_bytes,
-            policy(settings.eviction),
+            policy(settings.eviction, savings.saving),
             epoch=1 + secrets.randbelow((1 << 31) - 1),
             max_leases=settings.max_leases,
             max_namespaces=settings.max_namespaces,
             max_held_bytes=int(tier.capacity_bytes * settings.max_held_share),
             quotas=Quotas(
-                lambda _: policy(settings.eviction),
+                lambda _: policy(settings.eviction, savings.saving),
                 default_bytes=settings.tenant_quota_bytes,
                 by_tenant={bytes.fromhex(salt): quota for salt, quota in settings.tenant_quotas.items()},
             ),
@@ -116,13 +122,14 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             Backing.open, settings.tiers, machine.namespace, settings.credentials, clock, opened
         )
         hierarchy = Hierarchy(machine, backing.rules, min(BATCH_BYTES, tier.capacity_bytes // BATCHES_A_POOL))
+        savings.attach(machine.namespace, hierarchy.seconds_from_below)
         nixl = NixlNode(tier)
         stack.push_async_callback(nixl.stop)
         offers_nixl = settings.nixl is NixlUse.REQUIRE or (settings.nixl is NixlUse.AUTO and has_fabric())
         if offers_nixl:
             await _start(nixl, settings.nixl)
         service = BlockStoreService(
-            settings, identity, machine, tier, hierarchy, backing.open_namespace, lambda: nixl.offer, clock
+            settings, identity, machine, tier, hierarchy, savings, backing.open_namespace, lambda: nixl.offer, clock
         )
         tasks = await stack.enter_async_context(_tasks())
         metrics = NodeMetrics(CollectorRegistry(), _snapshots(service.snapshot))
@@ -132,11 +139,13 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         if settings.metrics_listen:
             _serve_metrics(settings.metrics_listen, metrics.registry, stack)
         listen = await stack.enter_async_context(_control_plane(settings.listen, service, access))
-        stack.callback(tasks.create_task(_pass_time(service, plane, clock)).cancel)
+        callers = CallServer(service.acts)
+        stack.callback(callers.close)
+        stack.callback(tasks.create_task(_pass_time(service, plane, callers, clock)).cancel)
         if offers_nixl:
             stack.callback(tasks.create_task(nixl.run()).cancel)
         if listener is not None:
-            handout = MemoryHandout(listener, tier, lambda digest: _knows(machine, digest))
+            handout = MemoryHandout(listener, tier, lambda digest: _knows(machine, digest), callers.take)
             stack.callback(tasks.create_task(handout.run()).cancel)
         yield StoreEndpoints(
             store_id=settings.store_id,
@@ -234,11 +243,12 @@ def _bind(server: grpc.aio.Server, field: str, address: str, access: Access) -> 
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-async def _pass_time(service: BlockStoreService, plane: DataPlane, clock: Clock) -> None:
+async def _pass_time(service: BlockStoreService, plane: DataPlane, callers: CallServer, clock: Clock) -> None:
     while True:
         await asyncio.sleep(TICK_SECONDS)
         service.tick()
         plane.cut_stalled(clock.now())
+        callers.cut_stalled(clock.now())
 
 
 def _absolute(path: str) -> str:

@@ -6,20 +6,25 @@ a slot before the slot is stamped.
 """
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from msgspec import Struct
 from msgspec.structs import replace
 
 from kvstore import wire
 from kvstore.block import ChainHash
 from kvstore.buffers import crc32c
-from kvstore.clock import MILLISECOND, Clock, Nanos, nanos
-from kvstore.errors import Restarted, StoreError
+from kvstore.call_server import Act
+from kvstore.calls import Method
+from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
+from kvstore.errors import LayoutMismatch, NamespaceInUse, Restarted, StoreError
 from kvstore.hierarchy import Hierarchy
 from kvstore.layout import Namespace
 from kvstore.machine import BlockMachine
@@ -27,6 +32,7 @@ from kvstore.messages import Claim, Discard, LeaseId, ReservationId, Slot, Stats
 from kvstore.metrics import Snapshot
 from kvstore.mover import Mover
 from kvstore.ports import MemoryTier
+from kvstore.savings import Savings
 from kvstore.settings import StoreSettings
 from kvstore.shadows import Shadows
 from kvstore.transports.nixl import NixlOffer
@@ -34,6 +40,9 @@ from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from kvstore.watchers import TooSlow, Watchers
 
+log = logging.getLogger(__name__)
+
+Request = TypeVar("Request", bound=Message)
 Answer = TypeVar("Answer")
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -71,6 +80,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         machine: BlockMachine,
         tier: MemoryTier,
         hierarchy: Hierarchy,
+        savings: Savings,
         on_open: Callable[[Namespace], None],
         nixl_offer: Callable[[], NixlOffer | None],
         clock: Clock,
@@ -80,6 +90,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._machine = machine
         self._tier = tier
         self._hierarchy = hierarchy
+        self._savings = savings
         self._on_open = on_open
         self._nixl_offer = nixl_offer
         self._clock = clock
@@ -89,6 +100,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
         self._watchers = Watchers(settings.watch_queue)
+        self._mismatches = 0
 
     def attach(self, mover: Mover) -> None:
         self._mover = mover
@@ -119,7 +131,22 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             movements=tuple(self._hierarchy.counters(index) for index in range(len(stats.tiers))),
             refused_loads=self._hierarchy.refused,
             shadows=self._shadows.estimates(),
+            mismatches=self._mismatches,
         )
+
+    @property
+    def acts(self) -> Mapping[Method, Act]:
+        """What is called all the time, for clients of this host (`kvstore.calls`)."""
+
+        def framed(kind: type[Request], act: Callable[[Request, Nanos], Message]) -> Act:
+            return lambda message: self._settled(partial(act, kind.FromString(message)))
+
+        return {
+            Method.MATCH: framed(pb.MatchRequest, self._match),
+            Method.RELEASE: framed(pb.ReleaseRequest, self._release),
+            Method.RESERVE: framed(pb.ReserveRequest, self._reserve),
+            Method.PUBLISH: framed(pb.PublishRequest, self._publish),
+        }
 
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloResponse:  # noqa: N802 - named by the protocol
         return await self._answer(context, lambda now: self._hello(request, now))
@@ -186,6 +213,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         if lease:
             self._note(_Use(digest, names, held))
         if patience := wire.parse_patience(request.patience_ms):
+            self._savings.told(digest, len(names), seconds(patience))
             self._hierarchy.want(digest, names, held, patience, now, tenant)
             self.settle()  # a tier that knows at once that it has nothing keeps nobody waiting
         return wire.match_message(leased, self._hierarchy.coming(digest, names[held:]))
@@ -256,13 +284,20 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     async def _answer(self, context: Context, act: Callable[[Nanos], Answer]) -> Answer:
         try:
-            answer = act(self._clock.now())
+            return self._settled(act)
         except StoreError as error:
-            self.settle()
+            if isinstance(error, LayoutMismatch | NamespaceInUse):
+                self._mismatches += 1
+                log.warning("a client's blocks are not like those here; refused", extra={"reason": str(error)})
             code, field = wire.status_of(error)
             await context.abort(code, str(error), ((wire.FIELD_KEY, field),) if field else ())
-        self.settle()
-        return answer
+
+    def _settled(self, act: Callable[[Nanos], Answer]) -> Answer:
+        """The answer; what was decided on the way to it has been done by then."""
+        try:
+            return act(self._clock.now())
+        finally:
+            self.settle()
 
     def _note(self, use: "_Use") -> None:
         """Have hierarchy and shadows learn of a use after whoever waits has its answer."""

@@ -1,4 +1,4 @@
-"""The handshake of a client with a node, and what comes of it: a way to move bytes."""
+"""The handshake of a client with a node, and what comes of it: a way to call it all the time, and one to move bytes."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -7,6 +7,7 @@ import grpc
 from msgspec import Struct
 
 from kvstore import wire
+from kvstore.calls import Calls
 from kvstore.clock import MILLISECOND, Clock, Nanos, seconds
 from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
 from kvstore.host import host_id
@@ -32,6 +33,7 @@ class Session(Struct, frozen=True, kw_only=True):
     max_reservation: Nanos
     max_hold: Nanos
     path: DataPath
+    calls: Calls
     transport: Transport
 
 
@@ -83,6 +85,7 @@ def shake_hands(
             max_reservation=Nanos(hello.max_reservation_ms * MILLISECOND),
             max_hold=Nanos(hello.max_hold_ms * MILLISECOND),
             path=path,
+            calls=Calls(stub, hello.shm_socket if hello.host_id == host_id() else "", clock),
             transport=transport,
         )
     raise StoreUnreachable(f"{address} answers, but no bytes can be moved: {'; '.join(failures)}")

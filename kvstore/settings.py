@@ -55,6 +55,14 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eviction: PolicyName = "lru"
     """Which blocks of the pool go first; see `kvstore.eviction.policies`."""
 
+    prefill_tokens_per_second: Annotated[float, Meta(gt=0)] = 2000
+    """What the policy "hazard" takes for the speed of a model's workers until these tell it by the patience of their look-ups.
+    2,000: what they believe themselves before they have measured. It matters where models share a node."""
+
+    memory_bytes_per_second: Annotated[float, Meta(gt=0)] = 5e9
+    """How fast clients read the pool, for the same policy; a node cannot see it, since they map its memory. 5e9: a copy with
+    its checksum by one core."""
+
     max_lease_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 30
     """Longest time that a match may pin blocks. Covers a prefill that queues; a reader that died pins no longer."""
 

@@ -19,6 +19,7 @@ from fleet.roles import KvPath, Phase, Role
 from fleet.router.messages import Arrived, WorkerJoined
 from fleet.work import Description, Handoff, Load, Progress, Start
 from kvstore.block import blocks_for
+from kvstore.fingerprint import Fingerprint
 
 MODEL = ModelName("tiny")
 STORE = StoreId("store-1")
@@ -77,6 +78,7 @@ def a_description(
     store_id: StoreId | None = STORE,
     model: ModelName = MODEL,
     engine: str = "simulated 1",
+    kv: Fingerprint | None = None,
 ) -> Description:
     return Description(
         worker_id=WorkerId(worker_id),
@@ -91,6 +93,7 @@ def a_description(
         kv_paths=tuple(kv_paths),
         store_id=store_id,
         engine=engine,
+        kv=kv,
     )
 
 
@@ -121,6 +124,7 @@ def a_handoff(
     fingerprint: str = FINGERPRINT,
     num_tokens: int = 10,
     params: bytes = b"{}",
+    kv: Fingerprint | None = None,
 ) -> Handoff:
     return Handoff(
         kv_path=kv_path,
@@ -128,6 +132,7 @@ def a_handoff(
         fingerprint=fingerprint,
         num_tokens=num_tokens,
         params=params,
+        kv=kv,
     )
 
 

@@ -1,7 +1,7 @@
 """Workers in memory, played by a test; keeps the promises of tests/contract/test_workers_port.py."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 
 from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import (
@@ -66,7 +66,8 @@ class FakeWorkers:
     """Implements `fleet.router.ports.Workers`."""
 
     def __init__(self) -> None:
-        self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+        self.hear: Callable[[WorkerEvent], None] | None = None  # the router's; told once there is one
+        self._untold: list[WorkerEvent] = []
         self._up: dict[WorkerId, FakeWorker] = {}
 
     def join(self, description: Description) -> FakeWorker:
@@ -84,18 +85,22 @@ class FakeWorkers:
         del self._up[worker_id]
 
     def tell(self, event: WorkerEvent) -> None:
-        self._events.put_nowait(event)
+        """At the end of this turn of the event loop: a router is never told from within what it does."""
+        self._untold.append(event)
+        asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        untold, self._untold = self._untold, []
+        for event in untold:
+            assert self.hear is not None
+            self.hear(event)
 
     async def settle(self) -> None:
         """Wait until the router has heard everything."""
         async with asyncio.timeout(10):
-            while not self._events.empty():
+            while self._untold:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-
-    async def events(self) -> AsyncIterator[WorkerEvent]:
-        while True:
-            yield await self._events.get()
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
         if (worker := self._up.get(worker_id)) is None:

@@ -1,6 +1,6 @@
 """Fronts of a router whose answers the test writes, each on a port of its own."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from fleet.adapters.http_messages import HttpSettings
 from fleet.adapters.text_codec import load_codec
 from fleet.router.generation import Generation
 from fleet.router.ports import TextCodec
+from fleet.router.tenants import Tenants, TenantSettings
 from fleet.telemetry import Metrics
 from tests.builders import MODEL, token_ids
 from tests.fake_router import FakeRouter
@@ -38,12 +39,21 @@ class Fronts(Struct):
 
 
 @asynccontextmanager
-async def open_fronts(model_dir: Path, **settings: float) -> AsyncIterator[Fronts]:
+async def open_fronts(
+    model_dir: Path, tenants: Mapping[str, TenantSettings] | None = None, **settings: float
+) -> AsyncIterator[Fronts]:
     router = FakeRouter()
     codec = load_codec(model_dir)
     registry = CollectorRegistry()
     clock = SystemClock()
-    generation = Generation(router, {MODEL: codec}, clock=clock, tenant_secret=b"secret", metrics=Metrics(registry))
+    generation = Generation(
+        router,
+        {MODEL: codec},
+        clock=clock,
+        tenants=Tenants(tenants or {}, clock.now()),
+        tenant_secret=b"secret",
+        metrics=Metrics(registry),
+    )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
         open_http_frontend("127.0.0.1:0", limits, generation, registry, clock) as http,

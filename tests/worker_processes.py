@@ -8,14 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc
 import msgspec
 
-from fleet.adapters.grpc_options import CHANNEL_OPTIONS
 from fleet.v1 import worker_pb2 as pb
-from fleet.v1 import worker_pb2_grpc as pb_grpc
 from fleet.wire.work import decode_worker_message, encode_router_message
-from fleet.work import Hello, Rejected, RouterMessage, Step
+from fleet.work import Goodbye, Hello, Rejected, RouterMessage, Step, WorkerMessage
+from kvstore.frames import FrameConnection, connect
 from workers.settings import WorkerSettings
 
 SECONDS = 30  # for a process to start or to end
@@ -29,7 +27,8 @@ class WorkerProcess:
         self._config = folder / f"{settings.worker_id}.json"
         self._config.write_bytes(msgspec.json.encode(settings))
         self.process: asyncio.subprocess.Process | None = None
-        self.address = ""
+        self.address = ""  # of its streams
+        self.control = ""  # of its gRPC port
 
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
@@ -41,7 +40,8 @@ class WorkerProcess:
         async with asyncio.timeout(SECONDS):
             line = await self.process.stdout.readline()
         assert line, "the worker ended before it was ready"
-        self.address = json.loads(line)["grpc"]
+        endpoints = json.loads(line)
+        self.address, self.control = endpoints["stream"], endpoints.get("grpc", "")
 
     def terminate(self) -> None:
         assert self.process is not None
@@ -70,26 +70,63 @@ async def a_worker_process(folder: Path, settings: WorkerSettings) -> AsyncItera
             await worker.ended()
 
 
+class StreamEnded(Exception):
+    """Nothing more comes on a stream.
+
+    Attributes:
+        reason: As the worker gave it; empty: it gave none.
+    """
+
+    def __init__(self, reason: str):
+        super().__init__(reason or "without a reason")
+        self.reason = reason
+
+
 class Stream:
     """One router's stream to one worker."""
 
-    def __init__(self, call) -> None:
-        self.call = call
-        self.heard: list = []
+    def __init__(self, connection: FrameConnection) -> None:
+        self.connection = connection
+        self.heard: list[WorkerMessage | None] = []
+        self._inbox: asyncio.Queue[WorkerMessage | StreamEnded | None] = asyncio.Queue()
+        self._reason = ""
+
+    def received(self, payload: bytes) -> None:
+        message = decode_worker_message(pb.WorkerMessage.FromString(payload))
+        if isinstance(message, Goodbye):
+            self._reason = message.reason
+        else:
+            self._inbox.put_nowait(message)
+
+    def resumed(self) -> None: ...
+
+    def lost(self, cause: Exception | None) -> None:
+        self._inbox.put_nowait(StreamEnded(self._reason))
 
     async def say(self, message: RouterMessage) -> None:
-        await self.call.write(encode_router_message(message))
+        self.write(encode_router_message(message))
+
+    def write(self, message: pb.RouterMessage) -> None:
+        self.connection.send(message.SerializeToString())
 
     async def until(self, found):
         """Read until `found` of a message is not None, and return that."""
         async with asyncio.timeout(SECONDS):
             while True:
-                message = await self.call.read()
-                assert message is not grpc.aio.EOF, "the stream ended"
-                decoded = decode_worker_message(message)
-                self.heard.append(decoded)
-                if (result := found(decoded)) is not None:
+                message = await self._inbox.get()
+                if isinstance(message, StreamEnded):
+                    raise message
+                self.heard.append(message)
+                if (result := found(message)) is not None:
                     return result
+
+    async def ended(self) -> str:
+        """Read to the end; returns the reason."""
+        try:
+            await self.until(lambda message: None)
+        except StreamEnded as end:
+            return end.reason
+        raise AssertionError
 
     async def next(self, kind):
         return await self.until(lambda message: message if isinstance(message, kind) else None)
@@ -126,21 +163,26 @@ class Stream:
 
 @asynccontextmanager
 async def a_stream(address: str, router_id: str = "router") -> AsyncIterator[Stream]:
-    async with a_call(address) as call:
-        stream = Stream(call)
+    async with a_mute_stream(address) as stream:
         await stream.say(Hello(router_id=router_id))
         yield stream
 
 
 @asynccontextmanager
-async def a_call(address: str):
-    """An open `Serve` call on which nothing was said."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        call = pb_grpc.WorkerStub(channel).Serve()
-        try:
-            yield call
-        finally:
-            call.cancel()
+async def a_mute_stream(address: str) -> AsyncIterator[Stream]:
+    """A stream on which nothing was said."""
+    opened: list[Stream] = []
+
+    def accept(connection: FrameConnection) -> Stream:
+        opened.append(Stream(connection))
+        return opened[0]
+
+    async with asyncio.timeout(SECONDS):
+        connection = await connect(address, accept)
+    try:
+        yield opened[0]
+    finally:
+        connection.abort()
 
 
 def raw(**fields) -> pb.RouterMessage:

@@ -2,9 +2,10 @@
 
 from fleet.errors import Reason
 from fleet.requests import TOKEN_BYTES
-from fleet.roles import Phase, Role
-from fleet.work import Rejected, Start
+from fleet.roles import KvPath, Phase, Role
+from fleet.work import Handoff, Rejected, Start
 from kvstore.block import SALT_BYTES
+from kvstore.fingerprint import Fingerprint, Refused, meet
 from workers.ports import EngineFacts
 
 TAKES: dict[Role, frozenset[Phase]] = {
@@ -56,15 +57,31 @@ def _unfit_kv(start: Start, facts: EngineFacts) -> Rejected | None:
         if handoff is None:
             return _invalid(start, "handoff", "decode work needs the hand-off of a prefill worker")
         if handoff.fingerprint != facts.fingerprint:
-            return _mismatch(
-                start,
-                "handoff.fingerprint",
-                f"the KV layout {handoff.fingerprint} of {handoff.prefill_worker} is not this worker's"
-                f" {facts.fingerprint}: model, weights, dtype, block size and layout must all be equal",
-            )
+            return _other_values(start, handoff, facts)
         if handoff.kv_path not in facts.kv_paths:
             return _mismatch(start, "handoff.kv_path", f"this worker cannot fetch blocks by '{handoff.kv_path}'")
+        if handoff.kv_path is KvPath.DIRECT and handoff.kv != facts.kv:
+            lying = f"lie {_lying(handoff.kv)} at {handoff.prefill_worker} and {_lying(facts.kv)} here"
+            return _mismatch(start, "handoff.kv", f"blocks {lying}; only the store converts them")
     return None
+
+
+def _other_values(start: Start, handoff: Handoff, facts: EngineFacts) -> Rejected:
+    """Names the first field that differs, where both sides say what their blocks are."""
+    if handoff.kv is not None and facts.kv is not None:
+        agreement = meet(writer=handoff.kv, reader=facts.kv)
+        if isinstance(agreement, Refused):
+            return _mismatch(start, f"handoff.kv.{agreement.field}", agreement.reason)
+    return _mismatch(
+        start,
+        "handoff.fingerprint",
+        f"the KV namespace {handoff.fingerprint} of {handoff.prefill_worker} is not this worker's"
+        f" {facts.fingerprint}: model, weights, dtype, block size and heads must all be equal",
+    )
+
+
+def _lying(kv: Fingerprint | None) -> str:
+    return "in a way that is not told" if kv is None else f"as {kv.layout} on {kv.tp} rank{'s' if kv.tp > 1 else ''}"
 
 
 def _invalid(start: Start, field: str, message: str) -> Rejected:

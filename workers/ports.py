@@ -1,6 +1,6 @@
 """What the worker's server needs of the world: an engine, and a place to say that it is here."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -8,7 +8,9 @@ from msgspec import Struct
 from fleet.clock import Nanos
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.roles import KvPath
-from fleet.work import KvEvent, Load, Progress, Rejected, Start
+from fleet.work import KvEvent, Load, Progress, Rejected, Start, WorkerMessage
+from kvstore.fingerprint import Fingerprint
+from workers.holds import Hold, Release
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
@@ -20,9 +22,10 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     max_model_len: int
     kv_blocks: int
     max_running: int
-    fingerprint: str
+    fingerprint: str  # of the KV namespace
     kv_paths: tuple[KvPath, ...]
     store_id: StoreId | None = None  # of the KV store node that the engine writes to
+    kv: Fingerprint | None = None  # what its blocks are and how they lie in its memory; None: it does not say
 
 
 EngineOutput = Sequence[Progress | Rejected]
@@ -69,6 +72,31 @@ class Engine(Protocol):
 
 class EngineDied(Exception):
     """The engine stopped by itself; the worker process has to go, so that its supervisor starts another."""
+
+
+class Outlet(Protocol):
+    """Where messages to one router leave."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the router has not taken what was sent before; `Session.flow` is called when it has."""
+        ...
+
+    def put(self, message: WorkerMessage) -> None:
+        """Send. Never waits, and never calls back."""
+        ...
+
+    def end(self, why: str) -> None:
+        """End the stream after what was put. The router is told why; an empty text says that this is as it should be."""
+        ...
+
+
+class HoldKeeper(Protocol):
+    """Where the chains of sessions that wait are kept."""
+
+    def keep(self, asked: Iterable[Hold | Release]) -> None:
+        """In the background, as far as it goes: nothing comes of it but blocks that are there later."""
+        ...
 
 
 class Registry(Protocol):

@@ -1,14 +1,13 @@
 """The async shell of a worker: joins an engine, the machine and the streams of any number of routers.
 
-Flow: routers -> `Session.receive` -> machine -> engine -> `outputs()` -> machine -> `Session.offer` -> routers. The
-engine's cache changes go to every router; a router that connects first hears all that the cache holds.
+Flow: routers -> `Session.receive` -> machine -> engine -> `outputs()` -> machine -> `Session.offer` -> routers, without
+a task in between but the one that reads `outputs()`. The engine's cache changes go to every router; a router that connects first hears all that the cache holds.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import count
 from typing import Never, assert_never
 
@@ -18,6 +17,7 @@ from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.ids import Incarnation
 from fleet.work import Description, Load, Progress, Rejected
 from workers.cache_view import CacheView
+from workers.holds import SessionHolds
 from workers.machine import GRACE, LifePhase, WorkerMachine
 from workers.messages import (
     CancelWork,
@@ -35,7 +35,7 @@ from workers.messages import (
     WorkerCommand,
     WorkerEvent,
 )
-from workers.ports import Engine, EngineDied
+from workers.ports import Engine, EngineDied, HoldKeeper, Outlet
 from workers.session import Session
 from workers.settings import WorkerSettings
 
@@ -43,9 +43,18 @@ log = logging.getLogger(__name__)
 
 
 class WorkerServer:
-    """One worker. `run` it, and open a `session` for each router."""
+    """One worker. `run` it, and `open` a session for each router."""
 
-    def __init__(self, settings: WorkerSettings, engine: Engine, clock: Clock, incarnation: Incarnation) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        clock: Clock,
+        incarnation: Incarnation,
+        *,
+        keeper: HoldKeeper | None = None,
+    ) -> None:
+        """A worker that is still starting; `keeper` keeps the chains of sessions that wait."""
         facts = engine.facts
         self.description = Description(
             worker_id=settings.worker_id,
@@ -60,6 +69,7 @@ class WorkerServer:
             kv_paths=facts.kv_paths,
             store_id=facts.store_id,
             engine=facts.name,
+            kv=facts.kv,
         )
         self._settings = settings
         self._engine = engine
@@ -67,6 +77,8 @@ class WorkerServer:
         self._machine = WorkerMachine(
             role=settings.role, facts=facts, capacity=facts.max_running + settings.max_waiting
         )
+        self._keeper = keeper
+        self._holds = SessionHolds(Nanos(round(settings.hold_seconds * SECOND))) if keeper is not None else None
         self._cache = CacheView()
         self._sessions: dict[StreamId, Session] = {}
         self._streams = count()
@@ -105,18 +117,18 @@ class WorkerServer:
                 raise
             raise EngineDied(f"{self.description.engine}: {died.exceptions[0]}") from group
         finally:
-            for session in self._sessions.values():
+            for session in list(self._sessions.values()):
                 if self.phase is LifePhase.GONE:
                     session.finish()
                 else:
                     session.cut("the worker ends")
 
-    @contextmanager
-    def session(self, router_id: str) -> Iterator[Session]:
-        """A router's stream; leaving it cancels what the router had running."""
+    def open(self, router_id: str, outlet: Outlet) -> Session:
+        """A router's stream, to be closed when it has ended; the introduction goes to its outlet now."""
         stream = StreamId(next(self._streams))
         session = Session(
             stream,
+            outlet,
             description=self.description,
             cache=self._cache.dump(),
             limit=self._settings.stream_buffer,
@@ -124,14 +136,16 @@ class WorkerServer:
         )
         self._sessions[stream] = session
         session.offer(self._engine.load())
-        log.info("router connected", extra={"router": router_id, "cached_blocks": len(self._cache)})
-        try:
-            self._absorb(RouterConnected(stream=stream, router_id=router_id))
-            yield session
-        finally:
-            self._sessions.pop(stream, None)
-            self._absorb(RouterGone(stream=stream))
-            log.info("router gone", extra={"router": router_id})
+        log.info("router connected", extra={"router": router_id, "stream": stream, "cached_blocks": len(self._cache)})
+        self._absorb(RouterConnected(stream=stream, router_id=router_id))
+        session.flow()
+        return session
+
+    def close(self, session: Session) -> None:
+        """The stream has ended; cancels what the router had running."""
+        self._sessions.pop(session.stream, None)
+        self._absorb(RouterGone(stream=session.stream))
+        log.info("router gone", extra={"stream": session.stream})
 
     async def drain(self, timeout: Nanos) -> int:  # noqa: ASYNC109 - told to the machine, which gives up by itself
         """Take no more work and finish what runs within `timeout`; returns how many requests did not."""
@@ -144,6 +158,8 @@ class WorkerServer:
     async def _pump_outputs(self) -> Never:
         async for outputs in self._engine.outputs():
             self._absorb(Stepped(outputs=self._signed(outputs)))
+            if self._keeper is not None and self._holds is not None:
+                self._keeper.keep(self._holds.heard(outputs, self._clock.now()))
         raise EngineDied("its outputs ended")
 
     async def _pump_cache(self) -> Never:
@@ -201,6 +217,8 @@ class WorkerServer:
                     if session is not None and not session.offer(message):
                         commands.extend(self._overflowed(session))
                 case Submit(start=start):
+                    if self._holds is not None:
+                        self._holds.began(start, self._clock.now())
                     self._engine.submit(start)
                 case CancelWork(request_id=request_id):
                     self._engine.cancel(request_id)

@@ -1,20 +1,15 @@
 """One router's stream, from the worker's side: what was said and not yet sent."""
 
-import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Never
+from collections.abc import Callable, Sequence
 
 from fleet.work import Cancel, Description, KvEvent, KvEvents, Start, WorkerMessage
 from workers.messages import CancelRequested, Requested, StreamId
-
-
-class StreamCut(Exception):
-    """The worker ended this stream; the message says why. The router may connect again."""
+from workers.ports import Outlet
 
 
 class Session:
-    """A bounded queue of messages to one router, and the door for what it says.
+    """The door for what a router says, and the messages to it: sent at once while its outlet takes them, else kept.
 
     The introduction (who we are, what our cache holds) is as large as it is and does not count; after that at most
     `limit` messages wait, and one more cuts the stream: a router that does not read must not cost memory.
@@ -23,27 +18,28 @@ class Session:
     def __init__(
         self,
         stream: StreamId,
+        outlet: Outlet,
         *,
         description: Description,
         cache: Sequence[tuple[KvEvent, ...]],
         limit: int,
         absorb: Callable[[Requested | CancelRequested], None],
     ) -> None:
+        """Sends nothing before `flow`."""
         self.stream = stream
+        self._outlet = outlet
         self._absorb = absorb
         self._limit = limit
         self._introduction: deque[WorkerMessage] = deque([description])
         self._waiting: deque[WorkerMessage] = deque()
         self._sequence = 0
-        self._wake = asyncio.Event()
         self._finished = False
-        self._cut: str | None = None
-        self._was_cut = asyncio.Event()
+        self._ended = False
         for events in cache:
             self._introduction.append(self._numbered(events))
 
     def receive(self, message: Start | Cancel) -> None:
-        """What the router said; the answer comes among `messages`."""
+        """What the router said; the answer leaves by the outlet."""
         match message:
             case Start():
                 self._absorb(Requested(stream=self.stream, start=message))
@@ -51,53 +47,39 @@ class Session:
                 self._absorb(CancelRequested(stream=self.stream, request_id=message.request_id))
 
     def offer(self, message: WorkerMessage) -> bool:
-        """Queue a message; False when there is no room, and the stream has to be cut."""
-        if len(self._waiting) >= self._limit:
+        """Send a message, in its turn; False when there is no room, and the stream has to be cut."""
+        if not (self._introduction or self._waiting or self._outlet.full):
+            self._outlet.put(message)
+        elif len(self._waiting) < self._limit:
+            self._waiting.append(message)
+        else:
             return False
-        self._waiting.append(message)
-        self._wake.set()
         return True
 
     def offer_changes(self, events: tuple[KvEvent, ...]) -> bool:
-        """Queue changes of the cache, numbered for this stream."""
+        """Send changes of the cache, numbered for this stream."""
         return self.offer(self._numbered(events))
 
+    def flow(self) -> None:
+        """Send what waits, as far as the outlet takes it; it calls again when it takes more."""
+        while (queue := self._introduction or self._waiting) and not self._outlet.full:
+            self._outlet.put(queue.popleft())
+        if self._finished and not queue and not self._ended:
+            self._ended = True
+            self._outlet.end("")
+
     def finish(self) -> None:
-        """Nothing more will come: `messages` ends after what waits."""
+        """Nothing more will come: the stream ends after what waits."""
         self._finished = True
-        self._wake.set()
+        self.flow()
 
     def cut(self, why: str) -> None:
-        """End now: what waits is dropped and `messages` raises."""
-        self._cut = self._cut or why
+        """End now: what waits is dropped."""
         self._introduction.clear()
         self._waiting.clear()
-        self._wake.set()
-        self._was_cut.set()
-
-    async def cut_off(self) -> Never:
-        """Wait until the worker ends the stream, which raises `StreamCut`; for whoever waits elsewhere meanwhile."""
-        await self._was_cut.wait()
-        raise StreamCut(self._cut)
-
-    async def messages(self) -> AsyncIterator[WorkerMessage]:
-        """What to send, in order; one consumer.
-
-        Raises:
-            StreamCut: The worker ends the stream.
-        """
-        while True:
-            if self._cut is not None:
-                raise StreamCut(self._cut)
-            if self._introduction:
-                yield self._introduction.popleft()
-            elif self._waiting:
-                yield self._waiting.popleft()
-            elif self._finished:
-                return
-            else:
-                self._wake.clear()
-                await self._wake.wait()
+        if not self._ended:
+            self._ended = True
+            self._outlet.end(why)
 
     def _numbered(self, events: tuple[KvEvent, ...]) -> KvEvents:
         message = KvEvents(sequence=self._sequence, events=events)

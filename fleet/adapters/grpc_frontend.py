@@ -174,7 +174,7 @@ class GrpcFrontend:
         def token_text(token_id: int) -> str:
             return self._generation.token_text(model, token_id)
 
-        async with aclosing(self._generation.generate(request)) as events:
+        async with aclosing(self._generation.generate(request, _authorization(context))) as events:
             async for event in events:
                 if isinstance(event, Admitted):
                     model = event.model
@@ -222,6 +222,14 @@ class GrpcFrontend:
         if timeout_ms:
             spans.append(timeout_ms * MILLISECOND)
         return Nanos(now + min(spans)) if spans else None
+
+
+def _authorization(context: Context) -> str:
+    """What the call says to prove its tenant; empty: nothing."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            return str(value)
+    return ""
 
 
 def _serialize(message: Message) -> bytes:

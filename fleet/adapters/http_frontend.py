@@ -10,28 +10,31 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from fleet.adapters.clock import unix_seconds
-from fleet.adapters.http_messages import ClientGone, HttpSettings, Malformed
-from fleet.adapters.http_protocol import Connection, Exchange
+from fleet.adapters.http_messages import ClientGone, HttpSettings, KnownHeads
+from fleet.adapters.http_protocol import Connection, Exchange, Serving
 from fleet.adapters.listening import bind
-from fleet.adapters.openai_answers import ChatShape, CompletionShape, error_object, event, model_object
+from fleet.adapters.openai_answers import EVENT_STREAM, ChatShape, CompletionShape, model_object
+from fleet.adapters.openai_failures import explain, fail, refuse
 from fleet.adapters.openai_requests import Asked, read_chat, read_completion
-from fleet.adapters.status import APPEARANCES, renamed
+from fleet.adapters.relay import PATHS as RELAYED_PATHS
+from fleet.adapters.relay import Relay
+from fleet.adapters.status import renamed
 from fleet.clock import Clock, Nanos
 from fleet.errors import Reason, Refused
 from fleet.ids import RequestId
-from fleet.requests import Admitted, Delta, Finished, Logprobs
+from fleet.requests import Admitted, Allowance, Delta, Finished, Logprobs, Remaining
 from fleet.router.generation import Generation
 
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25
-EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 Read = Callable[[bytes, RequestId, Nanos], Asked]
 Answer = Callable[[Exchange], Awaitable[None]]
@@ -39,7 +42,12 @@ Answer = Callable[[Exchange], Awaitable[None]]
 
 @asynccontextmanager
 async def open_http_frontend(
-    listen: str, settings: HttpSettings, generation: Generation, registry: CollectorRegistry, clock: Clock
+    listen: str,
+    settings: HttpSettings,
+    generation: Generation,
+    registry: CollectorRegistry,
+    clock: Clock,
+    relay: Relay | None = None,
 ) -> AsyncIterator["HttpFrontend"]:
     """Listen and serve until the context ends; then what is still running is cancelled.
 
@@ -49,6 +57,7 @@ async def open_http_frontend(
         generation: Serves the requests.
         registry: What ``/metrics`` shows.
         clock: For deadlines.
+        relay: Serves the requests for models of foreign servers, if there are any.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
@@ -56,7 +65,7 @@ async def open_http_frontend(
     listening, address = bind(listen)
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
-        frontend = HttpFrontend(address, settings, generation, registry, clock, tasks)
+        frontend = HttpFrontend(address, settings, generation, registry, clock, tasks, relay)
         server = await asyncio.get_running_loop().create_server(frontend.connection, sock=listening)
         frontend.stop_listening = server.close
         sweep = tasks.create_task(frontend.sweep())
@@ -83,6 +92,7 @@ class HttpFrontend:
         registry: CollectorRegistry,
         clock: Clock,
         tasks: asyncio.TaskGroup,
+        relay: Relay | None,
     ) -> None:
         self.address = address  # as clients write it, with the port that was taken
         self.stop_listening: Callable[[], None] = lambda: None
@@ -91,7 +101,9 @@ class HttpFrontend:
         self._registry = registry
         self._clock = clock
         self._tasks = tasks
+        self._relay = relay
         self._connections: dict[Connection, None] = {}
+        self._heads = KnownHeads()
         self._serving: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -106,7 +118,7 @@ class HttpFrontend:
 
     def connection(self) -> Connection:
         """A protocol for a client that has just connected."""
-        return Connection(self._settings, self._clock, self._serve, _explain, self._connections)
+        return Connection(self._settings, self._clock, self._serve, explain, self._connections, self._heads)
 
     async def drain(self, within_seconds: float) -> None:
         """Take no more requests, and wait for the running ones, at most so long."""
@@ -117,6 +129,8 @@ class HttpFrontend:
         with suppress(TimeoutError):
             async with asyncio.timeout(within_seconds):
                 await self._quiet.wait()
+                if self._relay is not None:
+                    await self._relay.quiet()
 
     def cut(self) -> None:
         """Close all connections, and so cancel what they wait for."""
@@ -133,15 +147,27 @@ class HttpFrontend:
                 connection.expire(now)
             await asyncio.sleep(SWEEP_SECONDS)
 
-    def _serve(self, exchange: Exchange) -> asyncio.Task[None]:
+    def _serve(self, exchange: Exchange) -> Serving:
+        relay = self._relay
+        head = exchange.request.head
+        if (
+            relay is not None
+            and head.path in RELAYED_PATHS
+            and head.method == "POST"
+            and not self._draining
+            and _unsuitable_content(head.headers) is None
+            and (serving := relay.serve(exchange)) is not None
+        ):
+            return serving
         task = self._tasks.create_task(self._supervise(exchange))
         self._serving.add(task)
         self._quiet.clear()
-        task.add_done_callback(self._served)
+        task.add_done_callback(partial(self._served, exchange))
         return task
 
-    def _served(self, task: asyncio.Task[None]) -> None:
+    def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._serving.discard(task)
+        exchange.over()
         if not self._serving:
             self._quiet.set()
 
@@ -150,12 +176,12 @@ class HttpFrontend:
             try:
                 await self._route(exchange)
             except Refused as refused:
-                _fail(exchange, refused)
+                fail(exchange, refused)
             except ClientGone:
                 raise
             except Exception:  # supervisor: a bug in one request does not end the others
                 log.exception("request failed", extra={"path": exchange.request.path})
-                _fail(exchange, Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
+                fail(exchange, Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
             await exchange.drained()
 
     async def _route(self, exchange: Exchange) -> None:
@@ -164,11 +190,11 @@ class HttpFrontend:
         if methods is None and request.path.startswith("/v1/models/"):
             methods = {"GET": self._model}
         if methods is None:
-            _refuse(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
+            refuse(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
         elif (answer := methods.get("GET" if request.method == "HEAD" else request.method)) is None:
             allowed = ", ".join(methods)
             message = f"{request.path[:200]} takes {allowed}, not {request.method}"
-            _refuse(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)
+            refuse(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)
         else:
             await answer(exchange)
 
@@ -182,7 +208,7 @@ class HttpFrontend:
         if self._draining:
             raise Refused(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
         if (problem := _unsuitable_content(exchange.request.headers)) is not None:
-            _refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
+            refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
             return
         request_id = RequestId(uuid.uuid4().hex)
         asked = read(exchange.request.body, request_id, self._clock.now())
@@ -195,19 +221,21 @@ class HttpFrontend:
             raise renamed(refused, asked.names) from refused
 
     async def _stream(self, exchange: Exchange, asked: Asked, make: type[ChatShape | CompletionShape]) -> None:
-        headers = (
+        headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),  # nginx would hold events back
             ("x-request-id", asked.request.id),
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
         token_ids: list[int] = []
-        async with aclosing(self._generation.generate(asked.request)) as events:
+        authorization = exchange.request.headers.get(b"authorization", b"").decode("latin-1")
+        async with aclosing(self._generation.generate(asked.request, authorization)) as events:
             shape: ChatShape | CompletionShape | None = None
             async for item in events:
                 match item:
                     case Admitted():
                         shape = make(asked, item.model, self._generation.token_text, unix_seconds())
+                        headers += _what_is_left(item.allowance)
                     case Delta():
                         assert shape is not None
                         if asked.return_token_ids:
@@ -224,12 +252,15 @@ class HttpFrontend:
         texts: list[str] = []
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
-        async with aclosing(self._generation.generate(asked.request)) as events:
+        authorization = exchange.request.headers.get(b"authorization", b"").decode("latin-1")
+        headers: tuple[tuple[str, str], ...] = (("x-request-id", asked.request.id),)
+        async with aclosing(self._generation.generate(asked.request, authorization)) as events:
             shape: ChatShape | CompletionShape | None = None
             async for item in events:
                 match item:
                     case Admitted():
                         shape = make(asked, item.model, self._generation.token_text, unix_seconds())
+                        headers += _what_is_left(item.allowance)
                     case Delta():
                         texts.append(item.text)
                         token_ids += item.token_ids
@@ -238,7 +269,7 @@ class HttpFrontend:
                         assert shape is not None
                         texts.append(item.text)
                         content = shape.whole("".join(texts), token_ids, logprobs, item)
-                        exchange.respond(HTTPStatus.OK, content, headers=(("x-request-id", asked.request.id),))
+                        exchange.respond(HTTPStatus.OK, content, headers=headers)
 
     async def _models(self, exchange: Exchange) -> None:
         created = unix_seconds()
@@ -264,24 +295,18 @@ class HttpFrontend:
         exchange.respond(HTTPStatus.OK, generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST)
 
 
-def _fail(exchange: Exchange, refused: Refused) -> None:
-    if exchange.began:
-        exchange.send(event(error_object(refused)), content_type=EVENT_STREAM, last=True)
-        return
-    seconds = -(-refused.retry_after_ms // 1000)
-    headers = (("retry-after", str(seconds)),) if seconds else ()
-    exchange.respond(APPEARANCES[refused.reason].http, error_object(refused), headers=headers)
-
-
-def _refuse(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
-    """Answer what never came to be a request of ours."""
-    exchange.respond(status, _explain(Malformed(status, message)), headers=(("allow", allow),) if allow else ())
-
-
-def _explain(malformed: Malformed) -> bytes:
-    kind = "server_error" if malformed.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    code = malformed.status.name.lower()
-    return msgspec.json.encode({"error": {"message": malformed.message, "type": kind, "param": None, "code": code}})
+def _what_is_left(allowance: Allowance | None) -> tuple[tuple[str, str], ...]:
+    """A tenant's limits, in the headers that OpenAI's clients know."""
+    headers: list[tuple[str, str]] = []
+    for name in () if allowance is None else ("requests", "tokens"):
+        bucket: Remaining | None = getattr(allowance, name)
+        if bucket is not None:
+            headers += [
+                (f"x-ratelimit-limit-{name}", str(bucket.limit)),
+                (f"x-ratelimit-remaining-{name}", str(bucket.remaining)),
+                (f"x-ratelimit-reset-{name}", f"{bucket.full_in_seconds:.3f}s"),
+            ]
+    return tuple(headers)
 
 
 def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:

@@ -9,7 +9,9 @@ Rules:
    that closed altogether, and nobody may be worked for in vain.
 4. Nothing is buffered without bound: a writer waits (`Exchange.drained`) while the client does not read, and a client
    that does not read for `write_timeout_seconds` is cut off.
+   What is relayed from elsewhere is not read there meanwhile (`Exchange.relay`).
 5. Every stage has a deadline, looked at by the server's sweep: a timer a connection would cost more than a request.
+6. A request that is there as a whole, with a head that was parsed before, byte for byte, is not parsed again.
 """
 
 import asyncio
@@ -18,14 +20,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import cast
+from typing import Protocol, cast
 
 import httptools
 
-from fleet.adapters.http_messages import ClientGone, HttpRequest, HttpSettings, Malformed, response_head
+from fleet.adapters.http_messages import (
+    ClientGone,
+    HttpHead,
+    HttpRequest,
+    HttpSettings,
+    KnownHeads,
+    Malformed,
+    response_head,
+)
 from fleet.clock import SECOND, Clock, Nanos
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes of a connection from which on its writer waits
+_MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # say more than what is asked
 LINGER_SECONDS = 2.0  # how long a client that still sends is listened to, so that it sees the answer instead of a reset
 
 
@@ -36,8 +47,24 @@ class Stage(Enum):
     CLOSING = auto()  # nothing more is understood; whatever comes is thrown away
 
 
-Serve = Callable[["Exchange"], asyncio.Task[None]]
-"""Begins to serve, in a task of its own."""
+class Serving(Protocol):
+    """Work for a request; an `asyncio.Task` is one."""
+
+    def cancel(self) -> object:
+        """Nobody waits for it any more."""
+        ...
+
+
+class Source(Protocol):
+    """Where bytes come from that are relayed; a transport is one."""
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+Serve = Callable[["Exchange"], Serving]
+"""Begins to serve; `Exchange.over` is called once it is done with, possibly before this returns."""
 
 ContentOf = Callable[[Malformed], bytes]
 """The body that answers a malformed message, as JSON."""
@@ -53,12 +80,14 @@ class Connection(asyncio.Protocol):
         serve: Serve,
         explain: ContentOf,
         connections: "dict[Connection, None]",
+        heads: KnownHeads,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._serve = serve
         self._explain = explain
         self._connections = connections
+        self._heads = heads
         self._parser = httptools.HttpRequestParser(self)
         self._stage = Stage.IDLE
         self._deadline = self._in(settings.idle_timeout_seconds)
@@ -66,12 +95,17 @@ class Connection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
         self._body = bytearray()
+        self._began_with: bytes | None = None  # the data that the request began with
+        self._known: tuple[HttpHead, int] | None = None  # of the request whose body arrives unparsed
         self._waiting: deque[HttpRequest | Malformed] = deque()
-        self._task: asyncio.Task[None] | None = None
-        self._served: HttpRequest | None = None
+        self._exchange: Exchange | None = None  # that is served
+        self._serving: Serving | None = None
+        self._beginning = False
+        self._source: Source | None = None
         self._gone = False
         self._half_closed = False
         self._paused: asyncio.Future[None] | None = None  # done when the client reads again
+        self._write_deadline = self._deadline  # of the pause
         self._reading = True
         self._transport: asyncio.Transport
 
@@ -91,8 +125,9 @@ class Connection(asyncio.Protocol):
         self._gone = True
         self._connections.pop(self, None)
         self._waiting.clear()
-        if self._task is not None:
-            self._task.cancel()
+        self._source = None
+        if self._serving is not None:
+            self._serving.cancel()
         self._resume()
 
     def eof_received(self) -> bool:
@@ -100,16 +135,34 @@ class Connection(asyncio.Protocol):
         self._half_closed = True
         if self._stage in (Stage.HEAD, Stage.BODY):
             self._refuse(HTTPStatus.BAD_REQUEST, "the request is incomplete")
-        if self._task is None:
+        if self._exchange is None:
             return False
-        assert self._served is not None
-        if self._served.method == "POST":
-            self._task.cancel()
+        if self._exchange.request.method == "POST" and self._serving is not None:
+            self._serving.cancel()
         return True
 
     def data_received(self, data: bytes) -> None:
-        if self._stage is Stage.CLOSING:
+        stage = self._stage
+        if stage is Stage.IDLE and self._exchange is None and self._paused is None:
+            end = data.find(b"\r\n\r\n") + 4
+            known = self._heads.get(data[:end])
+            if known is not None:
+                head, body_bytes = known
+                if len(data) - end == body_bytes:
+                    self._begin(HttpRequest(head, data[end:]))
+                    return
+                self._known = known
+                self._body = bytearray()
+                self._stage = stage = Stage.BODY
+                self._deadline = self._in(self._settings.body_timeout_seconds)
+                data = data[end:]
+        elif stage is Stage.CLOSING:
             return
+        if self._known is not None:
+            data = self._rest_of_known(data)
+            if not data or self._stage is Stage.CLOSING:
+                return
+        self._began_with = data if self._stage is Stage.IDLE else None
         if self._stage is not Stage.BODY:
             self._head_bytes += len(data)
         try:
@@ -119,15 +172,23 @@ class Connection(asyncio.Protocol):
             self._stage = Stage.CLOSING
         except httptools.HttpParserError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, f"the request is not HTTP: {error}")
+        self._began_with = None
         if self._stage in (Stage.IDLE, Stage.HEAD) and self._head_bytes > self._settings.max_head_bytes:
             self._refuse_head()
 
     def pause_writing(self) -> None:
-        if not self._gone:
-            self._paused = asyncio.get_running_loop().create_future()
+        if self._gone:
+            return
+        self._paused = asyncio.get_running_loop().create_future()
+        self._write_deadline = self._in(self._settings.write_timeout_seconds)
+        if self._source is not None:
+            self._source.pause_reading()
 
     def resume_writing(self) -> None:
         self._resume()
+        if self._source is not None:
+            self._source.resume_reading()
+        self._advance()
 
     # From the parser
 
@@ -161,7 +222,7 @@ class Connection(asyncio.Protocol):
         declared = self._headers.get(b"content-length", b"0")
         if int(declared) > self._settings.max_body_bytes:
             self._refuse_body()
-        elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._task is None:
+        elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._exchange is None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
@@ -177,24 +238,28 @@ class Connection(asyncio.Protocol):
         self._stage = Stage.IDLE
         self._deadline = self._in(self._settings.idle_timeout_seconds)
         url = self._url.partition(b"?")[0]
-        self._waiting.append(
-            HttpRequest(
-                method=self._parser.get_method().decode("ascii"),
-                path=url.decode("latin-1"),
-                headers=self._headers,
-                body=bytes(self._body),
-                keep_alive=self._parser.should_keep_alive(),
-                chunked_answer=self._parser.get_http_version() != "1.0",
-            )
+        head = HttpHead(
+            method=self._parser.get_method().decode("ascii"),
+            path=url.decode("latin-1"),
+            headers=self._headers,
+            keep_alive=self._parser.should_keep_alive(),
+            chunked_answer=self._parser.get_http_version() != "1.0",
         )
+        body = bytes(self._body)
         self._body = bytearray()
+        if (data := self._began_with) is not None:
+            self._began_with = None  # what follows in it did not begin there
+            self._remember(data, head, body)
+        self._waiting.append(HttpRequest(head, body))
         self._advance()
 
     # From the server
 
     def expire(self, now: Nanos) -> None:
         """End what has lasted too long."""
-        if now < self._deadline or self._task is not None:
+        if self._paused is not None and now >= self._write_deadline:
+            self._transport.abort()  # it does not read
+        if now < self._deadline or self._exchange is not None:
             return
         match self._stage:
             case Stage.HEAD | Stage.BODY:
@@ -210,9 +275,22 @@ class Connection(asyncio.Protocol):
 
     def close_when_idle(self) -> None:
         """Close now if nothing is being served; else after it."""
-        if self._task is None:
+        if self._exchange is None:
             self._transport.close()
         self._stage = Stage.CLOSING
+
+    def relay(self, source: Source) -> asyncio.Transport:
+        """Where the bytes of `source` go, which is not read while the client does not.
+
+        Raises:
+            ClientGone: The connection is closed.
+        """
+        if self._gone or self._transport.is_closing():
+            raise ClientGone
+        self._source = source
+        if self._paused is not None:
+            source.pause_reading()
+        return self._transport
 
     def write(self, pieces: Sequence[bytes]) -> None:
         """Write all of it at once.
@@ -242,8 +320,38 @@ class Connection(asyncio.Protocol):
 
     # Inside
 
+    def _remember(self, data: bytes, head: HttpHead, body: bytes) -> None:
+        """Note the head of a request that was all of `data`, if nothing but its length says where the body ends."""
+        end = len(data) - len(body)
+        plain = head.keep_alive and head.chunked_answer and not head.headers.keys() & _MEANINGFUL_HEADERS
+        if plain and data.find(b"\r\n\r\n") + 4 == end and b"content-length" in head.headers:
+            self._heads.add(data[:end], head, len(body))
+
+    def _rest_of_known(self, data: bytes) -> bytes:
+        """Take what belongs to a body whose head is known; returns what comes after it."""
+        assert self._known is not None
+        head, body_bytes = self._known
+        missing = body_bytes - len(self._body)
+        self._body += data[:missing]
+        if len(self._body) < body_bytes:
+            return b""
+        body, self._body = bytes(self._body), bytearray()
+        self._known = None
+        self._stage = Stage.IDLE
+        self._begin(HttpRequest(head, body))
+        return data[missing:]
+
+    def _begin(self, request: HttpRequest) -> None:
+        """Serve a request; nothing else is being served."""
+        exchange = self._exchange = Exchange(self, request)
+        self._beginning = True
+        serving = self._serve(exchange)
+        self._beginning = False
+        if self._exchange is exchange:  # else it is over already
+            self._serving = serving
+
     def _advance(self) -> None:
-        if self._task is None and self._waiting:
+        while self._exchange is None and self._waiting and self._paused is None:
             following = self._waiting.popleft()
             if isinstance(following, Malformed):
                 self._waiting.clear()
@@ -253,20 +361,16 @@ class Connection(asyncio.Protocol):
                 )
                 self._hang_up()
                 return
-            self._served = following
-            exchange = Exchange(self, following)
-            self._task = self._serve(exchange)
-            self._task.add_done_callback(lambda _: self._finished(keep_alive=exchange.keeps_alive))
+            self._begin(following)
         if self._reading and self._waiting:
             self._transport.pause_reading()
         elif not self._reading and not self._waiting:
             self._transport.resume_reading()
         self._reading = not self._waiting
 
-    def _finished(self, *, keep_alive: bool) -> None:
+    def finished(self, *, keep_alive: bool) -> None:
         """The served request is over, whether its answer is complete or not."""
-        self._task = None
-        self._served = None
+        self._exchange = self._serving = self._source = None
         if self._gone:
             return
         if self._half_closed or not keep_alive or (self._stage is Stage.CLOSING and not self._waiting):
@@ -275,7 +379,8 @@ class Connection(asyncio.Protocol):
             return
         if self._stage is Stage.IDLE:
             self._deadline = self._in(self._settings.idle_timeout_seconds)
-        self._advance()
+        if self._waiting and not self._beginning:  # else `_advance` goes on by itself
+            self._advance()
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         if self._stage is Stage.CLOSING:
@@ -319,14 +424,14 @@ class Exchange:
     def __init__(self, connection: Connection, request: HttpRequest) -> None:
         self._connection = connection
         self.request = request
-        self._keep_alive = request.keep_alive
+        self._keep_alive = request.head.keep_alive
         self._began = False
         self._complete = False
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether another request may follow; not after an answer that was cut off, so that the client can tell."""
-        return self._keep_alive and self._complete
+        """Whether the client may send another request after this one."""
+        return self._keep_alive
 
     @property
     def began(self) -> bool:
@@ -364,19 +469,19 @@ class Exchange:
         assert not self._complete
         pieces = []
         if not self._began:
-            self._keep_alive = self._keep_alive and self.request.chunked_answer
+            self._keep_alive = self._keep_alive and self.request.head.chunked_answer
             pieces.append(
                 response_head(
                     HTTPStatus.OK,
                     content_type,
                     None,
                     close=not self._keep_alive,
-                    chunked=self.request.chunked_answer,
+                    chunked=self.request.head.chunked_answer,
                     headers=headers,
                 )
             )
             self._began = True
-        if not self.request.chunked_answer:
+        if not self.request.head.chunked_answer:
             pieces.append(content)
         else:
             if content:
@@ -385,6 +490,31 @@ class Exchange:
                 pieces.append(b"0\r\n\r\n")
         self._complete = last
         self._connection.write(pieces)
+
+    def relay(self, source: Source) -> asyncio.Transport:
+        """Where the bytes of `source` go as they are, from the head of the answer on; then `relayed` is called.
+
+        Or, instead of what is missing, the last events are sent by `send`, and then `over` is called.
+
+        Raises:
+            ClientGone: The connection is closed.
+        """
+        assert not self._began
+        transport = self._connection.relay(source)
+        self._began = True
+        return transport
+
+    def relayed(self, *, keep_alive: bool) -> None:
+        """All that will come is written; it is over. Without `keep_alive` the end of the connection is the answer's."""
+        self._complete = keep_alive
+        self.over()
+
+    def over(self) -> None:
+        """Nothing more is done for this request.
+
+        Another one may follow on the connection; not after an answer that was cut off, so that the client can tell.
+        """
+        self._connection.finished(keep_alive=self._keep_alive and self._complete)
 
     async def drained(self) -> None:
         """Wait while the client does not read.

@@ -159,6 +159,7 @@ def _workers(
                 model_dir=str(model_dir),
                 model=model,
                 listen=f"unix:{folder / name}.sock",
+                control_listen=f"unix:{folder / name}-control.sock",
                 registry=registry,
                 store=store,
                 kv_paths=cluster.kv_paths,

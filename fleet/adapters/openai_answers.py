@@ -15,6 +15,8 @@ from fleet.ids import ModelName
 from fleet.requests import Delta, Finished, KvPhase, Logprobs, ModelCard, Usage
 
 DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+UNLIMITED = 2**31 - 1  # tokens: the length of a model that nobody knows
 LEAST_LOGPROB = -9999.0  # OpenAI's word for a token that cannot be; JSON has no infinity
 
 Json = dict[str, object]
@@ -46,13 +48,8 @@ def event(content: bytes) -> bytes:
 
 def model_object(card: ModelCard, created: int) -> Json:
     """A model as ``GET /v1/models`` lists it."""
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "fleet",
-        "max_model_len": card.max_model_len,
-    }
+    length: Json = {} if card.max_model_len == UNLIMITED else {"max_model_len": card.max_model_len}
+    return {"id": card.name, "object": "model", "created": created, "owned_by": "fleet", **length}
 
 
 class ChatShape:

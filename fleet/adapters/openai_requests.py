@@ -176,7 +176,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     names: Mapping[str, str]  # for refusals that come later
 
 
-AnyBody = TypeVar("AnyBody", CompletionBody, ChatBody)
+AnyBody = TypeVar("AnyBody", bound=Struct)
 
 _NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -189,7 +189,7 @@ def read_completion(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
     Raises:
         Refused: INVALID_ARGUMENT, with the field as the client wrote it.
     """
-    completion = _decode(_COMPLETION, body)
+    completion = decode_body(_COMPLETION, body)
     _refuse_unsupported(completion)
     return _asked(
         completion,
@@ -208,7 +208,7 @@ def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
     Raises:
         Refused: INVALID_ARGUMENT, with the field as the client wrote it.
     """
-    chat = _decode(_CHAT, body)
+    chat = decode_body(_CHAT, body)
     _refuse_unsupported(chat)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
@@ -329,7 +329,12 @@ def _message(index: int, message: MessageBody) -> ChatMessage:
             return ChatMessage(role=message.role, content="".join(texts))
 
 
-def _decode(decoder: "msgspec.json.Decoder[AnyBody]", body: bytes) -> AnyBody:
+def decode_body(decoder: "msgspec.json.Decoder[AnyBody]", body: bytes) -> AnyBody:
+    """A body, as far as `decoder` looks at it.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

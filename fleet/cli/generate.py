@@ -17,6 +17,7 @@ LONGEST_TIMEOUT = 86_400  # seconds
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="text; - reads standard input")
     add_address(parser)
+    parser.add_argument("--api-key", default="", metavar="KEY", help="where the cluster knows its tenants by keys")
     parser.add_argument("--model", default="", help="one of several served models")
     parser.add_argument(
         "--max-tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help=f"default: {DEFAULT_TOKENS}"
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
         with (
-            Client(arguments.address) as client,
+            Client(arguments.address, api_key=arguments.api_key) as client,
             client.generate(
                 [{"role": "user", "content": text}] if arguments.chat else text,
                 model=arguments.model,

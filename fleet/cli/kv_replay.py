@@ -7,7 +7,8 @@ Rules:
 3. With several capacities, `sizes` has a row for each, and what stands at the top is the first one's.
 4. Seconds are those of the replay; reading the file comes on top.
 5. With `--pauses`, `pauses` says what it costs sessions to go on (`kvstore.pauses`), with memory of the first capacity over
-   a tier of `BELOW` times that, at the paces below. That part always uses the policy lru.
+   a tier of `BELOW` times that, at the paces below. That part always uses the policy lru. `--beside` has the requests of
+   another trace come between them, which belong to nobody's session and share no block with them, until either trace ends.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from fleet.cli.exits import DONE, MISUSED
 if TYPE_CHECKING:
     from fleet.adapters.traces import Trace
     from kvstore.pauses import PauseReport
+    from kvstore.replay import Request
 
 BELADY = "belady"
 ADMISSIONS = ("all", "second-sighting")
@@ -61,6 +63,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pauses", choices=PAUSES, help="traces with sessions: what is done with the KV of one that waits"
     )
+    parser.add_argument(
+        "--below-blocks",
+        type=_count,
+        metavar="N",
+        help=f"with --pauses: in the tier below (default: {BELOW} times memory)",
+    )
+    parser.add_argument(
+        "--held-share",
+        type=_share,
+        default=HELD_SHARE,
+        metavar="S",
+        help=f"with --pauses: part of memory that sessions may hold (default: {HELD_SHARE})",
+    )
+    parser.add_argument("--beside", type=Path, metavar="TRACE", help="with --pauses: others who use the same memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -71,12 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         trace = read_trace(arguments.trace, live_sessions=arguments.live_sessions)
+        beside = read_trace(arguments.beside) if arguments.beside is not None else None
     except TraceRefused as error:
         print(f"fleet: {error}", file=sys.stderr)
         return MISUSED
     answer = _answer(trace, arguments.policy, arguments.capacity_blocks, arguments.admission, arguments.token_bytes)
     if arguments.pauses is not None:
-        answer["pauses"] = _pauses(trace, arguments.pauses, arguments.capacity_blocks[0], arguments.token_bytes)
+        answer["pauses"] = _pauses(trace, beside, arguments)
     print(msgspec.json.encode(answer).decode() if arguments.json else "\n".join(_table(answer)))
     return DONE
 
@@ -131,26 +148,40 @@ def _answer(
     }
 
 
-def _pauses(trace: "Trace", policy: str, capacity: str, token_bytes: int) -> "PauseReport":
+def _pauses(trace: "Trace", beside: "Trace | None", arguments: argparse.Namespace) -> "PauseReport":
     from kvstore.clock import nanos  # noqa: PLC0415
     from kvstore.pauses import Pace, PausePolicy, replay_pauses  # noqa: PLC0415
     from kvstore.replay import distinct_blocks  # noqa: PLC0415
 
-    blocks = _blocks(capacity, distinct_blocks(trace.requests))
-    block_bytes = trace.block_tokens * token_bytes
+    blocks = _blocks(arguments.capacity_blocks[0], distinct_blocks(trace.requests))
+    below_blocks = BELOW * blocks if arguments.below_blocks is None else arguments.below_blocks
+    block_bytes = trace.block_tokens * arguments.token_bytes
     return replay_pauses(
-        trace.requests,
-        PausePolicy(policy),
+        trace.requests if beside is None else _together(trace.requests, beside.requests),
+        PausePolicy(arguments.pauses),
         Pace(
             memory=nanos(block_bytes / MEMORY_PACE),
             below=nanos(block_bytes / BELOW_PACE),
             compute=nanos(trace.block_tokens / COMPUTE_PACE),
         ),
         memory_blocks=blocks,
-        below_blocks=BELOW * blocks,
-        held_blocks=int(HELD_SHARE * blocks),
+        below_blocks=below_blocks,
+        held_blocks=int(arguments.held_share * blocks),
         longest_hold=nanos(LONGEST_HOLD_SECONDS),
     )
+
+
+def _together(requests: "Sequence[Request]", others: "Sequence[Request]") -> "list[Request]":
+    """In order of arrival, as long as both go on; the others keep their prompts and lose their sessions."""
+    from kvstore.replay import Request  # noqa: PLC0415
+
+    end = min(each[-1].arrival if each else 0 for each in (requests, others))
+    strangers = [
+        Request(each.arrival, each.prompt_tokens, tuple(-1 - name for name in each.chain), each.output_tokens)
+        for each in others
+    ]
+    both = [each for each in (*requests, *strangers) if each.arrival <= end]
+    return sorted(both, key=lambda each: each.arrival)
 
 
 def _table(answer: dict[str, object]) -> list[str]:
@@ -163,6 +194,10 @@ def _table(answer: dict[str, object]) -> list[str]:
         pauses.append(
             f"{report.resumes} resumes: mean {report.mean_seconds:.3f} s, 90 % within {report.p90_seconds:.3f} s; "
             f"computing all again: mean {report.recompute_mean_seconds:.3f} s"
+        )
+        pauses.append(
+            f"{report.computed_blocks} blocks of their prompts computed again, {report.memory_blocks} from memory, "
+            f"{report.below_blocks} from below"
         )
     return [
         f"{answer['requests']} requests, {answer['distinct_blocks']} distinct blocks, ideal hit rate {answer['ideal']:.4f}",
@@ -201,6 +236,20 @@ def _capacities(text: str) -> list[str]:
         if not valid:
             raise argparse.ArgumentTypeError(f"{each!r} is neither a number of blocks nor a percentage")
     return capacities
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return share
 
 
 def _positive(text: str) -> int:

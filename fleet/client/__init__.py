@@ -18,6 +18,7 @@ from fleet.client.errors import (
     ModelNotFound,
     ServerError,
     TooLarge,
+    Unauthenticated,
     Unavailable,
 )
 from fleet.client.results import ClusterStatus, PoolStatus, Result, RouterStatus, StoreStatus, WorkerStatus
@@ -51,6 +52,7 @@ __all__ = [
     "StoreStatus",
     "Stream",
     "TooLarge",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
     "WorkerStatus",

@@ -8,7 +8,7 @@ from typing import Self, Unpack
 import grpc
 
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
-from fleet.client.asking import Options, PromptLike, build_message
+from fleet.client.asking import Options, PromptLike, build_message, proof_of
 from fleet.client.errors import Cancelled, error_of
 from fleet.client.results import ClusterStatus, Collected, Result, decode_status
 from fleet.errors import Reason
@@ -30,8 +30,9 @@ class AsyncClient:
     Connecting happens with the first call. All methods raise `FleetError`s.
     """
 
-    def __init__(self, address: str) -> None:
-        """Connect to a router's gRPC address, ``host:port`` or ``unix:/path``."""
+    def __init__(self, address: str, *, api_key: str = "") -> None:
+        """Connect to a router's gRPC address, ``host:port`` or ``unix:/path``; a cluster with tenants wants a key."""
+        self._metadata = proof_of(api_key)
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = control_pb2_grpc.ClusterStub(self._channel)
@@ -56,7 +57,9 @@ class AsyncClient:
                 iterating.
         """
         message = build_message(prompt, options)
-        return AsyncStream(self._inference.Generate(message, timeout=options.get("timeout_seconds")))
+        return AsyncStream(
+            self._inference.Generate(message, timeout=options.get("timeout_seconds"), metadata=self._metadata)
+        )
 
     async def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
         """Ask for an answer and wait for all of it; arguments as of `generate`.

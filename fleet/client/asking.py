@@ -45,6 +45,11 @@ class Options(TypedDict, total=False):
     timeout_seconds: float | None  # for the whole answer; None: no limit
 
 
+def proof_of(api_key: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of a call that shows a key; none without one."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
 def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
     """The message that asks for it.
 

@@ -41,6 +41,10 @@ class ModelNotFound(InvalidRequest):
     """No such model is served; `Client.models` lists those that are."""
 
 
+class Unauthenticated(InvalidRequest):
+    """The cluster knows its tenants by API keys, and this client has shown none that it knows."""
+
+
 class TooLarge(InvalidRequest):
     """The message is larger than the server takes."""
 
@@ -75,6 +79,7 @@ _CODES: Mapping[
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.RESOURCE_EXHAUSTED: TooLarge,  # of the library: a message beyond its limit
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -86,8 +91,10 @@ _REASONS: Mapping[Reason, type[FleetError]] = {
     Reason.MODEL_NOT_FOUND: ModelNotFound,
     Reason.TOO_LARGE: TooLarge,
     Reason.KV_MISMATCH: InvalidRequest,
+    Reason.UNAUTHENTICATED: Unauthenticated,
     Reason.NO_WORKER: Unavailable,
     Reason.QUEUE_FULL: Unavailable,
+    Reason.RATE_LIMITED: Unavailable,
     Reason.DRAINING: Unavailable,
     Reason.WORKER_LOST: Unavailable,
     Reason.DEADLINE_PASSED: DeadlineExceeded,

@@ -7,15 +7,25 @@ Rules:
 2. Full blocks of the prompt are booked by key and counted once, however many requests share them. The rest of the
    prompt and the answer are the request's own: they take `blocks_for(prompt + answer)` minus the full blocks, so the
    load goes up by one block per `block_tokens` tokens generated.
-3. Prefill tokens are given back when the prompt is computed; everything is given back at the end, whatever the end.
+3. Where it is expected how long the answer gets, the request's own blocks count for placement by the share that is still to
+   come, rounded up: what is about to be free weighs little. They never count for less than one.
+4. Prefill tokens are given back when the prompt is computed; everything is given back at the end, whatever the end.
+5. What placement looks at is kept in the worker's column of its pool's table, and who holds a block in one map for the whole
+   pool, from key to bits: both are written here when they change, so that no request has to ask every worker.
 """
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from msgspec import Struct
 
+from fleet.clock import SECOND, Nanos
 from fleet.ids import RequestId
+from fleet.router.candidates import ACTIVE_BLOCKS, BACKLOG_TOKENS, QUANTITIES, REQUESTS, TOKEN_SECONDS, Floats
 from kvstore.block import blocks_for
+
+PACE_WEIGHT = 0.25  # of the newest prefill in what a token takes: of the last four, mostly
+PACE_TOKENS = 64  # shorter prefills say more about the engine's step than about tokens
 
 
 class Booking(Struct, kw_only=True):
@@ -26,17 +36,33 @@ class Booking(Struct, kw_only=True):
     prompt_tokens: int
     prefill_tokens: int  # not computed yet
     own_blocks: int  # besides the full blocks of the prompt
+    counted_blocks: int  # of those, for placement
     answer_tokens: int = 0
+    expected_tokens: int = 0  # of the answer; 0: not known
+    since: Nanos
+    tokens_ahead: int  # of prefill there, with its own
 
 
 class WorkerBookings:
     """All bookings of one worker."""
 
-    def __init__(self, block_tokens: int):
+    def __init__(self, block_tokens: int, holders: dict[int, int], bit: int):
+        """No bookings yet.
+
+        Args:
+            block_tokens: Of the worker.
+            holders: Bits of the workers that hold a block for live requests, by its key; shared by the pool.
+            bit: This worker's.
+        """
         self._block_tokens = block_tokens
         self._bookings: dict[RequestId, Booking] = {}
         self._users: dict[int, int] = {}  # requests that hold a block, by its key
+        self._holders = holders
+        self._bit = bit
         self._own_blocks = 0
+        self._counted_blocks = 0
+        self._token_seconds = 0.0
+        self._column: Floats = np.zeros(QUANTITIES)
         self.prefill_tokens = 0
 
     def __len__(self) -> int:
@@ -51,21 +77,22 @@ class WorkerBookings:
         """Unique blocks held."""
         return len(self._users) + self._own_blocks
 
-    def additional_blocks(self, keys: Sequence[int], prompt_tokens: int) -> int:
-        """Unique blocks that a prompt would add.
+    def keep_in(self, column: Floats) -> None:
+        """Write what placement looks at there from now on."""
+        self._column = column
+        column[TOKEN_SECONDS] = self._token_seconds
+        self._note()
 
-        What is booked is a union of whole prompts, so a bisection finds how much of a prompt is in it.
-        """
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            if keys[middle] in self._users:
-                low = middle + 1
-            else:
-                high = middle
-        return blocks_for(prompt_tokens, self._block_tokens) - low
-
-    def book(self, request_id: RequestId, keys: Sequence[int], prompt_tokens: int, prefill_tokens: int) -> None:
+    def book(
+        self,
+        request_id: RequestId,
+        keys: Sequence[int],
+        prompt_tokens: int,
+        prefill_tokens: int,
+        now: Nanos,
+        *,
+        expected_tokens: int = 0,
+    ) -> None:
         assert request_id not in self._bookings, request_id
         own = blocks_for(prompt_tokens, self._block_tokens) - len(keys)
         self._bookings[request_id] = Booking(
@@ -74,46 +101,103 @@ class WorkerBookings:
             prompt_tokens=prompt_tokens,
             prefill_tokens=prefill_tokens,
             own_blocks=own,
+            counted_blocks=own,
+            expected_tokens=expected_tokens,
+            since=now,
+            tokens_ahead=self.prefill_tokens + prefill_tokens,
         )
-        users = self._users
-        for key in keys:
-            users[key] = users.get(key, 0) + 1
+        users, holders, bit = self._users, self._holders, self._bit
+        new: Sequence[int] = keys
+        if users.keys().isdisjoint(keys):
+            users.update(dict.fromkeys(keys, 1))
+        else:
+            new = [key for key in keys if key not in users]
+            for key in keys:
+                users[key] = users.get(key, 0) + 1
+        if holders.keys().isdisjoint(new):
+            holders.update(dict.fromkeys(new, bit))
+        else:
+            for key in new:
+                holders[key] = holders.get(key, 0) | bit
         self._own_blocks += own
+        self._counted_blocks += own
         self.prefill_tokens += prefill_tokens
+        self._note()
 
-    def computed(self, request_id: RequestId) -> None:
+    def computed(self, request_id: RequestId, now: Nanos) -> None:
         """The prompt is computed (or fetched): its prefill is no backlog any more."""
         booking = self._bookings[request_id]
+        if booking.prefill_tokens >= PACE_TOKENS:
+            seconds = (now - booking.since) / SECOND / booking.tokens_ahead
+            known = self._token_seconds
+            self._token_seconds = seconds if known == 0 else known + PACE_WEIGHT * (seconds - known)
+            self._column[TOKEN_SECONDS] = self._token_seconds
         self.prefill_tokens -= booking.prefill_tokens
         booking.prefill_tokens = 0
+        self._column[BACKLOG_TOKENS] = self.prefill_tokens
 
     def grown(self, request_id: RequestId, tokens: int) -> None:
         """The answer got longer by so many tokens."""
         booking = self._bookings[request_id]
         booking.answer_tokens += tokens
-        total = blocks_for(booking.prompt_tokens + booking.answer_tokens, self._block_tokens)
-        self._own_blocks += total - len(booking.keys) - booking.own_blocks
-        booking.own_blocks = total - len(booking.keys)
+        own = blocks_for(booking.prompt_tokens + booking.answer_tokens, self._block_tokens) - len(booking.keys)
+        counted = own if booking.expected_tokens == 0 else _share(own, booking.answer_tokens, booking.expected_tokens)
+        if own == booking.own_blocks and counted == booking.counted_blocks:
+            return
+        self._own_blocks += own - booking.own_blocks
+        self._counted_blocks += counted - booking.counted_blocks
+        booking.own_blocks, booking.counted_blocks = own, counted
+        self._column[ACTIVE_BLOCKS] = len(self._users) + self._counted_blocks
 
     def release(self, request_id: RequestId) -> None:
         booking = self._bookings.pop(request_id)
         self.prefill_tokens -= booking.prefill_tokens
         self._own_blocks -= booking.own_blocks
+        self._counted_blocks -= booking.counted_blocks
         users = self._users
         for key in booking.keys:
-            if (others := users[key] - 1) == 0:
-                del users[key]
+            if (others := users.get(key, 1) - 1) == 0:
+                users.pop(key, None)
+                self._let_go(key)
             else:
                 users[key] = others
+        self._note()
+
+    def close(self) -> None:
+        """The worker has left: it holds nothing any more."""
+        for key in self._users:
+            self._let_go(key)
+
+    def _let_go(self, key: int) -> None:
+        holders = self._holders
+        if (rest := holders.get(key, 0) & ~self._bit) == 0:
+            holders.pop(key, None)
+        else:
+            holders[key] = rest
+
+    def _note(self) -> None:
+        column = self._column
+        column[BACKLOG_TOKENS] = self.prefill_tokens
+        column[ACTIVE_BLOCKS] = len(self._users) + self._counted_blocks
+        column[REQUESTS] = len(self._bookings)
 
     def check(self) -> None:
         """Assert that the sums are those of the bookings."""
         users: dict[int, int] = {}
         for booking in self._bookings.values():
             assert booking.prefill_tokens >= 0, booking
-            assert booking.own_blocks >= 0, booking
+            assert 0 <= booking.counted_blocks <= booking.own_blocks, booking
             for key in booking.keys:
                 users[key] = users.get(key, 0) + 1
         assert users == self._users
         assert self._own_blocks == sum(booking.own_blocks for booking in self._bookings.values())
+        assert self._counted_blocks == sum(booking.counted_blocks for booking in self._bookings.values())
         assert self.prefill_tokens == sum(booking.prefill_tokens for booking in self._bookings.values())
+        kept = self._column[[BACKLOG_TOKENS, ACTIVE_BLOCKS, REQUESTS]].tolist()
+        assert kept == [self.prefill_tokens, len(users) + self._counted_blocks, len(self._bookings)], kept
+        assert all(self._holders[key] & self._bit for key in users)
+
+
+def _share(blocks: int, tokens: int, expected: int) -> int:
+    """Of an answer's blocks, what counts when so many of its expected tokens have come (rule 3)."""
+    return min(blocks, max(1, -(-blocks * (expected - tokens) // expected)))

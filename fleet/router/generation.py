@@ -1,7 +1,7 @@
 """From a client's request to its answer as text: what every front shares.
 
-Flow: resolve the model, validate, render and tokenise, salt, submit to the router's server, turn tokens into text, look
-for stop strings, count. Rules:
+Flow: whose request it is, resolve the model, validate, render and tokenise, let it in or not, salt, submit to the
+router's server, turn tokens into text, look for stop strings, count. Rules:
 
 1. Nothing is submitted before everything that the client wrote has been checked.
 2. A request ends once: by `Finished`, by a `Refused`, or because its consumer closed the iterator. On every way out the
@@ -13,7 +13,7 @@ for stop strings, count. Rules:
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from typing import Protocol, assert_never
 
@@ -43,6 +43,7 @@ from fleet.requests import (
 from fleet.router.answer import Answer
 from fleet.router.messages import Arrived, Complete
 from fleet.router.ports import TextCodec
+from fleet.router.tenants import Tenants
 from fleet.telemetry import Metrics
 from fleet.validation import validate, validate_length
 from fleet.work import Progress
@@ -84,12 +85,14 @@ class Generation:
         codecs: Mapping[ModelName, TextCodec],
         *,
         clock: Clock,
+        tenants: Tenants,
         tenant_secret: bytes,
         metrics: Metrics,
     ) -> None:
         self._router = router
         self._codecs = codecs
         self._clock = clock
+        self._tenants = tenants
         self._tenant_secret = tenant_secret
         self._metrics = metrics
         self._running: set[RequestId] = set()
@@ -113,8 +116,12 @@ class Generation:
         """One token alone, for log probabilities."""
         return self._codecs[model].token_text(token_id)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:
+    async def generate(self, request: GenerateRequest, authorization: str = "") -> AsyncGenerator[GenerateEvent]:
         """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
+
+        Args:
+            request: As the front understood it.
+            authorization: What the client sent to prove its tenant, ``Bearer KEY``; empty: nothing.
 
         Raises:
             Refused: Before `Admitted` if it was not taken; after it if it could not be completed.
@@ -125,6 +132,9 @@ class Generation:
             raise invalid("request_id", "a running request has the same")
         self._running.add(request.id)
         try:
+            tenant = self._tenants.tenant(authorization, request.tenant)
+            if tenant != request.tenant:
+                request = structs.replace(request, tenant=tenant)
             async with aclosing(self._generate(request, measured)) as events:
                 async for event in events:
                     yield event
@@ -154,10 +164,12 @@ class Generation:
             end_token_ids=frozenset(sampling.stop_token_ids),
             min_tokens=sampling.min_tokens,
         )
+        allowance = self._tenants.admit(request.tenant, prompt_tokens, self._clock.now())
         complete: Complete | None = None
         last: Delta | None = None
-        async with self._router.submit(self._arrived(request, card.name, tokens, sampling)) as submitted:
-            yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens)
+        arrived = self._arrived(request, card.name, tokens, sampling)
+        async with self._charged(request.tenant, answer), self._router.submit(arrived) as submitted:
+            yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens, allowance=allowance)
             async for event in submitted:
                 if isinstance(event, Complete):
                     complete = event
@@ -184,6 +196,14 @@ class Generation:
         )
         measured.finished(finished)
         yield finished
+
+    @asynccontextmanager
+    async def _charged(self, tenant: str, answer: Answer) -> AsyncGenerator[None]:
+        """Charge a tenant for an answer, as long as it got."""
+        try:
+            yield
+        finally:
+            self._tenants.used(tenant, answer.num_tokens, self._clock.now())
 
     def _check_deadline(self, deadline: Nanos | None) -> None:
         if deadline is not None and deadline <= self._clock.now():

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import accumulate, pairwise, repeat
 from operator import and_
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from fleet.ids import StoreId, WorkerId
 from kvstore.block import HASH_BYTES, ChainHash
@@ -30,6 +30,15 @@ from kvstore.messages import POOL_TIER
 
 Holder = NewType("Holder", str)
 
+
+class Namespace(NamedTuple):
+    """Blocks of one layout in one store."""
+
+    store_id: StoreId
+    fingerprint: str
+
+
+WORTH_BISECTING = 64  # keys; fewer are looked up in the time of the bisection
 KEY_BYTES = 8  # of the hash; the rest is for the store, where a collision would hurt
 
 
@@ -44,6 +53,27 @@ def store_namespace(store_id: StoreId, fingerprint: str, tier: str = POOL_TIER) 
 def keys_of(hashes: Sequence[ChainHash]) -> tuple[int, ...]:
     """Keys of chain hashes, in order."""
     return struct.unpack("<" + f"Q{HASH_BYTES - KEY_BYTES}x" * len(hashes), b"".join(hashes))
+
+
+def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]:
+    """Whose leading blocks end where: numbers of blocks, and the bits of those who hold so many and not one more (rule 3).
+
+    Where nobody holds a block, nobody's run goes on, holes or not: so a bisection for such a block, which finds
+    the end of the longest run when there are no holes, always bounds the part that is then looked at key by key.
+    """
+    if not keys or keys[0] not in masks:
+        return []
+    if len(keys) > WORTH_BISECTING:
+        keys = keys[: bisect_left(keys, True, key=lambda key: key not in masks)]  # held sorts before not held
+    running = list(accumulate(map(masks.get, keys, repeat(0)), and_))
+    ends = []
+    depth = 0
+    *distinct, last = dict.fromkeys(running)  # in order: each is a part of the one before
+    for mask, following in pairwise([*distinct, last, 0]):
+        depth += running.count(mask)
+        if mask:
+            ends.append((depth, mask & ~following))
+    return ends
 
 
 class PrefixIndex:
@@ -112,22 +142,19 @@ class PrefixIndex:
         self._unmark(self._bits[holder], self._held[holder])
         self._held[holder] = set()
 
-    def longest(self, keys: Sequence[int]) -> dict[Holder, int]:
-        """Leading blocks by holder (rule 3), of those that hold at least the first block.
+    def bit(self, holder: Holder) -> int:
+        """What stands for a holder in `runs`, until it is removed."""
+        return self._bits[holder]
 
-        Where nobody holds a block, nobody's run goes on, holes or not: so a bisection for such a block, which finds
-        the end of the longest run when there are no holes, always bounds the part that is then looked at key by key.
-        """
-        masks = self._masks
-        if not keys or keys[0] not in masks:
-            return {}
-        bound = bisect_left(keys, True, key=lambda key: key not in masks)  # held sorts before not held
-        running = list(accumulate(map(masks.get, keys[:bound], repeat(0)), and_))
-        running.append(0)
+    def runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """`longest`, for those who know the bits of holders."""
+        return runs(self._masks, keys)
+
+    def longest(self, keys: Sequence[int]) -> dict[Holder, int]:
+        """Leading blocks by holder (rule 3), of those that hold at least the first block."""
         depths: dict[Holder, int] = {}
-        for depth, (mask, following) in enumerate(pairwise(running), start=1):
-            if mask != following:
-                self._credit(mask & ~following, depth, depths)
+        for depth, bits in self.runs(keys):
+            self._credit(bits, depth, depths)
         return depths
 
     def _credit(self, bits: int, depth: int, depths: dict[Holder, int]) -> None:

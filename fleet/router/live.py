@@ -13,13 +13,15 @@ from enum import Enum, auto
 
 from msgspec import Struct, structs
 
-from fleet.clock import Nanos
+from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes
 from fleet.roles import KvPath, Phase
+from fleet.router.candidates import Asked
 from fleet.router.index import keys_of
 from fleet.router.messages import Arrived
-from fleet.router.placement import Asked, Placed
+from fleet.router.placement import Decision
+from fleet.router.sessions import SessionKey
 from kvstore.block import chain
 
 
@@ -81,7 +83,7 @@ class LiveRequest(Struct, kw_only=True):
     stage: Stage = Stage.QUEUED
     failures: int = 0
     failed_on: dict[tuple[WorkerId, Incarnation], None] = {}
-    placed: Placed | None = None
+    placed: Decision | None = None
     work: Work | None = None
     booked_on: list[WorkerId] = []
     sent: list[int] = []  # tokens that the client has
@@ -93,6 +95,10 @@ class LiveRequest(Struct, kw_only=True):
     @property
     def id(self) -> RequestId:
         return self.arrived.request_id
+
+    @property
+    def session_key(self) -> SessionKey:
+        return self.arrived.tenant, self.arrived.session
 
     @property
     def prompt(self) -> TokenBytes:
@@ -125,19 +131,35 @@ class LiveRequest(Struct, kw_only=True):
     def keys(self, block_tokens: int) -> tuple[int, ...]:
         """Of the full blocks of the prompt as it is now (`forget_chains` when tokens were sent since)."""
         if (keys := self.chains.get(block_tokens)) is None:
-            keys = keys_of(chain(self.prompt, block_tokens, salt=self.arrived.salt))
+            known = None if self.sent else self.arrived.keys.get(block_tokens)
+            keys = keys_of(chain(self.prompt, block_tokens, salt=self.arrived.salt)) if known is None else known
             self.chains[block_tokens] = keys
         return keys
 
     def forget_chains(self) -> None:
         self.chains = {}
 
-    def asked(self) -> Asked:
+    def asked(self, now: Nanos, *, bound: WorkerId | None = None, must_keep: bool = False) -> Asked:
+        """For placement.
+
+        Args:
+            now: The instant of the decision.
+            bound: Where this session's last request went.
+            must_keep: Whether it has to go there too.
+        """
+        arrived = self.arrived
         return Asked(
             prompt_tokens=self.prompt_tokens,
             answer_tokens=self.remaining_tokens,
-            placement=self.arrived.placement,
-            kv_path=self.arrived.kv_path,
+            placement=arrived.placement,
+            kv_path=arrived.kv_path,
+            session=arrived.session,
+            bound=bound,
+            must_keep=must_keep,
+            pin=arrived.pin,
+            labels=arrived.labels,
+            first_key=next((keys[0] for keys in self.chains.values() if keys), 0),
+            seconds_left=None if arrived.deadline is None else (arrived.deadline - now) / SECOND,
         )
 
     def emits_prefill_token(self, kv_path: KvPath) -> bool:

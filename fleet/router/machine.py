@@ -25,9 +25,11 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, ModelCard
 from fleet.roles import KvPath, Phase, Placement
+from fleet.router.candidates import Asked, Chance
 from fleet.router.live import LiveRequest, Stage, Turn, Work, advance
 from fleet.router.messages import (
     Arrived,
+    CacheAssumed,
     Cancelled,
     CancelWork,
     Command,
@@ -46,10 +48,16 @@ from fleet.router.messages import (
     WorkerJoined,
     WorkerLeft,
     WorkRejected,
+    work_id,
 )
-from fleet.router.placement import Chance, Impossible, Placed, Wait, Why, decide, decide_decode
+from fleet.router.placement import Cause, Decision, Impossible, Wait, Why, decide, decide_decode
+from fleet.router.policies.built_in import parameters
+from fleet.router.policies.built_in import policy as built_in_policy
+from fleet.router.policies.ports import Policy
+from fleet.router.pool import KnownWorker
 from fleet.router.ranked import Ranked
-from fleet.router.roster import KnownWorker, Roster
+from fleet.router.roster import Roster
+from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import Counters, Explanation, RouterSnapshot
 from fleet.router.waiting import Waiting, WaitingRoom, rank
@@ -72,19 +80,31 @@ _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING
 class RouterMachine:
     """All requests of one router."""
 
-    def __init__(self, settings: RouterSettings, chance: Chance):
+    def __init__(self, settings: RouterSettings, chance: Chance, policy: Policy | None = None):
+        """A router that knows nobody yet.
+
+        Args:
+            settings: Its settings.
+            chance: Where ties get their luck from.
+            policy: That chooses workers; by default the one that settings name, if it is one of ours.
+
+        Raises:
+            ConfigurationRefused: Settings name another, or give it parameters that it does not take.
+        """
         self._settings = settings
+        self._policy = policy or built_in_policy(settings.policy, parameters(settings))
+        self._sessions = Sessions(settings.session_ttl_seconds, settings.max_sessions)
         self._chance = chance
         self._roster = Roster(settings)
         self._live: dict[RequestId, LiveRequest] = {}
         self._works: dict[RequestId, Work] = {}
-        self._waiting = WaitingRoom(settings.tenant_weights)
+        self._waiting = WaitingRoom({name: tenant.weight for name, tenant in settings.tenants.items()})
         self._deadlines = Ranked()
         self._seq = 0
         self._works_begun = 0
         self._freed: dict[ModelName, None] = {}  # models whose queue may move since room was made
         self._counters = Counters()
-        self._explained: dict[RequestId, list[Placed]] = {}
+        self._explained: dict[RequestId, list[Decision]] = {}
 
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
         """Take in what happened; returns what to do about it, in order."""
@@ -95,6 +115,9 @@ class RouterMachine:
             case KvChanged():
                 if self._roster.get(event.worker_id) is not None:
                     self._roster.cache_changed(event.worker_id, event.events)
+            case CacheAssumed():
+                if self._roster.get(event.worker_id) is not None:
+                    self._roster.cache_assumed(event.worker_id, event.stored, event.removed)
             case StoreChanged():
                 self._roster.store_changed(event)
             case Arrived():
@@ -112,7 +135,7 @@ class RouterMachine:
                 self._left(event.worker_id, now, out)
             case WorkerDraining():
                 if (worker := self._roster.get(event.worker_id)) is not None:
-                    worker.draining = True
+                    self._roster.drain(event.worker_id)
                     self._freed[worker.description.model] = None  # who waited for nobody else is refused now
             case WorkRejected():
                 self._rejected(event, now, out)
@@ -202,22 +225,27 @@ class RouterMachine:
 
     # Placement.
 
-    def _place(self, live: LiveRequest, now: Nanos, out: list[Command]) -> Placed | Wait | Impossible:
+    def _place(self, live: LiveRequest, now: Nanos, out: list[Command]) -> Decision | Wait | Impossible:
         """Place a queued or new request; after anything but `Wait` it is in no queue."""
         standings = self._roster.standings(live)
-        asked = live.asked()
-        outcome = decide(asked, standings, self._settings, self._chance)
+        asked = self._asked(live, now)
+        outcome = decide(asked, standings, self._policy, self._settings, self._chance)
         if isinstance(outcome, Impossible) and live.failures:
             # Overrides bind the first placement; after a failure, an answer by another way is better than none.
-            free = structs.replace(asked, placement=Placement.AUTO, kv_path=None)
-            outcome = decide(free, standings, self._settings, self._chance)
+            free = structs.replace(asked, placement=Placement.AUTO, kv_path=None, pin=None)
+            outcome = decide(free, standings, self._policy, self._settings, self._chance)
             if isinstance(outcome, Impossible):
-                outcome = Impossible(reason=Reason.WORKER_LOST, message=f"its worker was lost; {outcome.message}")
+                message = f"its worker was lost; {outcome.message}"
+                outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
         match outcome:
-            case Placed():
+            case Decision():
                 self._waiting.served(live.id, outcome.prefill_tokens, now)
                 self._dispatch(live, outcome, now, out)
             case Impossible():
+                causes = self._counters.impossible
+                causes[outcome.cause] = causes.get(outcome.cause, 0) + 1
+                if outcome.cause is Cause.SESSION_LOST:
+                    self._sessions.forget(live.session_key)
                 self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field)
             case Wait():
                 pass
@@ -225,19 +253,28 @@ class RouterMachine:
                 assert_never(outcome)
         return outcome
 
-    def _dispatch(self, live: LiveRequest, placed: Placed, now: Nanos, out: list[Command]) -> None:
+    def _asked(self, live: LiveRequest, now: Nanos) -> Asked:
+        affinity = self._settings.session_affinity
+        if affinity == "off" or not live.arrived.session:
+            return live.asked(now)
+        bound = self._sessions.bound(live.session_key, now)
+        return live.asked(now, bound=bound, must_keep=affinity == "hard" and bound is not None)
+
+    def _dispatch(self, live: LiveRequest, placed: Decision, now: Nanos, out: list[Command]) -> None:
         self._record(live, placed)
         live.placed = placed
         live.stage = advance(live.stage, Turn.DISPATCHED)
+        if live.arrived.session and self._settings.session_affinity != "off":
+            self._sessions.bind(live.session_key, placed.decode, now)
         if placed.prefill is None:
-            self._book(live, placed.decode, placed.prefill_tokens)
+            self._book(live, placed.decode, placed.prefill_tokens, now)
             self._start(live, placed.decode, Phase.AGGREGATED, now, out)
         else:
-            self._book(live, placed.decode, 0)
-            self._book(live, placed.prefill, placed.prefill_tokens)
+            self._book(live, placed.decode, 0, now)
+            self._book(live, placed.prefill, placed.prefill_tokens, now)
             self._start(live, placed.prefill, Phase.PREFILL, now, out, kv_path=placed.kv_path)
 
-    def _record(self, live: LiveRequest, placed: Placed) -> None:
+    def _record(self, live: LiveRequest, placed: Decision) -> None:
         counters = self._counters
         counters.placements[placed.why] = counters.placements.get(placed.why, 0) + 1
         if placed.prefill is None:
@@ -252,10 +289,11 @@ class RouterMachine:
         if len(self._explained) > self._settings.explained_requests:
             del self._explained[next(iter(self._explained))]
 
-    def _book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int) -> None:
+    def _book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> None:
         worker = self._roster[worker_id]
         keys = live.keys(worker.description.block_tokens)
-        worker.bookings.book(live.id, keys, live.prompt_tokens, prefill_tokens)
+        expected = live.arrived.expected_tokens - len(live.sent)
+        worker.bookings.book(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=max(0, expected))
         live.booked_on.append(worker_id)
 
     def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
@@ -275,9 +313,7 @@ class RouterMachine:
         handoff: Handoff | None = None,
     ) -> None:
         self._works_begun += 1  # never starts again: a client may use the id of a request that has ended
-        work = Work(
-            id=RequestId(f"{live.id}#{self._works_begun}"), request_id=live.id, worker_id=worker_id, phase=phase
-        )
+        work = Work(id=work_id(live.id, self._works_begun), request_id=live.id, worker_id=worker_id, phase=phase)
         live.work = work
         self._works[work.id] = work
         arrived = live.arrived
@@ -291,6 +327,7 @@ class RouterMachine:
             kv_path=kv_path,
             priority=arrived.priority,
             timeout_ms=0 if arrived.deadline is None else max(1, (arrived.deadline - now) // MILLISECOND),
+            session=arrived.session,
         )
         out.append(Dispatch(worker_id=worker_id, start=start))
 
@@ -310,13 +347,13 @@ class RouterMachine:
             elif work.phase is Phase.PREFILL:
                 self._prefilled(live, work, progress, now, out)
             else:
-                self._answered(live, work, progress, out)
+                self._answered(live, work, progress, now, out)
 
-    def _answered(self, live: LiveRequest, work: Work, progress: Progress, out: list[Command]) -> None:
+    def _answered(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.token_ids:
             if live.stage is not Stage.DECODING:
                 live.stage = advance(live.stage, Turn.FIRST_TOKEN)
-                self._roster[work.worker_id].bookings.computed(live.id)
+                self._roster[work.worker_id].bookings.computed(live.id, now)
             self._emit(live, work.worker_id, progress, out)
         if progress.finish is not None:
             self._complete(live, progress.finish, out)
@@ -334,7 +371,7 @@ class RouterMachine:
         if progress.handoff is None or not progress.token_ids:
             self._failed(live, Reason.INTERNAL, "the prefill worker handed nothing over", now, out)
             return
-        decode_id = self._decode_worker(live, self._roster[work.worker_id], progress.handoff)
+        decode_id = self._decode_worker(live, self._roster[work.worker_id], progress.handoff, now)
         if decode_id is None:
             self._failed(live, Reason.KV_MISMATCH, "no decode worker is left that can read the hand-off", now, out)
             return
@@ -345,20 +382,25 @@ class RouterMachine:
         live.stage = advance(live.stage, Turn.HANDED_OVER)
         self._start(live, decode_id, Phase.DECODE, now, out, handoff=progress.handoff)
 
-    def _decode_worker(self, live: LiveRequest, prefill: KnownWorker, handoff: Handoff) -> WorkerId | None:
+    def _decode_worker(self, live: LiveRequest, prefill: KnownWorker, handoff: Handoff, now: Nanos) -> WorkerId | None:
         """The decode worker chosen with the prefill worker; another one when that is going or gone."""
         for worker_id in live.booked_on:
             worker = self._roster[worker_id]
             if worker is not prefill and not worker.draining:
                 return worker_id
-        standings = [s for s in self._roster.standings(live) if s.worker_id != prefill.description.worker_id]
         chosen = decide_decode(
-            prefill.description, handoff.kv_path, live.asked(), standings, self._settings, self._chance
+            prefill.description,
+            handoff.kv_path,
+            live.asked(now),
+            self._roster.standings(live),
+            self._policy,
+            self._settings,
+            self._chance,
         )
         if chosen is not None:
             for worker_id in [other for other in live.booked_on if self._roster[other] is not prefill]:
                 self._release(live, worker_id)
-            self._book(live, chosen, 0)
+            self._book(live, chosen, 0, now)
         return chosen
 
     def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, out: list[Command]) -> None:
@@ -399,6 +441,7 @@ class RouterMachine:
             self._counters.late_messages += 1
             return
         live = self._live[work.request_id]
+        self._counters.kv_mismatches += rejected.reason is Reason.KV_MISMATCH
         if rejected.reason in _NOT_THE_REQUESTS_FAULT:
             self._failed(live, rejected.reason, rejected.message, now, out, blamed=self._to_blame(live, work, rejected))
         else:
@@ -518,7 +561,7 @@ class RouterMachine:
     def explain(self, request_id: RequestId) -> Explanation | None:
         """Why a request went where it went; None for one too long ago, or never placed."""
         placements = self._explained.get(request_id)
-        return None if placements is None else Explanation(placements=tuple(placements))
+        return None if placements is None else Explanation(placements=tuple(each.explained() for each in placements))
 
     def snapshot(self) -> RouterSnapshot:
         counters = self._counters
@@ -529,17 +572,21 @@ class RouterMachine:
             queued=len(self._waiting),
             index_blocks=len(self._roster.index),
             index_overflowed=self._roster.index.overflowed,
-            counters=structs.replace(counters, refused=dict(counters.refused), placements=dict(counters.placements)),
+            counters=structs.replace(
+                counters,
+                refused=dict(counters.refused),
+                placements=dict(counters.placements),
+                impossible=dict(counters.impossible),
+            ),
         )
 
     def check(self) -> None:
         """Assert that requests, work, bookings, queue and deadlines agree. For tests and the simulator."""
-        self._roster.index.check()
+        self._roster.check()
         self._waiting.check()
         queued = set(self._waiting.ids())
         booked: dict[RequestId, list[WorkerId]] = {}
         for worker in self._roster:
-            worker.bookings.check()
             for request_id in worker.bookings:
                 booked.setdefault(request_id, []).append(worker.description.worker_id)
         works = {}

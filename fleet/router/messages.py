@@ -5,6 +5,8 @@ id of its own, made by the machine and used once. `Start`, `Progress`, `Rejected
 the id of the work; `Arrived`, `Cancelled`, `Emit`, `Complete` and `Refuse` that of the request.
 """
 
+from collections.abc import Mapping, Sequence
+
 from msgspec import Struct
 
 from fleet.clock import Nanos
@@ -43,6 +45,14 @@ class KvChanged(Struct, frozen=True, kw_only=True):
     events: tuple[KvEvent, ...]
 
 
+class CacheAssumed(Struct, frozen=True, kw_only=True):
+    """What a worker that tells nothing of its prefix cache is believed to hold now, and no longer, by key."""
+
+    worker_id: WorkerId
+    stored: Sequence[int] = ()
+    removed: Sequence[int] = ()
+
+
 class StoreChanged(Struct, frozen=True, kw_only=True):
     """Changes of what a tier of a store node holds in one namespace; `reset` voids what was known of all its tiers."""
 
@@ -67,7 +77,15 @@ class WorkRejected(Struct, frozen=True, kw_only=True):
 
 
 WorkerEvent = (
-    WorkerJoined | WorkerLeft | WorkerDraining | LoadReported | KvChanged | StoreChanged | Stepped | WorkRejected
+    WorkerJoined
+    | WorkerLeft
+    | WorkerDraining
+    | LoadReported
+    | KvChanged
+    | CacheAssumed
+    | StoreChanged
+    | Stepped
+    | WorkRejected
 )
 
 
@@ -85,6 +103,10 @@ class Arrived(Struct, frozen=True, kw_only=True):
     session: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
+    pin: WorkerId | None = None  # the only worker that may answer
+    labels: tuple[str, ...] = ()  # that this worker must have
+    expected_tokens: int = 0  # of the answer, as the client believes; 0: it does not say
+    keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt's full blocks by block size, where the front knows them
 
 
 class Cancelled(Struct, frozen=True, kw_only=True):
@@ -146,3 +168,13 @@ class Refuse(Struct, frozen=True, kw_only=True):
 
 
 Command = Dispatch | CancelWork | Emit | Complete | Refuse
+
+
+def work_id(request_id: RequestId, number: int) -> RequestId:
+    """The id of a piece of work."""
+    return RequestId(f"{request_id}#{number}")
+
+
+def request_of(work: RequestId) -> RequestId:
+    """The request that a piece of work is for."""
+    return RequestId(work.rpartition("#")[0])

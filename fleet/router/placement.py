@@ -1,43 +1,49 @@
-"""Which workers serve a request: candidates, filters, scores, choice.
+"""Which workers serve a request: who can, who is best by the policy, and whether one worker or two.
 
 Rules:
 
-1. The decode worker is chosen first, as if it had to do everything: workers that decode and have room are scored by
-
-       cost = max(0, (backlog + prompt tokens) / block - credit)  +  decode blocks  +  running requests × their weight
-
-   in KV blocks. *Backlog* is prefill work booked there and not done; *credit* counts the prompt's leading blocks that
-   need no computing, by where they are (engine 1, the store's memory 0.75, a tier below that 0.5), and may eat into the
-   backlog but not below zero;
-   *decode blocks* are the unique blocks that live requests hold there, this one included. (Dynamo's cost function.)
+1. The decode worker is chosen first, as if it had to do everything: of the workers that decode and have room, the one that the
+   policy takes (`fleet.router.policies`). The default policy's cost counts, in KV blocks, the prefill that waits there and that
+   the prompt would add, less what of it is cached, and the decode blocks that live requests hold there, this one's included.
 2. Whether another worker computes the prompt is the `split` rule, and nothing else.
-3. The prefill worker is the cheapest of those that pair with the decode worker, by the same cost without the decode
-   term: it holds blocks only while it computes. A prefill pool are workers of role PREFILL; one of role BOTH computes
-   prompts for a DECODE worker, but for another BOTH only when the client asks for it: that would move work for nothing.
-4. Two workers pair when their KV layouts have equal fingerprints and there is a way for the blocks that both can go:
-   through one and the same store, or direct. The store is the first choice unless settings prefer direct.
-5. The lowest cost wins; exact ties are drawn uniformly. Every decision carries the terms of all candidates.
-6. What the client asked for and nobody can do is refused, naming the field; what cannot be done *now* waits.
+3. The prefill worker is chosen by the same policy among those that pair with the decode worker, without the decode term: it
+   holds blocks only while it computes. A prefill pool are workers of role PREFILL; one of role BOTH computes prompts for a
+   DECODE worker, but for another BOTH only when the client asks for it: that would move work for nothing.
+4. Two workers pair when their blocks hold the same values (equal fingerprints) and there is a way for them that both can
+   go: through one and the same store, which takes blocks of any layout and number of ranks, or direct, where these are
+   equal too. The store is the first choice unless settings prefer direct.
+5. A decision keeps what it was made on. The terms of all candidates, which add up to their costs, are worked out from that
+   when somebody asks, by the same functions.
+6. What the client asked for and nobody can do is refused, naming the field and the cause; what cannot be done *now* waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol
 
+import numpy as np
 from msgspec import Struct
 
 from fleet.errors import Reason
 from fleet.ids import WorkerId
-from fleet.roles import KvPath, Placement, Role
+from fleet.roles import KvPath, Phase, Placement, Role
+from fleet.router.candidates import (
+    BELOW_BLOCKS,
+    BLOCK_TOKENS,
+    COMING_BLOCKS,
+    ENGINE_BLOCKS,
+    LIMIT,
+    REQUESTS,
+    STORE_BLOCKS,
+    Asked,
+    Candidates,
+    Chance,
+    Flags,
+    Rows,
+)
+from fleet.router.members import Members, Standings, common_path
+from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
 from fleet.work import Description
-from kvstore.block import blocks_for
-
-
-class Chance(Protocol):
-    """Where ties get their luck from; `random.Random` is one."""
-
-    def randrange(self, stop: int, /) -> int: ...
 
 
 class Why(StrEnum):
@@ -58,6 +64,9 @@ class Why(StrEnum):
 class Unfit(StrEnum):
     """Why a worker was no candidate."""
 
+    NOT_PINNED = "not_pinned"  # the client named another
+    LABEL_MISSING = "label_missing"
+    OTHER_SESSION = "other_session"  # the session is kept on another
     DRAINING = "draining"
     FAILED_BEFORE = "failed_before"  # this very request
     TOO_SMALL = "too_small"  # the prompt does not fit
@@ -65,52 +74,31 @@ class Unfit(StrEnum):
     NO_PAIR = "no_pair"  # a pair was asked for, and nobody pairs with it
 
 
-class Standing(Struct, frozen=True, kw_only=True):
-    """One worker as it stands for one request."""
+class Cause(StrEnum):
+    """Why nobody can serve a request. Public and stable, as `Reason` is; finer."""
 
-    description: Description
-    draining: bool = False
-    failed: bool = False  # on this request, in this incarnation
-    backlog_tokens: int = 0  # of prefill booked and not done
-    active_blocks: int = 0  # unique, of live requests
-    new_blocks: int  # unique, that this prompt would add
-    requests: int = 0  # booked
-    engine_blocks: int = 0  # leading blocks of the prompt in the engine's cache
-    store_blocks: int = 0  # leading blocks beyond those that the worker's store holds in memory
-    below_blocks: int = 0  # leading blocks beyond those that it holds in a slower tier
-
-    @property
-    def held_blocks(self) -> int:
-        """Leading blocks that need no computing."""
-        return self.engine_blocks + self.store_blocks + self.below_blocks
-
-    @property
-    def worker_id(self) -> WorkerId:
-        return self.description.worker_id
-
-    @property
-    def decodes(self) -> bool:
-        return self.description.role is not Role.PREFILL
+    NO_WORKER = "no_worker"
+    ALL_DRAINING = "all_draining"
+    ALL_FAILED = "all_failed"
+    TOO_LARGE = "too_large"
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    NO_PAIR = "no_pair"
+    NO_PATH = "no_path"
+    PIN_UNKNOWN = "pin_unknown"
+    PIN_UNFIT = "pin_unfit"
+    NO_LABEL = "no_label"
+    SESSION_LOST = "session_lost"
 
 
-class Asked(Struct, frozen=True, kw_only=True):
-    """What placement has to know of a request."""
-
-    prompt_tokens: int
-    answer_tokens: int = 1  # at most
-    placement: Placement = Placement.AUTO
-    kv_path: KvPath | None = None
+_SESSION_GONE = {Unfit.OTHER_SESSION, Unfit.DRAINING, Unfit.FAILED_BEFORE}
 
 
 class Terms(Struct, frozen=True, kw_only=True):
-    """A candidate's cost, in blocks: ``max(0, prefill - credit) + decode + requests``."""
+    """A candidate's cost, and the terms that add up to it."""
 
     worker_id: WorkerId
-    prefill: float
-    credit: float
-    decode: float
-    requests: float
     cost: float
+    parts: dict[str, float]
 
 
 class Placed(Struct, frozen=True, kw_only=True):
@@ -120,11 +108,51 @@ class Placed(Struct, frozen=True, kw_only=True):
     prefill: WorkerId | None = None
     kv_path: KvPath | None = None
     why: Why
+    policy: str  # that chose the decode worker
+    prefill_policy: str = ""
     uncached_tokens: int  # that the decode worker would have to compute itself
     prefill_tokens: int  # that whoever computes the prompt has to compute
     candidates: tuple[Terms, ...]
     prefill_candidates: tuple[Terms, ...] = ()
     unfit: tuple[tuple[WorkerId, Unfit], ...] = ()
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """What was decided, and on what. Without `prefill` the decode worker does it all."""
+
+    decode: WorkerId
+    prefill: WorkerId | None = None
+    kv_path: KvPath | None = None
+    why: Why
+    uncached_tokens: int
+    prefill_tokens: int
+    asked: Asked
+    standings: Standings
+    rows: Rows  # of the candidates
+    policy: Policy
+    prefill_rows: Rows | None = None
+    prefill_policy: Policy | None = None
+
+    def explained(self) -> Placed:
+        """The decision with the terms of all candidates."""
+        candidates = self.standings.candidates(self.rows)
+        partners: tuple[Terms, ...] = ()
+        if self.prefill_rows is not None and self.prefill_policy is not None:
+            able = self.standings.candidates(self.prefill_rows)
+            partners = _terms(self.prefill_policy, self.asked, able, Phase.PREFILL)
+        return Placed(
+            decode=self.decode,
+            prefill=self.prefill,
+            kv_path=self.kv_path,
+            why=self.why,
+            policy=self.policy.name,
+            prefill_policy="" if self.prefill_policy is None else self.prefill_policy.name,
+            uncached_tokens=self.uncached_tokens,
+            prefill_tokens=self.prefill_tokens,
+            candidates=_terms(self.policy, self.asked, candidates, Phase.AGGREGATED),
+            prefill_candidates=partners,
+            unfit=tuple(_unfit(self.asked, self.standings, set(candidates.worker_ids)).items()),
+        )
 
 
 class Wait(Struct, frozen=True):
@@ -133,64 +161,69 @@ class Wait(Struct, frozen=True):
 
 class Impossible(Struct, frozen=True, kw_only=True):
     reason: Reason
+    cause: Cause
     message: str
     field: str = ""
 
 
 def decide(
-    asked: Asked, standings: Sequence[Standing], settings: RouterSettings, chance: Chance
-) -> Placed | Wait | Impossible:
+    asked: Asked, standings: Standings, policy: Policy, settings: RouterSettings, chance: Chance
+) -> Decision | Wait | Impossible:
     """Place one request on the workers of its model (all of them, in any state)."""
-    pairs = _pairs(asked, standings, settings)
-    unfit: dict[WorkerId, Unfit] = {}
-    candidates = []
-    for standing in standings:
-        if not standing.decodes:
-            continue
-        if (cause := _unfit(standing, asked, pairs, settings)) is None:
-            candidates.append(standing)
-        else:
-            unfit[standing.worker_id] = cause
-    if not candidates:
-        return _nobody(asked, standings, unfit)
+    members, columns = standings.members, standings.columns
+    rows = _able(asked, standings).nonzero()[0]
+    if len(rows) == 0:
+        return _nobody(asked, standings)
+    place, by = policy.choose(asked, standings.candidates(rows), Phase.AGGREGATED, chance)
+    row = int(rows[place])
+    uncached = _uncached(asked, standings, row) if standings.warm else asked.prompt_tokens
 
-    terms = [score(s, asked.prompt_tokens, settings) for s in candidates]
-    decode = candidates[cheapest(terms, chance)]
-    uncached = uncached_tokens(decode, asked.prompt_tokens)
-    if (partnered := pairs.get(decode.worker_id)) is None:
-        partnered = partners(decode, standings, asked, settings)
-    free = [(p, path) for p, path in partnered if _has_room(p, settings)]
-    splitting, why = split(
-        asked.placement,
-        uncached,
-        settings.remote_prefill_min_tokens,
-        pool=_pool(decode, standings, asked.placement),
-        paired=bool(partnered),
-        free=bool(free),
-    )
-    if why is Why.NO_COMPATIBLE_PAIR and asked.kv_path is not None:
-        return _no_pair(asked)
-    if not splitting:
-        return Placed(
-            decode=decode.worker_id,
-            why=why,
-            uncached_tokens=uncached,
-            prefill_tokens=uncached,
-            candidates=tuple(terms),
-            unfit=tuple(unfit.items()),
+    if asked.placement is Placement.AUTO and uncached < settings.remote_prefill_min_tokens:
+        splitting, why = False, Why.SHORT_UNCACHED_PROMPT
+    elif asked.placement is Placement.AGGREGATED:
+        splitting, why = False, Why.ASKED_BY_CLIENT
+    else:
+        partners = members.partners(row, asked.placement, asked.kv_path)
+        alive = partners.pool[~standings.draining[partners.pool]]
+        paired = standings.able[partners.rows] & _fits(asked, members, answer_tokens=1)[partners.rows]
+        free = (paired & (columns[REQUESTS] < columns[LIMIT])[partners.rows]).nonzero()[0]
+        splitting, why = split(
+            asked.placement,
+            uncached,
+            settings.remote_prefill_min_tokens,
+            pool=_pool(standings, alive),
+            paired=bool(paired.any()),
+            free=len(free) > 0,
         )
-    prefill_terms = [score(p, asked.prompt_tokens, settings, decoding=False) for p, _ in free]
-    prefill, kv_path = free[cheapest(prefill_terms, chance)]
-    return Placed(
-        decode=decode.worker_id,
-        prefill=prefill.worker_id,
-        kv_path=kv_path,
+        if why is Why.NO_COMPATIBLE_PAIR and asked.kv_path is not None:
+            return _no_pair(asked)
+        if splitting:
+            prefill_rows = partners.rows[free]
+            place, prefill_by = policy.choose(asked, standings.candidates(prefill_rows), Phase.PREFILL, chance)
+            prefill_row = int(prefill_rows[place])
+            return Decision(
+                decode=members.worker_ids[row],
+                prefill=members.worker_ids[prefill_row],
+                kv_path=partners.paths[int(free[place])],
+                why=why,
+                uncached_tokens=uncached,
+                prefill_tokens=_uncached(asked, standings, prefill_row, coming=True),
+                asked=asked,
+                standings=standings,
+                rows=rows,
+                policy=by,
+                prefill_rows=prefill_rows,
+                prefill_policy=prefill_by,
+            )
+    return Decision(
+        decode=members.worker_ids[row],
         why=why,
         uncached_tokens=uncached,
-        prefill_tokens=uncached_tokens(prefill, asked.prompt_tokens),
-        candidates=tuple(terms),
-        prefill_candidates=tuple(prefill_terms),
-        unfit=tuple(unfit.items()),
+        prefill_tokens=_uncached(asked, standings, row, coming=True) if standings.warm else uncached,
+        asked=asked,
+        standings=standings,
+        rows=rows,
+        policy=by,
     )
 
 
@@ -198,7 +231,8 @@ def decide_decode(
     prefill: Description,
     kv_path: KvPath,
     asked: Asked,
-    standings: Sequence[Standing],
+    standings: Standings,
+    policy: Policy,
     settings: RouterSettings,
     chance: Chance,
 ) -> WorkerId | None:
@@ -206,19 +240,22 @@ def decide_decode(
 
     Limits give way here: the work is already under way, and a queue would only keep its blocks from being freed.
     """
-    able = [
-        s
-        for s in standings
-        if s.decodes
-        and not (s.draining or s.failed)
-        and _fits(s, asked.prompt_tokens, asked.answer_tokens)
-        and common_path(prefill, s.description, kv_path, settings) is not None
+    members, columns = standings.members, standings.columns
+    able = standings.able & members.decodes & _fits(asked, members, asked.answer_tokens)
+    reads = [
+        row
+        for row in able.nonzero()[0].tolist()
+        if members.worker_ids[row] != prefill.worker_id
+        and common_path(prefill, members.descriptions[row], kv_path, settings) is not None
     ]
-    if not able:
+    if not reads:
         return None
-    roomy = [s for s in able if _has_room(s, settings)] or able
-    terms = [score(s, asked.prompt_tokens, settings) for s in roomy]
-    return roomy[cheapest(terms, chance)].worker_id
+    rows = np.array(reads, dtype=np.intp)
+    roomy = rows[columns[REQUESTS, rows] < columns[LIMIT, rows]]
+    if len(roomy) > 0:
+        rows = roomy
+    place, _ = policy.choose(asked, standings.candidates(rows), Phase.AGGREGATED, chance)
+    return members.worker_ids[int(rows[place])]
 
 
 class Pool(StrEnum):
@@ -257,165 +294,195 @@ def split(
     return True, Why.PROMPT_LONG_UNCACHED
 
 
-def score(standing: Standing, prompt_tokens: int, settings: RouterSettings, *, decoding: bool = True) -> Terms:
-    """Cost of a candidate (rule 1); for prefill work without the decode term (rule 3)."""
-    prefill = (standing.backlog_tokens + prompt_tokens) / standing.description.block_tokens
-    credit = (
-        settings.engine_hit_credit * standing.engine_blocks
-        + settings.store_hit_credit * standing.store_blocks
-        + settings.lower_tier_hit_credit * standing.below_blocks
-    )
-    decode = float(standing.active_blocks + standing.new_blocks) if decoding else 0.0
-    requests = settings.running_request_blocks * standing.requests
-    return Terms(
-        worker_id=standing.worker_id,
-        prefill=prefill,
-        credit=credit,
-        decode=decode,
-        requests=requests,
-        cost=max(0.0, prefill - credit) + decode + requests,
-    )
-
-
-def cheapest(terms: Sequence[Terms], chance: Chance) -> int:
-    """Index of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares."""
-    lowest = min(term.cost for term in terms)
-    ties = [index for index, term in enumerate(terms) if term.cost == lowest]
-    return ties[0] if len(ties) == 1 else ties[chance.randrange(len(ties))]
-
-
-def uncached_tokens(standing: Standing, prompt_tokens: int) -> int:
-    """Prompt tokens that this worker would have to compute: at least one, since the last one yields the first answer."""
-    return max(1, prompt_tokens - standing.held_blocks * standing.description.block_tokens)
-
-
-def partners(
-    decode: Standing, standings: Sequence[Standing], asked: Asked, settings: RouterSettings
-) -> list[tuple[Standing, KvPath]]:
-    """Prefill workers that pair with a decode worker (rules 3 and 4), each with the way for the blocks."""
-    return [
-        (prefill, path)
-        for prefill in standings
-        if _prefills_for(prefill, decode, asked.placement)
-        and not (prefill.draining or prefill.failed)
-        and _fits(prefill, asked.prompt_tokens, answer_tokens=1)
-        and (path := common_path(prefill.description, decode.description, asked.kv_path, settings)) is not None
-    ]
-
-
-def common_path(
-    prefill: Description, decode: Description, asked: KvPath | None, settings: RouterSettings
-) -> KvPath | None:
-    """The way that blocks take from one worker to another; None when there is none, or not the one asked for."""
-    if prefill.fingerprint != decode.fingerprint:
-        return None
-    open_paths = [path for path in KvPath if path in prefill.kv_paths and path in decode.kv_paths]
-    if KvPath.STORE in open_paths and (prefill.store_id is None or prefill.store_id != decode.store_id):
-        open_paths.remove(KvPath.STORE)
-    if asked is not None:
-        return asked if asked in open_paths else None
-    preferred = KvPath.DIRECT if settings.prefer_direct else KvPath.STORE
-    return preferred if preferred in open_paths else next(iter(open_paths), None)
-
-
-def limit(description: Description, settings: RouterSettings) -> int:
-    """Requests that may be booked on a worker."""
-    return max(1, int(description.max_running * settings.oversubscribe))
-
-
-def _has_room(standing: Standing, settings: RouterSettings) -> bool:
-    return standing.requests < limit(standing.description, settings)
-
-
-def _fits(standing: Standing, prompt_tokens: int, answer_tokens: int) -> bool:
-    """Whether prompt and answer fit into the model's length, and the prompt and one token into the cache."""
-    description = standing.description
-    return (
-        prompt_tokens + answer_tokens <= description.max_model_len
-        and blocks_for(prompt_tokens + 1, description.block_tokens) <= description.kv_blocks
-    )
-
-
-def _prefills_for(prefill: Standing, decode: Standing, placement: Placement) -> bool:
-    if prefill.worker_id == decode.worker_id:
-        return False
-    match prefill.description.role:
-        case Role.PREFILL:
-            return True
-        case Role.BOTH:
-            return decode.description.role is Role.DECODE or placement is Placement.DISAGGREGATED
-        case Role.DECODE:
-            return False
-
-
-def _pairs(
-    asked: Asked, standings: Sequence[Standing], settings: RouterSettings
-) -> dict[WorkerId, list[tuple[Standing, KvPath]]]:
-    """Partners of every decode worker, where a pair was asked for; else only the chosen one's are looked for."""
-    if asked.placement is not Placement.DISAGGREGATED:
-        return {}
-    return {s.worker_id: partners(s, standings, asked, settings) for s in standings if s.decodes}
-
-
-def _pool(decode: Standing, standings: Sequence[Standing], placement: Placement) -> Pool:
-    pool = [s for s in standings if _prefills_for(s, decode, placement) and not s.draining]
-    if not pool:
-        return Pool.EMPTY
-    return Pool.ALL_FAILED if all(s.failed for s in pool) else Pool.ALIVE
-
-
-def _unfit(
-    standing: Standing,
-    asked: Asked,
-    pairs: dict[WorkerId, list[tuple[Standing, KvPath]]],
-    settings: RouterSettings,
-) -> Unfit | None:
-    if standing.draining:
-        return Unfit.DRAINING
-    if standing.failed:
-        return Unfit.FAILED_BEFORE
-    if not _fits(standing, asked.prompt_tokens, asked.answer_tokens):
-        return Unfit.TOO_SMALL
+def _able(asked: Asked, standings: Standings) -> Flags:
+    """Who is a candidate."""
+    members, columns = standings.members, standings.columns
+    able = standings.able & members.decodes
+    able &= columns[REQUESTS] < columns[LIMIT]
+    if asked.prompt_tokens + asked.answer_tokens > members.shortest or asked.prompt_tokens >= members.smallest:
+        able &= _fits(asked, members, asked.answer_tokens)
+    if asked.pin is not None or asked.labels or asked.must_keep:
+        able &= np.array([_excluded(asked, members, row) is None for row in range(len(members))], dtype=np.bool_)
     if asked.placement is Placement.DISAGGREGATED:
-        partnered = pairs[standing.worker_id]
-        if not partnered:
-            return Unfit.NO_PAIR
-        if not any(_has_room(prefill, settings) for prefill, _ in partnered):
-            return Unfit.AT_LIMIT  # half of the pair is
-    if not _has_room(standing, settings):
-        return Unfit.AT_LIMIT
+        for row in able.nonzero()[0].tolist():
+            able[row] = len(_free_partners(asked, standings, row)) > 0
+    return able
+
+
+def _fits(asked: Asked, members: Members, answer_tokens: int) -> Flags:
+    """Whether prompt and answer fit into the model's length, and the prompt and one token into the cache."""
+    fits: Flags = (asked.prompt_tokens + answer_tokens <= members.lengths) & (
+        asked.prompt_tokens + 1 <= members.capacities
+    )
+    return fits
+
+
+def _paired(asked: Asked, standings: Standings, decode_row: int) -> Rows:
+    """Prefill workers that pair with a decode worker and could take the prompt, had they room."""
+    rows = standings.members.partners(decode_row, asked.placement, asked.kv_path).rows
+    return rows[standings.able[rows] & _fits(asked, standings.members, answer_tokens=1)[rows]]
+
+
+def _free_partners(asked: Asked, standings: Standings, decode_row: int) -> Rows:
+    rows = _paired(asked, standings, decode_row)
+    return rows[standings.columns[REQUESTS, rows] < standings.columns[LIMIT, rows]]
+
+
+def _pool(standings: Standings, alive: Rows) -> Pool:
+    if len(alive) == 0:
+        return Pool.EMPTY
+    if standings.failed is not None and bool(standings.failed[alive].all()):
+        return Pool.ALL_FAILED
+    return Pool.ALIVE
+
+
+def _uncached(asked: Asked, standings: Standings, row: int, *, coming: bool = False) -> int:
+    """Prompt tokens that a worker would have to compute: at least one, since the last one yields the first answer.
+
+    Blocks that are coming count as cached where it is about work, and not where it is about whether there is something to
+    hand over: on a decode worker they may come from the very hand-off.
+    """
+    quantities = standings.columns[:, row].tolist()
+    held = quantities[ENGINE_BLOCKS] + quantities[STORE_BLOCKS] + quantities[BELOW_BLOCKS]
+    if coming:
+        held += quantities[COMING_BLOCKS]
+    return max(1, asked.prompt_tokens - int(held * quantities[BLOCK_TOKENS]))
+
+
+def _excluded(asked: Asked, members: Members, row: int) -> Unfit | None:
+    description = members.descriptions[row]
+    if asked.pin is not None and description.worker_id != asked.pin:
+        return Unfit.NOT_PINNED
+    if not set(asked.labels) <= set(description.labels):
+        return Unfit.LABEL_MISSING
+    if asked.must_keep and asked.bound is not None and description.worker_id != asked.bound:
+        return Unfit.OTHER_SESSION
     return None
 
 
-def _nobody(asked: Asked, standings: Sequence[Standing], unfit: dict[WorkerId, Unfit]) -> Wait | Impossible:
+def _unfit(asked: Asked, standings: Standings, candidates: set[WorkerId]) -> dict[WorkerId, Unfit]:
+    """Why each of the others was no candidate."""
+    members, columns = standings.members, standings.columns
+    fits = _fits(asked, members, asked.answer_tokens)
+    causes = {}
+    for row in members.decodes.nonzero()[0].tolist():
+        worker_id = members.worker_ids[row]
+        if worker_id in candidates:
+            continue
+        if (cause := _excluded(asked, members, row)) is not None:
+            causes[worker_id] = cause
+        elif standings.draining[row]:
+            causes[worker_id] = Unfit.DRAINING
+        elif standings.failed is not None and standings.failed[row]:
+            causes[worker_id] = Unfit.FAILED_BEFORE
+        elif not fits[row]:
+            causes[worker_id] = Unfit.TOO_SMALL
+        elif asked.placement is Placement.DISAGGREGATED and not len(_paired(asked, standings, row)):
+            causes[worker_id] = Unfit.NO_PAIR
+        else:
+            assert columns[REQUESTS, row] >= columns[LIMIT, row] or asked.placement is Placement.DISAGGREGATED
+            causes[worker_id] = Unfit.AT_LIMIT  # or half of its pair is
+    return causes
+
+
+def _nobody(asked: Asked, standings: Standings) -> Wait | Impossible:
     """Why there is no candidate: the cause that time can mend comes first."""
-    causes = unfit.values()
+    members = standings.members
+    unfit = _unfit(asked, standings, set())
+    causes = set(unfit.values())
     if Unfit.AT_LIMIT in causes:
         return Wait()
+    if asked.pin is not None and causes <= {Unfit.NOT_PINNED}:
+        return Impossible(
+            reason=Reason.INVALID_ARGUMENT,
+            cause=Cause.PIN_UNKNOWN,
+            message=f"worker: {asked.pin} is no worker that answers for this model; leave it out to let the router choose",
+            field="worker",
+        )
+    if asked.must_keep and Unfit.OTHER_SESSION in causes and causes <= _SESSION_GONE:
+        return Impossible(
+            reason=Reason.WORKER_LOST,
+            cause=Cause.SESSION_LOST,
+            message=f"session: its worker {asked.bound} is gone; the next request of the session starts on another",
+            field="session",
+        )
+    if asked.pin is not None and Unfit.NO_PAIR not in causes and Unfit.TOO_SMALL not in causes:
+        return Impossible(
+            reason=Reason.NO_WORKER,
+            cause=Cause.PIN_UNFIT,
+            message=f"worker: {asked.pin} takes no requests now ({unfit[asked.pin].value}); name another or none",
+            field="worker",
+        )
     if Unfit.NO_PAIR in causes:
-        if not any(s.description.role is not Role.DECODE and not s.draining for s in standings):
-            return Impossible(reason=Reason.NO_WORKER, message="no prefill worker is up", field="placement")
+        roles = zip(members.descriptions, standings.draining.tolist(), strict=True)
+        if not any(each.role is not Role.DECODE and not draining for each, draining in roles):
+            return Impossible(
+                reason=Reason.NO_WORKER,
+                cause=Cause.NO_PREFILL_WORKER,
+                message="no prefill worker is up",
+                field="placement",
+            )
         return _no_pair(asked)
     if Unfit.TOO_SMALL in causes:
-        longest = max(s.description.max_model_len for s in standings if s.decodes)
+        longest = max(each.max_model_len for each in members.descriptions if each.role is not Role.PREFILL)
         return Impossible(
             reason=Reason.TOO_LARGE,
+            cause=Cause.TOO_LARGE,
             message=f"prompt: {asked.prompt_tokens} tokens and {asked.answer_tokens} to generate fit no worker of this "
             f"model (longest: {longest})",
             field="prompt",
         )
     if Unfit.FAILED_BEFORE in causes:
-        return Impossible(reason=Reason.WORKER_LOST, message="every worker of this model has failed the request")
-    return Impossible(reason=Reason.NO_WORKER, message="no worker serves this model now; retry when one is up")
+        return Impossible(
+            reason=Reason.WORKER_LOST,
+            cause=Cause.ALL_FAILED,
+            message="every worker of this model has failed the request",
+        )
+    if Unfit.LABEL_MISSING in causes:
+        return Impossible(
+            reason=Reason.NO_WORKER,
+            cause=Cause.NO_LABEL,
+            message=f"labels: no worker that takes requests has {', '.join(asked.labels)}",
+            field="labels",
+        )
+    if Unfit.DRAINING in causes:
+        return Impossible(
+            reason=Reason.NO_WORKER,
+            cause=Cause.ALL_DRAINING,
+            message="all workers of this model are going away; retry when another is up",
+        )
+    return Impossible(
+        reason=Reason.NO_WORKER,
+        cause=Cause.NO_WORKER,
+        message="no worker serves this model now; retry when one is up",
+    )
 
 
 def _no_pair(asked: Asked) -> Impossible:
     if asked.kv_path is None:
         return Impossible(
-            reason=Reason.KV_MISMATCH, message="placement: no prefill and decode worker fit together", field="placement"
+            reason=Reason.KV_MISMATCH,
+            cause=Cause.NO_PAIR,
+            message="placement: no prefill and decode worker fit together",
+            field="placement",
         )
     return Impossible(
         reason=Reason.KV_MISMATCH,
+        cause=Cause.NO_PATH,
         message=f"kv_path: no prefill and decode worker share the path {asked.kv_path.value}",
         field="kv_path",
+    )
+
+
+def _terms(policy: Policy, asked: Asked, candidates: Candidates, phase: Phase) -> tuple[Terms, ...]:
+    parts: Mapping[str, list[float]] = {
+        name: costs.tolist() for name, costs in policy.costs(asked, candidates, phase).items()
+    }
+    return tuple(
+        Terms(
+            worker_id=worker_id,
+            cost=sum(costs[place] for costs in parts.values()),
+            parts={name: costs[place] for name, costs in parts.items()},
+        )
+        for place, worker_id in enumerate(candidates.worker_ids)
     )

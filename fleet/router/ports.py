@@ -1,20 +1,19 @@
 """What the router's server needs of the world."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import ChatMessage, TokenBytes
-from fleet.router.messages import WorkerEvent
 from fleet.work import Start
 
 
 class Workers(Protocol):
-    """All workers of the cluster, behind one door."""
+    """All workers of the cluster, behind one door.
 
-    def events(self) -> AsyncIterator[WorkerEvent]:
-        """What workers do: join, leave, advance requests, change their caches; one consumer, per-worker order kept."""
-        ...
+    What they do (join, leave, advance requests, change their caches) is told to `RouterServer.hear`, each worker's doings
+    in their order. What is told from within these calls is heard after them.
+    """
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
         """Send work. Never blocks.

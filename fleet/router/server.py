@@ -1,14 +1,15 @@
 """The async shell of a router: hears workers and clients, lets the machine decide, does what it says.
 
-Flow: front -> `submit` -> machine -> `Workers.start`; `Workers.events()` -> machine -> `RequestStream` -> front. Between
-hearing an event and having performed its commands there is no `await`: nothing can come in between.
+Flow: front -> `submit` -> machine -> `Workers.start`; workers -> `hear` -> machine -> `RequestStream` -> front. Between
+hearing an event and having performed its commands there is no `await`: nothing can come in between. What performing a
+command brings about is heard after all commands that were given with it.
 """
 
 import asyncio
 import logging
 from collections import deque
 from types import TracebackType
-from typing import Never, Self, assert_never
+from typing import Never, Protocol, Self, assert_never
 
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.errors import Reason, Refused
@@ -27,12 +28,21 @@ from fleet.router.messages import (
     RouterEvent,
     Ticked,
     Undelivered,
+    WorkerEvent,
 )
 from fleet.router.ports import Workers, WorkerUnreachable
 from fleet.router.snapshot import Explanation, RouterSnapshot
 from fleet.work import Progress
 
 log = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Who hears how one request goes on; called between two turns of the event loop, and must not wait."""
+
+    def put(self, item: Emit | Complete | Refused) -> None:
+        """What the machine has for this client; after anything but `Emit` nothing follows."""
+        ...
 
 
 class RequestStream:
@@ -104,7 +114,11 @@ class RouterServer:
         self._machine = machine
         self._workers = workers
         self._clock = clock
-        self._streams: dict[RequestId, RequestStream] = {}
+        self._streams: dict[RequestId, Listener] = {}
+        self._unheard: deque[RouterEvent] = deque()
+        self._absorbing = False
+        self._broken: Exception | None = None  # a bug, met in the middle of a decision
+        self._broke = asyncio.Event()
         self._closed = False  # nothing is taken any more
         self._idle = asyncio.Event()
         self._idle.set()
@@ -114,6 +128,15 @@ class RouterServer:
     def submit(self, arrived: Arrived) -> RequestStream:
         """A request to be entered: ``async with server.submit(arrived) as progress: async for ...``."""
         return RequestStream(arrived, self)
+
+    def hear(self, event: WorkerEvent) -> None:
+        """Take in at once what a worker did. What goes wrong with it ends `run`: whoever calls this reads a socket, say."""
+        try:
+            self._absorb(event)
+        except Exception as bug:  # supervisor: nothing that the machine says can be trusted any more
+            self._broken = bug
+            self._broke.set()
+            raise
 
     def models(self) -> tuple[ModelCard, ...]:
         return self._machine.models()
@@ -128,14 +151,16 @@ class RouterServer:
         """Serve until cancelled; then every open stream is refused."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._hear(), name="worker events")
                 tasks.create_task(self._keep_time(), name="deadlines")
+                await self._broke.wait()
+                assert self._broken is not None
+                raise self._broken
         finally:
             self._closed = True
             for request_id, stream in list(self._streams.items()):
                 stream.put(_going_away())
                 self.close(request_id, stream)
-        raise AssertionError("worker events ended")
+        raise AssertionError("time ended")
 
     async def drain(self, within: Nanos) -> int:
         """Take no new requests and wait for the running ones; returns how many were not over in time."""
@@ -147,8 +172,8 @@ class RouterServer:
             log.warning("requests were not over in time", extra={"requests": len(self._streams)})
         return len(self._streams)
 
-    def open(self, arrived: Arrived, stream: RequestStream) -> None:
-        """For `RequestStream`: it was entered.
+    def open(self, arrived: Arrived, stream: Listener) -> None:
+        """Take a request whose listener hears of it until it is over, or until `close`.
 
         Raises:
             Refused: This router takes no requests, or already has one of this name.
@@ -161,15 +186,11 @@ class RouterServer:
         self._idle.clear()
         self._absorb(arrived)
 
-    def close(self, request_id: RequestId, stream: RequestStream) -> None:
-        """For `RequestStream`: it was left; a request that is not over is cancelled everywhere."""
+    def close(self, request_id: RequestId, stream: Listener) -> None:
+        """Nobody listens any more; a request that is not over is cancelled everywhere."""
         if self._streams.get(request_id) is stream:
             self._forget(request_id)
             self._absorb(Cancelled(request_id=request_id))
-
-    async def _hear(self) -> None:
-        async for event in self._workers.events():
-            self._absorb(event)
 
     async def _keep_time(self) -> Never:
         """Tell the machine when a deadline has come."""
@@ -184,11 +205,18 @@ class RouterServer:
 
     def _absorb(self, event: RouterEvent) -> None:
         """Let the machine decide and do what it says; what cannot be delivered is another event."""
-        events = deque([event])
-        while events:
-            for command in self._machine.handle(events.popleft(), self._clock.now()):
-                if (failure := self._perform(command)) is not None:
-                    events.append(failure)
+        events = self._unheard
+        events.append(event)
+        if self._absorbing:  # performing a command has brought this about; the commands beside it go first
+            return
+        self._absorbing = True
+        try:
+            while events:
+                for command in self._machine.handle(events.popleft(), self._clock.now()):
+                    if (failure := self._perform(command)) is not None:
+                        events.append(failure)
+        finally:
+            self._absorbing = False
         due = self._machine.next_deadline()
         if due is not None and (self._armed is None or due < self._armed):
             self._sooner.set()

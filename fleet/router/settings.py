@@ -1,14 +1,73 @@
 """What operators may set about a router; each default says where it comes from."""
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
 from fleet.ids import ModelName
+from fleet.router.tenants import TenantSettings
 from kvstore.credentials import Credentials
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
+
+
+class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server that speaks the OpenAI API and knows nothing of Fleet, such as vLLM, llama.cpp or a hosted one."""
+
+    worker_id: Annotated[str, Meta(min_length=1)]
+    """Its name in metrics and explanations."""
+
+    url: str
+    """``http://host:port`` or ``https://host``, with what comes before ``/v1`` if anything does."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    """The name under which clients ask for its model, and under which it knows it."""
+
+    tokenizer: str = ""
+    """Hugging Face folder of its model, so that prompts are compared token by token; empty: by pieces of text."""
+
+    block_tokens: PositiveInt = 16
+    """Tokens that are compared at once (of text: 4 bytes each). With `kv_events` the server's own block size."""
+
+    kv_blocks: PositiveInt = 100_000
+    """Blocks that its prefix cache holds; more are never believed to be there."""
+
+    max_running: PositiveInt = 256
+    """Requests in one batch (vLLM's default)."""
+
+    api_key: str = ""
+    """Sent to it as a bearer token, in place of what the client sent; empty: what the client sent is passed on."""
+
+    kv_events: str = ""
+    """ZeroMQ endpoint where vLLM publishes its KV events (``tcp://host:port``); empty: what was sent there is believed
+    to be cached."""
+
+    cache_ttl_seconds: PositiveSeconds = 600.0
+    """Without `kv_events`: how long, at least half of it, a prompt is believed to be cached after it was sent."""
+
+    health_path: Annotated[str, Meta(pattern="^/")] = "/health"
+    """Asked while nothing else is heard from it. A server that has no such path is asked for ``/v1/models``."""
+
+    probe_seconds: PositiveSeconds = 2.0
+    """Between two of these questions, and for an answer."""
+
+    silence_timeout_seconds: PositiveSeconds = 600.0
+    """A request of which nothing is heard for so long has failed: longer than any queue and prefill is taken to last."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        try:
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of the port
+            usable = False
+        if not usable or parts.query or parts.fragment or parts.username:
+            raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
+        if any(not " " < character < "\x7f" for character in self.url + self.api_key):
+            raise ValueError("url and api_key: only printable ASCII without spaces is allowed")
+        if self.kv_events and not self.tokenizer:
+            raise ValueError("kv_events: needs tokenizer, since they name blocks by their tokens")
 
 
 class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,6 +82,9 @@ class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     models: dict[ModelName, str] = {}
     """Folder with tokenizer and chat template, by served model name."""
+
+    openai_workers: tuple[OpenAiWorkerSettings, ...] = ()
+    """Servers that are workers as they are, each doing whole requests: the router passes bytes on."""
 
     store: str = ""
     """gRPC address of the KV store node (``unix:/path`` or host:port); empty: there is none."""
@@ -61,8 +123,12 @@ class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     size_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """By how much each thousand prompt tokens put a request back in the queue. 0: first come, first served."""
 
-    tenant_weights: dict[str, Annotated[float, Meta(gt=0)]] = {}
-    """Shares of the prompt tokens computed while requests wait, by tenant; who is not named has 1."""
+    tenants: dict[str, TenantSettings] = {}
+    """Keys, shares and limits by tenant. Where one has a key, every request needs one."""
+
+    tenants_redis: str = ""
+    """URL of the Redis or Valkey (``redis://host:port/0``, ``unix:///path``) in which several routers keep their
+    tenants' limits together; empty: each router counts for itself."""
 
     retry_after_ms: PositiveInt = 1000
     """The hint in refusals that a retry may undo."""
@@ -82,11 +148,36 @@ class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lower_tier_hit_credit: Annotated[float, Meta(ge=0)] = 0.5
     """Credit for a block that the store has to fetch from below its memory first: SSD, Redis, another node."""
 
+    conversion_cost: Annotated[float, Meta(ge=0)] = 0.1
+    """What a block from the store costs a worker that has to convert it, since its layout or number of ranks differs from
+    the store's, in blocks of prefill. A core converts 2 GB/s or more; a block of an 8-billion model is 4 MB and takes as
+    long as a tenth of a block's prefill at 1,600 tokens a second."""
+
+    policy: Annotated[str, Meta(min_length=1)] = "fleet"
+    """How workers are chosen: a name that `fleet router policies` lists."""
+
+    policies: dict[str, dict[str, Any]] = {}
+    """Parameters by policy; only those of the chosen one are looked at."""
+
+    policy_budget_ms: Annotated[float, Meta(gt=0)] = 5.0
+    """For one decision of a policy from outside this package: after that, the default policy decides. Ours take
+    some ten microseconds; a request should not notice which one it was."""
+
+    session_affinity: Literal["off", "soft", "hard"] = "soft"
+    """Whether requests of a session go where its last one went: never for that reason, as far as the policy likes it, or
+    always; then a request whose worker is gone is refused, once."""
+
+    session_ttl_seconds: PositiveSeconds = 600.0
+    """How long an idle session is remembered: longer than people take to answer, shorter than caches keep what is unused."""
+
+    max_sessions: PositiveInt = 100_000
+    """Sessions that are remembered, about 300 bytes each; the one idle longest goes first."""
+
     max_store_blocks: PositiveInt = 2_000_000
     """Blocks of a store namespace that the index follows in each tier, about 250 bytes each; more are served but not seen."""
 
     explained_requests: PositiveInt = 1024
-    """Latest requests whose placement can be explained."""
+    """Latest requests whose placement can be explained, about 150 bytes a worker each."""
 
     heartbeat_timeout_seconds: PositiveSeconds = 3.0
     """A worker that sends nothing for so long is lost; workers report their load each second."""
@@ -96,3 +187,17 @@ class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_reconnect_seconds: PositiveSeconds = 2.0
     """Longest pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself; the message begins with the field."""
+        first: dict[str, int] = {}
+        tokenizers: dict[str, tuple[str, bool]] = {}
+        for index, worker in enumerate(self.openai_workers):
+            where = f"openai_workers[{index}]"
+            if (other := first.setdefault(worker.worker_id, index)) != index:
+                raise ValueError(f"{where}.worker_id: {worker.worker_id!r} is already openai_workers[{other}]")
+            if worker.model in self.models:
+                raise ValueError(f"{where}.model: {worker.model!r} is in `models`, whose workers are Fleet's own")
+            reading = (worker.tokenizer, bool(worker.kv_events))
+            if tokenizers.setdefault(worker.model, reading) != reading:
+                raise ValueError(f"{where}: workers of one model need the same tokenizer, and all or none kv_events")

@@ -5,7 +5,7 @@ from msgspec import Struct
 from fleet.errors import Reason
 from fleet.ids import ModelName, StoreId, WorkerId
 from fleet.roles import Role
-from fleet.router.placement import Placed, Why
+from fleet.router.placement import Cause, Placed, Why
 
 
 class Counters(Struct, kw_only=True):
@@ -17,11 +17,13 @@ class Counters(Struct, kw_only=True):
     aggregated: int = 0  # placements on one worker
     disaggregated: int = 0  # placements on a pair
     placements: dict[Why, int] = {}
+    impossible: dict[Cause, int] = {}  # requests that nobody could serve, finer than `refused`
     retried: int = 0  # attempts that failed and were followed by another
     fallbacks: int = 0  # prompts computed by the decode worker because a prefill worker had failed
     continued: int = 0  # streams that went on, on another worker, after tokens had been sent
     workers_lost: int = 0
     late_messages: int = 0  # of work that was given up before
+    kv_mismatches: int = 0  # pieces of work that workers refused with KV_MISMATCH, before a byte moved
 
     @property
     def ended(self) -> int:

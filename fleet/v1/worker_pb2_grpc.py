@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Missing associated documentation comment in .proto file."""
+    """For operators, on the worker's control address.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -34,11 +35,6 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Serve = channel.stream_stream(
-                '/fleet.v1.Worker/Serve',
-                request_serializer=fleet_dot_v1_dot_worker__pb2.RouterMessage.SerializeToString,
-                response_deserializer=fleet_dot_v1_dot_worker__pb2.WorkerMessage.FromString,
-                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/fleet.v1.Worker/Describe',
                 request_serializer=fleet_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
@@ -52,18 +48,11 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Missing associated documentation comment in .proto file."""
-
-    def Serve(self, request_iterator, context):
-        """The router opens the stream and sends `hello`; the worker answers with `description`, then sends steps,
-        load and KV events until either side ends. When the stream breaks the worker cancels the router's requests.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+    """For operators, on the worker's control address.
+    """
 
     def Describe(self, request, context):
-        """What the worker is, without opening a stream.
+        """What the worker is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,11 +68,6 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Serve': grpc.stream_stream_rpc_method_handler(
-                    servicer.Serve,
-                    request_deserializer=fleet_dot_v1_dot_worker__pb2.RouterMessage.FromString,
-                    response_serializer=fleet_dot_v1_dot_worker__pb2.WorkerMessage.SerializeToString,
-            ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=fleet_dot_v1_dot_worker__pb2.DescribeRequest.FromString,
@@ -103,34 +87,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Serve(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/fleet.v1.Worker/Serve',
-            fleet_dot_v1_dot_worker__pb2.RouterMessage.SerializeToString,
-            fleet_dot_v1_dot_worker__pb2.WorkerMessage.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
+    """For operators, on the worker's control address.
+    """
 
     @staticmethod
     def Describe(request,

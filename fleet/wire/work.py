@@ -23,6 +23,7 @@ from fleet.work import (
     Cancel,
     Description,
     Draining,
+    Goodbye,
     Handoff,
     Hello,
     KvCleared,
@@ -38,7 +39,8 @@ from fleet.work import (
     Step,
     WorkerMessage,
 )
-from kvstore.block import HASH_BYTES, SALT_BYTES, TOKEN_BYTES, split
+from kvstore.block import HASH_BYTES, SALT_BYTES, TOKEN_BYTES, HashAlgorithm, split
+from kvstore.fingerprint import Fingerprint
 
 LONGEST_TIMEOUT_MS = 2**32 - 1
 """Of `Start.timeout_ms`: 49 days. A client's deadline may be later; the router keeps it, the worker need not."""
@@ -115,6 +117,8 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
             return pb.WorkerMessage(description=encode_description(message))
         case Draining():
             return pb.WorkerMessage(draining=pb.Draining())
+        case Goodbye():
+            return pb.WorkerMessage(goodbye=pb.Goodbye(reason=message.reason))
         case _:
             assert_never(message)
 
@@ -141,6 +145,8 @@ def decode_worker_message(message: pb.WorkerMessage) -> WorkerMessage | None:
             return decode_description(message.description)
         case "draining":
             return Draining()
+        case "goodbye":
+            return Goodbye(reason=message.goodbye.reason)
         case _:
             return None
 
@@ -159,6 +165,7 @@ def encode_description(description: Description) -> pb.Description:
         kv_paths=[path.value for path in description.kv_paths],
         store_id=description.store_id or "",
         engine=description.engine,
+        kv=_kv_to_wire(description.kv),
     )
 
 
@@ -181,7 +188,21 @@ def decode_description(description: pb.Description) -> Description:
         kv_paths=tuple(_named(KvPath, path, "description.kv_paths") for path in description.kv_paths),
         store_id=StoreId(description.store_id) if description.store_id else None,
         engine=description.engine,
+        kv=_kv_from_wire(description.kv, "description.kv") if description.HasField("kv") else None,
     )
+
+
+def _kv_to_wire(kv: Fingerprint | None) -> pb.KvFingerprint | None:
+    if kv is None:
+        return None
+    return pb.KvFingerprint(**{name: getattr(kv, name) for name in kv.__struct_fields__})
+
+
+def _kv_from_wire(kv: pb.KvFingerprint, path: str) -> Fingerprint:
+    """Not whether it makes sense: whoever compares it with another one finds that out."""
+    algorithm = _named(HashAlgorithm, kv.hash_algorithm, f"{path}.hash_algorithm")
+    told = {name: getattr(kv, name) for name in Fingerprint.__struct_fields__}
+    return Fingerprint(**{**told, "hash_algorithm": algorithm})
 
 
 # Router to worker.
@@ -198,6 +219,7 @@ def _start_to_wire(start: Start) -> pb.Start:
         priority=start.priority,
         timeout_ms=min(start.timeout_ms, LONGEST_TIMEOUT_MS),
         kv_path=start.kv_path.value if start.kv_path is not None else "",
+        session=start.session,
     )
 
 
@@ -221,6 +243,7 @@ def _start_from_wire(start: pb.Start) -> Start:
             kv_path=_named(KvPath, start.kv_path, "start.kv_path") if start.kv_path else None,
             priority=start.priority,
             timeout_ms=start.timeout_ms,
+            session=start.session,
         )
     except Malformed as error:
         error.request_id = RequestId(request_id)  # so that the refusal can be told to whom it concerns
@@ -270,6 +293,7 @@ def _handoff_to_wire(handoff: Handoff) -> pb.Handoff:
         fingerprint=handoff.fingerprint,
         num_tokens=handoff.num_tokens,
         params=handoff.params,
+        kv=_kv_to_wire(handoff.kv),
     )
 
 
@@ -280,6 +304,7 @@ def _handoff_from_wire(handoff: pb.Handoff, path: str) -> Handoff:
         fingerprint=handoff.fingerprint,
         num_tokens=handoff.num_tokens,
         params=handoff.params,
+        kv=_kv_from_wire(handoff.kv, f"{path}.kv") if handoff.HasField("kv") else None,
     )
 
 

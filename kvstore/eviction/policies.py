@@ -20,8 +20,12 @@ POLICIES: Mapping[str, Callable[[], Policy[Any]]] = {  # Any: keys of whatever k
 }
 
 
-def policy(name: str) -> Policy[Any]:
+def policy(name: str, saving: Callable[[Any, int], float] | None = None) -> Policy[Any]:
     """A new policy of that name.
+
+    Args:
+        name: As settings have it.
+        saving: What a use of a block saves, for the policy that goes by it; see `HazardEviction`.
 
     Raises:
         ValueError: There is none; the message lists those that there are.
@@ -29,4 +33,4 @@ def policy(name: str) -> Policy[Any]:
     make = POLICIES.get(name)
     if make is None:
         raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")
-    return make()
+    return HazardEviction(saving) if make is HazardEviction else make()

@@ -218,9 +218,180 @@ static PyObject *py_copy(PyObject *module, PyObject *args)
     return result;
 }
 
+/* Blocks of a pool, many at a time. */
+
+#define SLOT_BYTES 20 /* offset (8), generation (8), CRC-32C (4), little-endian: kvstore.messages.SLOT */
+
+enum outcome { MOVED, GONE, CORRUPT }; /* by position in kvstore.native.checksums_twin.OUTCOMES */
+
+struct slot {
+    uint64_t offset, generation;
+    uint32_t crc;
+};
+
+struct work {
+    Py_buffer pool, stamps, slots;
+    Py_ssize_t page_bytes, block_bytes, count, parts;
+    Py_buffer *views;    /* of the parts */
+    uint8_t *outcomes;   /* one a block */
+    uint32_t *checksums; /* of what was put there */
+};
+
+static struct slot slot_at(const struct work *work, Py_ssize_t index)
+{
+    struct slot slot;
+    const uint8_t *at = (const uint8_t *)work->slots.buf + index * SLOT_BYTES;
+    memcpy(&slot.offset, at, 8);
+    memcpy(&slot.generation, at + 8, 8);
+    memcpy(&slot.crc, at + 16, 4);
+    return slot;
+}
+
+/* Whether the place is there, and the slot's block's. */
+static int holds(const struct work *work, const struct slot *slot)
+{
+    const uint64_t *stamps = work->stamps.buf;
+    uint64_t page = slot->offset / (uint64_t)work->page_bytes;
+    if (page >= (uint64_t)work->stamps.len / 8 || slot->offset > (uint64_t)work->pool.len ||
+        (uint64_t)work->pool.len - slot->offset < (uint64_t)work->block_bytes)
+        return 0;
+    return __atomic_load_n(stamps + page, __ATOMIC_ACQUIRE) == slot->generation;
+}
+
+static void get_all(struct work *work)
+{
+    Py_buffer *part = work->views, *end = work->views + work->parts;
+    for (Py_ssize_t index = 0; index < work->count; index++) {
+        struct slot slot = slot_at(work, index);
+        int held = holds(work, &slot);
+        const uint8_t *from = (const uint8_t *)work->pool.buf + (held ? slot.offset : 0);
+        uint32_t crc = 0;
+        for (Py_ssize_t left = work->block_bytes; left > 0 && part < end; left -= part->len, part++)
+            if (held) {
+                crc = extend(crc, from, part->buf, (size_t)part->len);
+                from += part->len;
+            }
+        work->outcomes[index] = !held ? GONE : crc == slot.crc ? MOVED : holds(work, &slot) ? CORRUPT : GONE;
+    }
+}
+
+static void put_all(struct work *work)
+{
+    Py_buffer *part = work->views, *end = work->views + work->parts;
+    for (Py_ssize_t index = 0; index < work->count; index++) {
+        struct slot slot = slot_at(work, index);
+        int held = holds(work, &slot);
+        uint8_t *to = (uint8_t *)work->pool.buf + (held ? slot.offset : 0);
+        uint32_t crc = 0;
+        for (Py_ssize_t left = work->block_bytes; left > 0 && part < end; left -= part->len, part++)
+            if (held) {
+                crc = extend(crc, part->buf, to, (size_t)part->len);
+                to += part->len;
+            }
+        work->outcomes[index] = held && holds(work, &slot) ? MOVED : GONE;
+        work->checksums[index] = crc;
+    }
+}
+
+/* Asks for the buffers of the parts; whether they make whole blocks. */
+static int take_parts(struct work *work, PyObject *parts, int flags)
+{
+    Py_ssize_t total = PyList_Size(parts), left = 0, blocks = 0;
+    work->views = PyMem_Calloc((size_t)total + 1, sizeof(Py_buffer));
+    if (work->views == NULL) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    for (; work->parts < total; work->parts++) {
+        Py_buffer *view = work->views + work->parts;
+        if (PyObject_GetBuffer(PyList_GetItem(parts, work->parts), view, flags) < 0)
+            return 0;
+        if (left == 0 && view->len > 0)
+            left = work->block_bytes, blocks++;
+        if (view->len > left) {
+            PyBuffer_Release(view);
+            PyErr_Format(PyExc_AssertionError, "parts do not make blocks of %zd bytes", work->block_bytes);
+            return 0;
+        }
+        left -= view->len;
+    }
+    if (left != 0 || blocks != work->count) {
+        PyErr_Format(PyExc_AssertionError, "parts do not make %zd blocks of %zd bytes", work->count, work->block_bytes);
+        return 0;
+    }
+    return 1;
+}
+
+static PyObject *told(const struct work *work, int with_checksums)
+{
+    PyObject *outcomes = PyBytes_FromStringAndSize((const char *)work->outcomes, work->count);
+    if (outcomes == NULL || !with_checksums)
+        return outcomes;
+    PyObject *checksums = PyList_New(work->count);
+    for (Py_ssize_t index = 0; checksums != NULL && index < work->count; index++) {
+        PyObject *checksum = PyLong_FromUnsignedLong(work->checksums[index]);
+        if (checksum == NULL)
+            Py_CLEAR(checksums);
+        else
+            PyList_SetItem(checksums, index, checksum);
+    }
+    PyObject *both = checksums == NULL ? NULL : PyTuple_Pack(2, outcomes, checksums);
+    Py_DECREF(outcomes);
+    Py_XDECREF(checksums);
+    return both;
+}
+
+static PyObject *move(PyObject *args, const char *format, int flags, void (*all)(struct work *), int with_checksums)
+{
+    struct work work = {.views = NULL};
+    PyObject *parts, *result = NULL;
+    if (!PyArg_ParseTuple(args, format, &work.pool, &work.stamps, &work.page_bytes, &work.slots, &work.block_bytes,
+                          &PyList_Type, &parts))
+        return NULL;
+    work.count = work.slots.len / SLOT_BYTES;
+    if (work.page_bytes < 1 || work.block_bytes < 1 || work.slots.len % SLOT_BYTES != 0)
+        PyErr_SetString(PyExc_ValueError, "sizes must be positive, and slots whole");
+    else if (take_parts(&work, parts, flags)) {
+        work.outcomes = PyMem_Calloc((size_t)work.count + 1, 1 + sizeof(uint32_t));
+        if (work.outcomes == NULL)
+            PyErr_NoMemory();
+        else {
+            size_t before = ((size_t)work.count + 1) * sizeof(uint32_t); /* checksums first: they are aligned */
+            work.checksums = (uint32_t *)work.outcomes;
+            work.outcomes += before;
+            Py_BEGIN_ALLOW_THREADS
+            all(&work);
+            Py_END_ALLOW_THREADS
+            result = told(&work, with_checksums);
+            PyMem_Free(work.checksums);
+        }
+    }
+    while (work.parts > 0)
+        PyBuffer_Release(work.views + --work.parts);
+    PyMem_Free(work.views);
+    PyBuffer_Release(&work.pool);
+    PyBuffer_Release(&work.stamps);
+    PyBuffer_Release(&work.slots);
+    return result;
+}
+
+static PyObject *py_get_blocks(PyObject *module, PyObject *args)
+{
+    (void)module;
+    return move(args, "y*y*ny*nO!", PyBUF_WRITABLE, get_all, 0);
+}
+
+static PyObject *py_put_blocks(PyObject *module, PyObject *args)
+{
+    (void)module;
+    return move(args, "w*y*ny*nO!", PyBUF_SIMPLE, put_all, 1);
+}
+
 static PyMethodDef methods[] = {
     {"extend", py_extend, METH_VARARGS, NULL},
     {"copy", py_copy, METH_VARARGS, NULL},
+    {"get_blocks", py_get_blocks, METH_VARARGS, NULL},
+    {"put_blocks", py_put_blocks, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

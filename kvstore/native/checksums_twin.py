@@ -1,10 +1,16 @@
 """Checksums by a library, copies by numpy: what the functions of `checksum.c` mean, and what runs where it was not built."""
 
+import struct
+
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 CHUNK_BYTES = 256 << 10  # summed up while they are in the processor's cache
+
+SLOT = struct.Struct("<QQI")  # offset, generation, CRC-32C: as in `kvstore.messages`
+MOVED, GONE, CORRUPT = range(3)
+"""What comes of a block, as `kvstore.messages.Outcome` has it."""
 
 
 def extend(crc32c: int, data: NDArray[np.uint8], /) -> int:
@@ -25,3 +31,105 @@ def copy(crc32c: int, source: NDArray[np.uint8], destination: NDArray[np.uint8],
         np.copyto(chunk, source[start : start + CHUNK_BYTES])
         crc32c = extend(crc32c, chunk)
     return crc32c
+
+
+def get_blocks(
+    pool: NDArray[np.uint8],
+    stamps: NDArray[np.uint64],
+    page_bytes: int,
+    slots: bytes,
+    block_bytes: int,
+    parts: list[NDArray[np.uint8]],
+    /,
+) -> bytes:
+    """Copy blocks out of a pool; what came of each, one byte a block.
+
+    A block whose checksum is wrong is CORRUPT where its place is still its own then, and GONE otherwise.
+
+    Args:
+        pool: All of it.
+        stamps: The generation of the block that begins in a page, one for each page.
+        page_bytes: Of a page.
+        slots: `kvstore.messages.SLOT`, one a block.
+        block_bytes: Of each block.
+        parts: Where to, contiguous; those of one block make up its size, and those of the next follow.
+
+    Raises:
+        AssertionError: The parts do not make these blocks; nothing was copied.
+    """
+    outcomes = bytearray()
+    records, blocks = list(SLOT.iter_unpack(slots)), _blocks(parts, block_bytes)
+    assert len(records) == len(blocks), f"parts do not make {len(records)} blocks of {block_bytes} bytes"
+    for (offset, generation, crc32c), block in zip(records, blocks, strict=True):
+        place = _place(pool, stamps, page_bytes, offset, generation, block_bytes)
+        checksum = start = 0
+        for part in block if place is not None else ():
+            assert place is not None
+            checksum = copy(checksum, place[start : start + part.nbytes], part)
+            start += part.nbytes
+        if place is not None and checksum == crc32c:
+            outcomes.append(MOVED)
+        else:
+            held = _place(pool, stamps, page_bytes, offset, generation, block_bytes) is not None
+            outcomes.append(CORRUPT if place is not None and held else GONE)
+    return bytes(outcomes)
+
+
+def put_blocks(
+    pool: NDArray[np.uint8],
+    stamps: NDArray[np.uint64],
+    page_bytes: int,
+    slots: bytes,
+    block_bytes: int,
+    parts: list[NDArray[np.uint8]],
+    /,
+) -> tuple[bytes, list[int]]:
+    """Copy blocks into a pool; MOVED or GONE for each, and the CRC-32C of what arrived there.
+
+    Arguments and errors are those of `get_blocks`; checksums in the slots mean nothing.
+    """
+    outcomes, checksums = bytearray(), []
+    records, blocks = list(SLOT.iter_unpack(slots)), _blocks(parts, block_bytes)
+    assert len(records) == len(blocks), f"parts do not make {len(records)} blocks of {block_bytes} bytes"
+    for (offset, generation, _), block in zip(records, blocks, strict=True):
+        place = _place(pool, stamps, page_bytes, offset, generation, block_bytes)
+        checksum = start = 0
+        for part in block if place is not None else ():
+            assert place is not None
+            checksum = copy(checksum, part, place[start : start + part.nbytes])
+            start += part.nbytes
+        held = _place(pool, stamps, page_bytes, offset, generation, block_bytes) is not None
+        outcomes.append(MOVED if place is not None and held else GONE)
+        checksums.append(checksum)
+    return bytes(outcomes), checksums
+
+
+def _blocks(parts: list[NDArray[np.uint8]], block_bytes: int) -> list[list[NDArray[np.uint8]]]:
+    blocks: list[list[NDArray[np.uint8]]] = []
+    left = 0
+    for part in parts:
+        flat = part.reshape(-1).view(np.uint8)
+        if left == 0 and flat.nbytes:
+            blocks.append([])
+            left = block_bytes
+        left -= flat.nbytes
+        assert left >= 0, f"parts do not make blocks of {block_bytes} bytes"
+        if flat.nbytes:
+            blocks[-1].append(flat)
+    assert left == 0, f"parts do not make blocks of {block_bytes} bytes"
+    return blocks
+
+
+def _place(
+    pool: NDArray[np.uint8],
+    stamps: NDArray[np.uint64],
+    page_bytes: int,
+    offset: int,
+    generation: int,
+    block_bytes: int,
+) -> NDArray[np.uint8] | None:
+    """The bytes of a block; None where the place is another's, or none."""
+    page = offset // page_bytes
+    if page >= len(stamps) or offset + block_bytes > pool.nbytes or int(stamps[page]) != generation:
+        return None
+    return pool[offset : offset + block_bytes]

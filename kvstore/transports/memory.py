@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvstore.buffers import Block, MutableBlock, crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.machine import BlockMachine
-from kvstore.messages import Fetched, Outcome, Slot
+from kvstore.messages import AnySlots, Fetched, Outcome, Slot
 from kvstore.ports import MemoryTier
 from kvstore.transports.summing import summed_before
 
@@ -24,13 +24,13 @@ class InProcessTransport:
         self._tier = tier
         self._digest = digest
 
-    def get(self, slots: Sequence[Slot], into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:  # noqa: ARG002 - nothing here waits
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:  # noqa: ARG002 - nothing here waits
         return [self._get(slot, block) for slot, block in zip(slots, into, strict=True)]
 
-    def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:  # noqa: ARG002 - nothing here waits
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:  # noqa: ARG002 - nothing here waits
         return [self._put(slot, block) for slot, block in zip(slots, blocks, strict=True)]
 
-    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
         return summed_before(self.put, slots, blocks, deadline)
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import Fetched, Outcome, Slot
+from kvstore.messages import AnySlots, Fetched, Outcome, Slot
 from kvstore.transports.nixl_agent import Agent, AgentFailed, Way, joined, spans
 from kvstore.transports.summing import summed_before
 
@@ -99,13 +99,13 @@ class NixlTransport:
         except AgentFailed as error:
             raise StoreUnreachable(f"no way by NIXL: {error}") from error
 
-    def get(self, slots: Sequence[Slot], into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
         return self._exchange(_get, slots, [self._pieces(block) for block in into], deadline)
 
-    def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
         return self._exchange(_put, slots, [self._pieces(block) for block in blocks], deadline)
 
-    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
         return summed_before(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
@@ -114,9 +114,7 @@ class NixlTransport:
         with self._turn:
             self._drop()
 
-    def _exchange(
-        self, act: "_Act", slots: Sequence[Slot], blocks: list[list[ByteArray]], deadline: Nanos
-    ) -> list[Outcome]:
+    def _exchange(self, act: "_Act", slots: AnySlots, blocks: list[list[ByteArray]], deadline: Nanos) -> list[Outcome]:
         assert len(slots) == len(blocks), (len(slots), len(blocks))
         batches = [
             _Work(slots[start : start + BATCH], blocks[start : start + BATCH]) for start in range(0, len(slots), BATCH)
@@ -185,7 +183,7 @@ class NixlTransport:
 class _Work:
     """Blocks on their way, and what has come of them."""
 
-    def __init__(self, slots: Sequence[Slot], blocks: list[list[ByteArray]]):
+    def __init__(self, slots: AnySlots, blocks: list[list[ByteArray]]):
         self.slots = slots
         self.blocks = blocks
         self.right = [False] * len(slots)  # their checksums
@@ -249,7 +247,7 @@ class _Link:
         remote[:, 0] += np.uint64(self._offer.blocks)
         return self._agent.start(way, work.local[parts], remote, self._peer)
 
-    def holds(self, slots: Sequence[Slot], until: Nanos) -> list[bool]:
+    def holds(self, slots: AnySlots, until: Nanos) -> list[bool]:
         """Which of these places belong to their slots' blocks now."""
         pages = np.array([slot.offset // PAGE_BYTES for slot in slots], dtype=np.uint64)
         remote = np.full((len(slots), 3), (0, STAMP_BYTES, 0), dtype=np.uint64)

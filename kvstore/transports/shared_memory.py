@@ -2,7 +2,8 @@
 
 The pool's descriptor is handed out over a Unix socket (SCM_RIGHTS), to whoever names a namespace that is open. One
 exchange a connection: ``magic ‖ digest (16)`` one way, ``magic ‖ status (1) ‖ 3 unused ‖ capacity in bytes (8)`` and
-the descriptor the other way; integers are big-endian.
+the descriptor the other way; integers are big-endian. A connection that begins with the magic `CALLS` instead is for
+the calls of `kvstore.calls`.
 """
 
 import asyncio
@@ -10,15 +11,20 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
-from kvstore.buffers import Block, MutableBlock, gather_summing, pieces, scatter_summing, size_of
+from kvstore.buffers import Block, ByteArray, MutableBlock, in_pieces
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
-from kvstore.messages import GONE, Fetched, Outcome, Slot
+from kvstore.extents import PAGE_BYTES
+from kvstore.messages import GONE, SLOT, AnySlots, Fetched, Outcome, Slots
+from kvstore.native import checksums
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier
+from kvstore.transports.summing import told
 
 MAGIC = b"FKVM"
+CALLS = b"FKVC"
 QUESTION = struct.Struct(">4s16s")
 ANSWER = struct.Struct(">4sB3xQ")
 GRANTED, REFUSED = 0, 1
@@ -26,8 +32,15 @@ GRANTED, REFUSED = 0, 1
 POPULATE_BYTES = 1 << 30
 """Of a pool, set up in a client's page tables when it opens: 0.3 s a GiB once, instead of a fault a page later."""
 
+BATCH_BYTES = 8 << 20  # copied between two looks at the clock: a millisecond
+
+OUTCOMES = (Outcome.MOVED, Outcome.GONE, Outcome.CORRUPT)  # by the number that native code gives them
+
 HANDOUT_SECONDS = 2.0  # for a client to ask its question
 HANDOUTS = 32  # at a time
+
+
+Answer = TypeVar("Answer")
 
 
 class SharedMemoryTransport:
@@ -44,46 +57,53 @@ class SharedMemoryTransport:
         self._clock = clock
         self._mapping = _fetch(path, digest, seconds(deadline - clock.now()))
 
-    def get(self, slots: Sequence[Slot], into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
-        outcomes = []
-        for slot, block in zip(slots, into, strict=True):
-            late = self._clock.now() >= deadline
-            outcomes.append(Outcome.GONE if late else self._get(slot, block))
-        return outcomes
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+        def move(packed: bytes, parts: list[ByteArray]) -> list[Outcome]:
+            memory = self._mapping
+            codes = checksums.get_blocks(memory.bytes, memory.stamps, PAGE_BYTES, packed, self._block_bytes, parts)
+            return [OUTCOMES[code] for code in codes]
 
-    def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
+        return self._move(slots, into, deadline, move, Outcome.GONE)
+
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
         put = zip(slots, self.put_summing(slots, blocks, deadline), strict=True)
         return [
             Outcome.CORRUPT if each.outcome is Outcome.MOVED and each.crc32c != slot.crc32c else each.outcome
             for slot, each in put
         ]
 
-    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
-        answers = []
-        for slot, block in zip(slots, blocks, strict=True):
-            late = self._clock.now() >= deadline
-            answers.append(GONE if late else self._put(slot, block))
-        return answers
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+        def move(packed: bytes, parts: list[ByteArray]) -> list[Fetched]:
+            memory = self._mapping
+            codes, sums = checksums.put_blocks(
+                memory.bytes, memory.stamps, PAGE_BYTES, packed, self._block_bytes, parts
+            )
+            return [told(OUTCOMES[code], checksum) for code, checksum in zip(codes, sums, strict=True)]
+
+        return self._move(slots, blocks, deadline, move, GONE)
 
     def close(self) -> None:
         """Nothing to do: the mapping goes with its last user, which may be a thread that still copies."""
 
-    def _get(self, slot: Slot, into: MutableBlock) -> Outcome:
-        parts = pieces(into)
-        assert size_of(parts) == self._block_bytes, (size_of(parts), self._block_bytes)
-        if not self._mapping.holds(slot):
-            return Outcome.GONE
-        if scatter_summing(self._mapping.block(slot.offset, self._block_bytes), parts) == slot.crc32c:
-            return Outcome.MOVED
-        return Outcome.CORRUPT if self._mapping.holds(slot) else Outcome.GONE
-
-    def _put(self, slot: Slot, block: Block) -> Fetched:
-        parts = pieces(block)
-        assert size_of(parts) == self._block_bytes, (size_of(parts), self._block_bytes)
-        if not self._mapping.holds(slot):
-            return GONE
-        checksum = gather_summing(parts, self._mapping.block(slot.offset, self._block_bytes))
-        return Fetched(Outcome.MOVED, checksum) if self._mapping.holds(slot) else GONE
+    def _move(
+        self,
+        slots: AnySlots,
+        blocks: "Sequence[Block] | Sequence[MutableBlock]",
+        deadline: Nanos,
+        move: Callable[[bytes, list[ByteArray]], list[Answer]],
+        late: Answer,
+    ) -> list[Answer]:
+        """A batch at a time, as long as there is time; what came of each block."""
+        assert len(slots) == len(blocks), (len(slots), len(blocks))
+        packed = slots.packed if isinstance(slots, Slots) else Slots.of(slots).packed
+        step = max(1, BATCH_BYTES // self._block_bytes)
+        answers: list[Answer] = []
+        for start in range(0, len(blocks), step):
+            if self._clock.now() >= deadline:
+                return answers + [late] * (len(blocks) - start)
+            parts = in_pieces(blocks[start : start + step], self._block_bytes)
+            answers += move(packed[start * SLOT.size : (start + step) * SLOT.size], parts)
+        return answers
 
 
 def _fetch(path: str, digest: bytes, timeout_seconds: float) -> Mapping:
@@ -114,17 +134,25 @@ def _fetch(path: str, digest: bytes, timeout_seconds: float) -> Mapping:
 class MemoryHandout:
     """The node's end: hands the pool out."""
 
-    def __init__(self, listener: socket.socket, tier: SharedMemoryTier, knows: Callable[[bytes], bool]):
+    def __init__(
+        self,
+        listener: socket.socket,
+        tier: SharedMemoryTier,
+        knows: Callable[[bytes], bool],
+        take_caller: Callable[[socket.socket], Awaitable[None]] | None = None,
+    ):
         """Serves from `run` on.
 
         Args:
             listener: A listening Unix socket, not blocking; the caller closes it.
             tier: Whose memory to hand out.
             knows: Whether the namespace with that digest is open.
+            take_caller: Takes a connection over that is for calls; None: they are not served here.
         """
         self._listener = listener
         self._tier = tier
         self._knows = knows
+        self._take_caller = take_caller
         self._room = asyncio.Semaphore(HANDOUTS)
 
     async def run(self) -> None:
@@ -148,6 +176,8 @@ class MemoryHandout:
                             return
                         question += received
                 magic, digest = QUESTION.unpack(question)
+                if magic == CALLS and self._take_caller is not None:
+                    await self._take_caller(socket.socket(fileno=connection.detach()))
                 if magic != MAGIC:
                     return
                 if self._knows(digest):

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 from kvstore.buffers import Block, crc32c, pieces
 from kvstore.clock import Nanos
-from kvstore.messages import GONE, Fetched, Outcome, Slot
+from kvstore.messages import GONE, AnySlots, Fetched, Outcome, Slot
 
-Put = Callable[[Sequence[Slot], Sequence[Block], Nanos], list[Outcome]]
+Put = Callable[[AnySlots, Sequence[Block], Nanos], list[Outcome]]
 
 
-def summed_before(put: Put, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+def summed_before(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
     """`Transport.put_summing`, out of `Transport.put`."""
     summed = [
         Slot(slot.offset, slot.generation, crc32c(pieces(block))) for slot, block in zip(slots, blocks, strict=True)

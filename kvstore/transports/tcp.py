@@ -16,7 +16,7 @@ from kvstore.breaker import Breaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
-from kvstore.messages import Fetched, Outcome, Slot
+from kvstore.messages import AnySlots, Fetched, Outcome, Slot
 from kvstore.runs import Run
 from kvstore.transports.authentication import Key, Side, nonce
 from kvstore.transports.frames import (
@@ -77,13 +77,13 @@ class TcpTransport:
         self._busy: set[socket.socket] = set()
         self._idle = [self._open(deadline)]
 
-    def get(self, slots: Sequence[Slot], into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
         return self._exchange(Operation.GET, slots, [self._pieces(block) for block in into], deadline)
 
-    def put(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
         return self._exchange(Operation.PUT, slots, [self._pieces(block) for block in blocks], deadline)
 
-    def put_summing(self, slots: Sequence[Slot], blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
         return summed_before(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class TcpTransport:
                 self._idle.pop().close()
 
     def _exchange(
-        self, operation: Operation, slots: Sequence[Slot], blocks: Sequence[list[ByteArray]], deadline: Nanos
+        self, operation: Operation, slots: AnySlots, blocks: Sequence[list[ByteArray]], deadline: Nanos
     ) -> list[Outcome]:
         work = [_Moving(slot, parts) for slot, parts in zip(slots, blocks, strict=True)]
         left = seconds(deadline - self._clock.now())

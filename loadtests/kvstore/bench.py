@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 
 from fleet.config import default_cache_dir
+from loadtests import host
 from loadtests.kvstore import (
     codec_lines,
     crossing_lines,
     disk_lines,
-    host,
     key_lines,
     memory_lines,
     policy_lines,
@@ -31,6 +31,8 @@ from loadtests.kvstore import (
 from loadtests.kvstore.contest import Line, Result, measure, table
 from loadtests.kvstore.peers.roster import Peers
 from loadtests.kvstore.plan import Plan, quick
+
+PACKAGES = ("fleet-serving", "numpy", "google-crc32c", "grpcio", "xxhash", "nixl", "redis")
 
 Group = Callable[[Plan, Peers], AbstractContextManager[Sequence[Line]]]
 
@@ -79,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             results = _measure(plan, peers, arguments.only or [])
         finally:
             peers.close()
-        machine = host.facts(folder)
+        machine = host.facts(folder, PACKAGES)
     if arguments.json:
         arguments.json.write_text(json.dumps(msgspec.to_builtins(results), indent=1) + "\n")
     print(f"machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load {machine['load']}")

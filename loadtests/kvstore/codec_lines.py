@@ -12,7 +12,8 @@ from kvstore.codecs.measure import CodecFigures, measure
 from kvstore.codecs.registry import Codecs, CodecSettings, Compression
 from kvstore.errors import StoreNotStarted
 from kvstore.layout import Namespace
-from loadtests.kvstore.contest import Absent, Better, Line
+from loadtests.absent import Absent
+from loadtests.kvstore.contest import Better, Line
 from loadtests.kvstore.memory_lines import speed
 from loadtests.kvstore.peers.roster import GIGABYTE, Peers
 from loadtests.kvstore.plan import Plan

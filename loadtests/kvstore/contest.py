@@ -10,14 +10,12 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from loadtests.absent import Absent
+
 Contestant = Callable[[], float]
 
 FLEET = "fleet"
 LIMIT = "limit"
-
-
-class Absent(Exception):
-    """A contestant cannot take part; says why, and what to do about it."""
 
 
 class Better(StrEnum):

@@ -17,7 +17,8 @@ import numpy as np
 from kvstore.buffers import ByteArray
 from kvstore.client import StoreClient
 from kvstore.errors import StoreUnreachable
-from loadtests.kvstore.contest import Absent, Better, Contestant, Line
+from loadtests.absent import Absent
+from loadtests.kvstore.contest import Better, Contestant, Line
 from loadtests.kvstore.crossing_source import CHUNK_BYTES
 from loadtests.kvstore.memory_lines import chains, content, copy, named, speed
 from loadtests.kvstore.nodes import ROOT, StoreNode, environment, running

@@ -16,7 +16,8 @@ from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
-from loadtests.kvstore.contest import Absent, Better, Contestant, Line
+from loadtests.absent import Absent
+from loadtests.kvstore.contest import Better, Contestant, Line
 from loadtests.kvstore.memory_lines import chains, content, label, named, speed, untouched
 from loadtests.kvstore.peers.roster import GIGABYTE, Peers
 from loadtests.kvstore.plan import Plan

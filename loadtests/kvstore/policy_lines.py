@@ -14,7 +14,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from loadtests.kvstore.contest import Absent, Better, Line
+from loadtests.absent import Absent
+from loadtests.kvstore.contest import Better, Line
 from loadtests.kvstore.nodes import ROOT, environment
 from loadtests.kvstore.peers.roster import Peers
 from loadtests.kvstore.plan import Plan

@@ -12,7 +12,8 @@ import numpy as np
 
 from kvstore.client import StoreClient
 from kvstore.messages import BlockKey, Outcome
-from loadtests.kvstore.contest import Absent, Better, Line
+from loadtests.absent import Absent
+from loadtests.kvstore.contest import Better, Line
 from loadtests.kvstore.disk_lines import open_tier, soon
 from loadtests.kvstore.memory_lines import chains, content, named, untouched
 from loadtests.kvstore.nodes import StoreNode, short_folder

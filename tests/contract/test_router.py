@@ -48,6 +48,7 @@ async def a_fake() -> AsyncIterator[tuple[Router, Cancellations]]:
 async def a_real_one() -> AsyncIterator[tuple[Router, Cancellations]]:
     workers = FakeWorkers()
     server = RouterServer(RouterMachine(RouterSettings(), FirstOfAll()), workers, SystemClock())
+    workers.hear = server.hear
     count = 0
 
     async def play(worker: FakeWorker) -> None:

@@ -1,6 +1,5 @@
 """What the router may rely on when it talks to workers: the same for real streams and for the fake in tests."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -37,7 +36,7 @@ from fleet.work import (
 )
 from tests.builders import a_description, a_handoff, a_load, a_report, a_start, some_progress
 from tests.fake_workers import FakeWorkers
-from tests.grpc_peers import a_grpc_world
+from tests.stream_peers import Heard, a_stream_world
 
 
 class Peer(Protocol):
@@ -53,11 +52,16 @@ class Peer(Protocol):
 class World(Protocol):
     workers: Workers
     join: Callable[[Description], Awaitable[Peer]]
+    take: Callable[[], Awaitable[WorkerEvent]]
 
 
 class FakeWorld:
     def __init__(self) -> None:
         self.workers = FakeWorkers()
+        self.workers.hear = self._heard = Heard()
+
+    async def take(self) -> WorkerEvent:
+        return await self._heard.take()
 
     async def join(self, description: Description) -> Peer:
         return self.workers.join(description)
@@ -68,23 +72,17 @@ async def a_fake_world() -> AsyncIterator[FakeWorld]:
     yield FakeWorld()
 
 
-every_world = pytest.mark.parametrize("a_world", [a_fake_world, a_grpc_world], ids=["fake", "grpc"])
-
-
-async def take(events: AsyncIterator[WorkerEvent]) -> WorkerEvent:
-    async with asyncio.timeout(10):
-        return await anext(events)
+every_world = pytest.mark.parametrize("a_world", [a_fake_world, a_stream_world], ids=["fake", "streams"])
 
 
 @every_world
 async def test_a_worker_joins_with_its_description(a_world):
     async with a_world() as world:
         description = a_description(worker_id="w7", incarnation="abc", kv_paths=tuple(KvPath), max_running=3)
-        events = world.workers.events()
 
         await world.join(description)
 
-        joined = await take(events)
+        joined = await world.take()
         assert isinstance(joined, WorkerJoined)
         assert joined.description == description
         assert joined.address
@@ -93,9 +91,8 @@ async def test_a_worker_joins_with_its_description(a_world):
 @every_world
 async def test_work_reaches_the_worker_as_it_was_given(a_world):
     async with a_world() as world:
-        events = world.workers.events()
         peer = await world.join(a_description())
-        await take(events)
+        await world.take()
         start = a_start(
             phase=Phase.DECODE,
             tokens=70,
@@ -116,9 +113,8 @@ async def test_work_reaches_the_worker_as_it_was_given(a_world):
 @every_world
 async def test_what_a_worker_says_arrives_in_order(a_world):
     async with a_world() as world:
-        events = world.workers.events()
         peer = await world.join(a_description())
-        await take(events)
+        await world.take()
         worker_id = WorkerId("w1")
         progress = (
             some_progress(1, 2, request_id="a"),
@@ -135,7 +131,7 @@ async def test_what_a_worker_says_arrives_in_order(a_world):
         await peer.say(Draining())
         await peer.say(KvEvents(sequence=1, events=changes[:1]))
 
-        assert [await take(events) for _ in range(6)] == [
+        assert [await world.take() for _ in range(6)] == [
             KvChanged(worker_id=worker_id, events=changes),
             Stepped(worker_id=worker_id, progress=progress),
             LoadReported(worker_id=worker_id, load=load),
@@ -148,27 +144,25 @@ async def test_what_a_worker_says_arrives_in_order(a_world):
 @every_world
 async def test_a_worker_that_goes_has_left_after_all_that_it_said(a_world):
     async with a_world() as world:
-        events = world.workers.events()
         peer = await world.join(a_description())
-        await take(events)
+        await world.take()
 
         await peer.say(Step(progress=(some_progress(1),)))
-        assert isinstance(await take(events), Stepped)
+        assert isinstance(await world.take(), Stepped)
         await peer.leave()
 
-        assert await take(events) == WorkerLeft(worker_id=WorkerId("w1"))
+        assert await world.take() == WorkerLeft(worker_id=WorkerId("w1"))
 
 
 @every_world
 async def test_nothing_can_be_sent_to_a_worker_that_is_not_there(a_world):
     async with a_world() as world:
-        events = world.workers.events()
         with pytest.raises(WorkerUnreachable):
             world.workers.start(WorkerId("w1"), a_start())
         peer = await world.join(a_description())
-        await take(events)
+        await world.take()
         await peer.leave()
-        await take(events)
+        await world.take()
 
         with pytest.raises(WorkerUnreachable) as error:
             world.workers.start(WorkerId("w1"), a_start())
@@ -179,10 +173,9 @@ async def test_nothing_can_be_sent_to_a_worker_that_is_not_there(a_world):
 @every_world
 async def test_workers_do_not_hear_each_other(a_world):
     async with a_world() as world:
-        events = world.workers.events()
         peers = [await world.join(a_description(worker_id=name)) for name in ("w1", "w2")]
-        await take(events)
-        await take(events)
+        await world.take()
+        await world.take()
 
         world.workers.start(WorkerId("w2"), a_start(request_id="for-w2"))
         world.workers.start(WorkerId("w1"), a_start(request_id="for-w1"))

@@ -13,10 +13,10 @@ import pytest
 
 from fleet.cli import kv_bench
 from fleet.errors import ConfigurationRefused
-from loadtests.kvstore.contest import Absent
+from loadtests.absent import Absent
+from loadtests.environments import Distribution, python_of
 from loadtests.kvstore.nodes import ROOT
 from loadtests.kvstore.peers import processes
-from loadtests.kvstore.peers.environments import Distribution, python_of
 from loadtests.kvstore.peers.processes import PeerProcess
 
 pytestmark = pytest.mark.integration

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.grpc_workers import GrpcWorkers
+from fleet.adapters.worker_streams import WorkerStreams
 from fleet.errors import Reason, Refused
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, Sampling, Source
@@ -39,7 +39,7 @@ class Cluster:
 
     def __init__(self, addresses: list[str], store: str):
         settings = RouterSettings(store=store, max_reconnect_seconds=0.2)
-        self.workers = GrpcWorkers(settings, addresses=addresses)
+        self.workers = WorkerStreams(settings, addresses=addresses)
         self.machine = RouterMachine(settings, random.Random(0))
         self.server = RouterServer(self.machine, self.workers, SystemClock())
         self._requests = 0
@@ -98,7 +98,10 @@ async def a_cluster(*roles: Role, **fields) -> AsyncIterator[tuple[Cluster, list
             ]
             cluster = Cluster([process.address for process in processes], node.address)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            running = [tasks.create_task(cluster.workers.run()), tasks.create_task(cluster.server.run())]
+            running = [
+                tasks.create_task(cluster.workers.run(cluster.server.hear)),
+                tasks.create_task(cluster.server.run()),
+            ]
             await cluster.until(lambda status: sum(len(pool.workers) for pool in status.pools) == len(roles))
             yield cluster, processes
             cluster.machine.check()

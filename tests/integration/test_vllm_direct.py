@@ -4,6 +4,7 @@ On a few cores NIXL stalls for seconds now and then (its progress thread and the
 proves that it works and says nothing of its speed.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,12 @@ import pytest
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.requests import Source
 from fleet.roles import KvPath, Phase, Role
-from kvstore.block import blocks_for
+from kvstore.block import blocks_for, chain
+from kvstore.client import StoreClient
 from tests.engine_driving import blocks_from, bytes_from, fresh_prompt, split, work
-from tests.vllm_hosting import Hosted, hosted, vllm_worker
+from tests.kv_builders import NodeProcess, a_node, eventually
+from tests.servers import a_free_port
+from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
 from workers.engines.vllm_launch import direct_available
 
 pytestmark = [
@@ -31,9 +35,23 @@ BLOCK_BYTES = 128 << 10
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
-    model_dir: Path = build_tiny_model(tmp_path_factory.mktemp("models"))
-    workers = [vllm_worker(model_dir, role=role, kv_paths=(KvPath.DIRECT,)) for role in (Role.PREFILL, Role.DECODE)]
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[NodeProcess]:
+    with a_node(capacity_bytes=64 << 20) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def pair(model_dir: Path, node: NodeProcess) -> Iterator[Hosted]:
+    """They have a store as well; what was handed off directly comes directly nevertheless."""
+    workers = [
+        vllm_worker(model_dir, role=role, store=node.address, kv_paths=(KvPath.DIRECT, KvPath.STORE))
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
     with hosted(*workers) as pair:
         yield pair
 
@@ -82,3 +100,21 @@ def test_a_useless_hand_off_costs_time_and_nothing_else(pair, params):
 
     assert tokens[:1] == first
     assert blocks_from(end.kv, Source.COMPUTED) == 4
+
+
+def test_what_the_store_gives_after_a_failed_pull_counts_as_of_the_store_from_the_first_token_on(pair, node, model_dir):
+    """A stop string ends an answer before its engine has the last word."""
+    prompt = fresh_prompt(200)
+    prefill, decode = pair.engines
+    _, prefilled = pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
+    with StoreClient.connect(node.address, tiny_namespace(model_dir)) as client:
+        eventually(lambda: len(client.match(chain(prompt, BLOCK_TOKENS), lease_seconds=0)) == 6, 20)
+    params = json.loads(prefilled.handoff.params) | {"remote_engine_id": "gone", "remote_port": a_free_port()}
+    handoff = msgspec.structs.replace(prefilled.handoff, params=json.dumps(params).encode())
+    start = work(prompt, 6, phase=Phase.DECODE, handoff=handoff)
+
+    tokens, end = pair.run(decode.do(start))
+
+    assert tokens == pair.run(decode.do(work(prompt, 6, salt=b"f" * 32)))[0]
+    assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.DIRECT)) == (6, 0)
+    assert decode.told[start.request_id] == [end.kv, end.kv]

@@ -1,5 +1,6 @@
 """Real vLLM engines over a store with tiers: a prompt seen before is not computed again, wherever its blocks are."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from msgspec import structs
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.requests import Source
 from fleet.roles import KvPath
+from fleet.work import Progress, Rejected, Start
 from kvstore.client import StoreClient
 from kvstore.messages import Stats
 from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
@@ -29,6 +31,7 @@ BLOCK_TOKENS = 32
 TOKENS = 2050
 BLOCKS = TOKENS // BLOCK_TOKENS
 SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two other prompts push one out
+MAX_RUNNING = 2  # so that a queue is quickly made
 
 
 class Cluster(NamedTuple):
@@ -83,7 +86,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             a_node(store_id="second", capacity_bytes=128 << 20, tiers=[shared]) as second,
         ):
             workers = [
-                structs.replace(vllm_worker(model_dir, store=node.address, kv_paths=(KvPath.STORE,)), vllm=SMALL_CACHE)
+                structs.replace(
+                    vllm_worker(model_dir, store=node.address, kv_paths=(KvPath.STORE,)),
+                    vllm=SMALL_CACHE,
+                    max_running=MAX_RUNNING,
+                )
                 for node in (first, second)
             ]
             namespace = tiny_namespace(model_dir)
@@ -124,3 +131,31 @@ def test_a_prompt_that_no_tier_has_is_computed_without_a_wait(cluster):
     _, stored = cluster.ask(0, fresh_prompt(TOKENS))
     assert stored == 0
     assert cluster.stats(0).tiers[0].hits == before
+
+
+def test_blocks_come_up_from_redis_while_their_request_waits_in_the_queue(cluster):
+    prompt, before = fresh_prompt(TOKENS), cluster.written(0, 1)
+    tokens, _ = cluster.ask(0, prompt)
+    cluster.until_kept(0, 1, before)
+    engine, hits = cluster.hosted.engines[1], cluster.stats(1).tiers[0].hits
+    running = [work(fresh_prompt(40), 400) for _ in range(MAX_RUNNING)]
+    queued = work(prompt, 8)
+
+    async def run() -> tuple[int, Progress | Rejected]:
+        engine.submit(*running)
+        await engine.until(lambda: all(engine.tokens[each.request_id] for each in running))
+        engine.submit(queued)
+        while (there := cluster.stats(1).tiers[0].hits - hits) < BLOCKS and not ended(running):
+            await asyncio.sleep(0.005)
+        assert not ended(running)
+        assert engine.tokens[queued.request_id] == (), "it is still in the queue"
+        return there, await engine.end_of(queued)
+
+    def ended(starts: list[Start]) -> bool:
+        return any(start.request_id in engine.ends for start in starts)
+
+    there, end = cluster.hosted.run(run())
+
+    assert there >= BLOCKS
+    assert engine.tokens[queued.request_id] == tokens
+    assert blocks_from(end.kv, Source.STORE) == BLOCKS

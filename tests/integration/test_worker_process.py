@@ -1,4 +1,4 @@
-"""A worker as it runs: a process of its own, over gRPC, with a registry."""
+"""A worker as it runs: a process of its own, with streams, a control port and a registry."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -8,10 +8,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from fleet.adapters import router_streams
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_options import SERVER_OPTIONS
 from fleet.adapters.grpc_registry import GrpcRegistry, GrpcRegistryClient
-from fleet.adapters.grpc_worker import serve_worker
+from fleet.adapters.router_streams import serve_routers
 from fleet.clock import MILLISECOND
 from fleet.control.messages import MemberJoined, MemberLeft
 from fleet.control.server import RegistryServer
@@ -24,11 +25,12 @@ from fleet.v1 import control_pb2_grpc
 from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 from fleet.wire.work import encode_router_message
-from fleet.work import Cancel, Description, Draining, Load, Rejected, Step
+from fleet.work import Cancel, Description, Draining, Hello, Load, Rejected, Step
+from kvstore.frames import HEAD
 from tests.builders import token_bytes
 from tests.engine_driving import blocks_from, fresh_prompt, greedy, work
 from tests.kv_builders import a_short_folder
-from tests.worker_processes import a_call, a_stream, a_worker_process, raw
+from tests.worker_processes import StreamEnded, a_mute_stream, a_stream, a_worker_process, raw
 from workers.engines.simulated import open_engine
 from workers.ports import RegistryUnreachable
 from workers.server import WorkerServer
@@ -42,6 +44,7 @@ def settings(worker_id: str = "w1", *, speedup: float = 20, kv_blocks: int = 102
         **{
             "worker_id": WorkerId(worker_id),
             "engine": "simulated",
+            "control_listen": "127.0.0.1:0",
             "model": ModelName("tiny"),
             "kv_paths": (KvPath.DIRECT,),
             "load_interval_ms": 20,
@@ -112,7 +115,7 @@ async def test_a_request_streams_and_the_worker_describes_itself(folder):
             assert len(tokens) == 20
             assert end.finish is Finish.LENGTH
             assert end.kv.prompt_blocks == 16
-        async with grpc.aio.insecure_channel(worker.address) as channel:
+        async with grpc.aio.insecure_channel(worker.control) as channel:
             described = await pb_grpc.WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=5)
             assert described.incarnation == description.incarnation
 
@@ -166,32 +169,70 @@ async def test_a_router_that_disappears_frees_what_it_had(folder):
 
 async def test_a_malformed_start_is_refused_and_the_stream_goes_on(folder):
     async with a_worker_process(folder, settings()) as worker, a_stream(worker.address) as stream:
-        await stream.call.write(raw(start=pb.Start(request_id="bad", phase=7)))
+        stream.write(raw(start=pb.Start(request_id="bad", phase=7)))
         rejected = await stream.next(Rejected)
         assert (rejected.request_id, rejected.reason, rejected.field) == ("bad", Reason.INVALID_ARGUMENT, "start.phase")
 
-        await stream.call.write(raw())  # of a newer router
+        stream.write(raw())  # of a newer router
         _, end = await stream.do(work(fresh_prompt(10), 3))
         assert end.finish is Finish.LENGTH
 
 
 @pytest.mark.parametrize(
-    "first", [raw(cancel=pb.Cancel(request_id="r")), raw(hello=pb.Hello()), encode_router_message(work(b"1234"))]
+    "first",
+    [
+        raw(cancel=pb.Cancel(request_id="r")),
+        raw(hello=pb.Hello()),
+        encode_router_message(work(b"1234")),
+        raw(),
+    ],
+    ids=["cancel", "nameless", "start", "unknown"],
 )
 async def test_a_stream_that_does_not_begin_with_hello_is_refused(folder, first):
-    async with a_worker_process(folder, settings()) as worker, a_call(worker.address) as call:
-        await call.write(first)
+    async with a_worker_process(folder, settings()) as worker, a_mute_stream(worker.address) as stream:
+        stream.write(first)
 
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call.read()
+        assert "hello" in await stream.ended()
 
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "hello" in refused.value.details()
+
+async def test_hello_is_said_once(folder):
+    async with a_worker_process(folder, settings()) as worker, a_stream(worker.address) as stream:
+        await stream.say(Hello(router_id="again"))
+
+        assert "already" in await stream.ended()
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", HEAD.pack(4) + b"\xff\xff\xff\xff", HEAD.pack(9) + b"half"], ids=str
+)
+async def test_garbage_ends_its_own_stream_only(folder, said):
+    async with a_worker_process(folder, settings()) as worker, a_stream(worker.address) as sound:
+        async with a_stream(worker.address, "garbage") as stream:
+            await stream.say(work(fresh_prompt(10), 3000))
+            await stream.next(Step)
+            stream.connection._transport.write(said)
+            stream.connection._transport.write_eof()
+            await stream.ended()
+
+        await sound.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+        _, end = await sound.do(work(fresh_prompt(10), 3))
+        assert end.finish is Finish.LENGTH
+
+
+async def test_a_router_that_says_nothing_is_cut(monkeypatch):
+    monkeypatch.setattr(router_streams, "HELLO_SECONDS", 0.05)
+    told = settings()
+    async with open_engine(told) as engine:
+        server = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
+        async with serve_routers(server, "127.0.0.1:0") as address, a_mute_stream(address) as stream:
+            assert "hello" in await stream.ended()
 
 
 async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(folder):
-    told = settings(speedup=1000, stream_buffer=32, max_running=64, kv_blocks=8192)
+    listen = f"unix:{folder}/sleeps"  # whose buffers are small
+    told = settings(speedup=1000, stream_buffer=32, max_running=64, kv_blocks=8192, listen=listen)
     async with a_worker_process(folder, told) as worker, a_stream(worker.address, "sleeps") as sleeps:
+        sleeps.connection.pause_reading()
         for _ in range(64):
             await sleeps.say(work(fresh_prompt(10), 4000))
         async with a_stream(worker.address, "reads") as reads:
@@ -200,20 +241,20 @@ async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(fold
             _, end = await reads.do(work(fresh_prompt(10), 3))
             assert end.finish is Finish.LENGTH
 
-        with pytest.raises(grpc.aio.AioRpcError) as cut:
-            await sleeps.end_of("never")
-        assert cut.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        sleeps.connection.resume_reading()
+        await sleeps.ended()
 
 
-async def test_being_cut_ends_a_write_that_waits_for_the_router(caplog):
+async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, caplog):
     caplog.set_level("INFO", "workers.server")
     told = settings(speedup=5, stream_buffer=64, max_running=64, kv_blocks=8192)
     async with open_engine(told) as engine:
         server = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
-        async with asyncio.TaskGroup() as tasks, serve_worker(server, "127.0.0.1:0") as address:
+        async with asyncio.TaskGroup() as tasks, serve_routers(server, f"unix:{folder}/cut") as address:
             running = tasks.create_task(server.run())
             async with a_stream(address, "sleeps") as sleeps:
-                for _ in range(64):  # large steps, so that flow control stops the writer before the queue is full
+                sleeps.connection.pause_reading()
+                for _ in range(64):  # large steps, so that what waits for the router is in its connection as well
                     await sleeps.say(work(fresh_prompt(10), sampling=greedy(4000, logprobs=20)))
                 async with asyncio.timeout(20):
                     while "router gone" not in caplog.messages:
@@ -225,7 +266,7 @@ async def test_health_follows_the_workers_life_and_the_services_are_listed(folde
     async with (
         a_worker_process(folder, settings(speedup=1)) as worker,
         a_stream(worker.address) as stream,
-        grpc.aio.insecure_channel(worker.address) as channel,
+        grpc.aio.insecure_channel(worker.control) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel)
 
@@ -278,7 +319,7 @@ async def test_a_drain_by_rpc_answers_when_done_and_says_what_did_not_finish(fol
     async with (
         a_worker_process(folder, settings(speedup=1)) as worker,
         a_stream(worker.address) as stream,
-        grpc.aio.insecure_channel(worker.address) as channel,
+        grpc.aio.insecure_channel(worker.control) as channel,
     ):
         start = work(fresh_prompt(10), 3000)
         await stream.say(start)
@@ -289,9 +330,7 @@ async def test_a_drain_by_rpc_answers_when_done_and_says_what_did_not_finish(fol
         assert answer.cancelled == 1
         _, end = await stream.end_of(start.request_id)
         assert end.reason is Reason.DRAINING
-        async with asyncio.timeout(10):
-            while await stream.call.read() is not grpc.aio.EOF:
-                pass
+        assert await stream.ended() == "", "as it should be"
         worker.terminate()
         assert await worker.ended() == 0
 
@@ -305,7 +344,7 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
             await stream.say(work(fresh_prompt(10), 3000))
             await stream.next(Step)
             worker.kill()
-            with pytest.raises((grpc.aio.AioRpcError, AssertionError)):
+            with pytest.raises(StreamEnded):
                 await stream.end_of("never")
             assert await worker.ended() == -9
 

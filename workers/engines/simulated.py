@@ -16,15 +16,19 @@ from msgspec import Meta, Struct
 
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath
+from kvstore.fingerprint import describe
 from kvstore.layout import Namespace
 from workers.engines.simulated_direct import listen
 from workers.engines.simulated_engine import SimulatedEngine
+from workers.engines.simulated_layout import EngineLayout
 from workers.engines.simulated_model import SimulatedModel
 from workers.engines.simulated_store import SimulatedStore
 from workers.ports import EngineFacts
 from workers.settings import WorkerSettings
 
 NAME = "simulated 1"
+
+LAYERS, KV_HEADS = 2, 4  # enough for 4 ranks, and for layouts to differ
 
 
 class ModelConfig(Struct, frozen=True):
@@ -41,14 +45,16 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
     Raises:
         ConfigurationRefused: config.json of the model folder, or the address to lend blocks at, cannot be used.
         StoreUnreachable: There is a store in the settings and it does not answer.
-        LayoutMismatch: The store holds blocks of this model in another layout.
+        LayoutMismatch: The store holds blocks of this model that are not like these.
     """
     model = _model(settings)
     namespace = namespace_of(settings, model)
+    layout = _layout(settings)
+    kv = describe(namespace, layout=layout.axes, tp=layout.tensor_parallel)
     async with contextlib.AsyncExitStack() as stack:
         store = None
         if settings.store:
-            store = await SimulatedStore.connect(settings.store, namespace, settings.store_credentials)
+            store = await SimulatedStore.connect(settings.store, kv, settings.store_credentials)
             stack.callback(store.close)
         facts = EngineFacts(
             name=NAME,
@@ -60,8 +66,9 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
             fingerprint=namespace.fingerprint,
             kv_paths=settings.kv_paths,
             store_id=store.store_id if store is not None else None,
+            kv=kv,
         )
-        engine = SimulatedEngine(settings, facts, model, store=store)
+        engine = SimulatedEngine(settings, facts, model, layout, store=store)
         if KvPath.DIRECT in settings.kv_paths:
             await stack.enter_async_context(listen(engine.lender, settings.simulated.direct_listen))
         async with _running(engine):
@@ -75,10 +82,21 @@ def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> Namespace:
         revision=f"seed {model.seed}, vocabulary {model.vocab_size}",
         dtype="simulated",
         block_tokens=settings.block_tokens,
-        layers=1,
-        kv_heads=1,
-        head_dim=settings.simulated.bytes_per_token,
+        layers=LAYERS,
+        kv_heads=KV_HEADS,
+        head_dim=settings.simulated.bytes_per_token // (LAYERS * KV_HEADS),
         block_bytes=model.block_bytes,
+    )
+
+
+def _layout(settings: WorkerSettings) -> EngineLayout:
+    return EngineLayout(
+        layers=LAYERS,
+        kv_heads=KV_HEADS,
+        block_tokens=settings.block_tokens,
+        head_bytes=settings.simulated.bytes_per_token // (LAYERS * KV_HEADS),
+        tensor_parallel=settings.simulated.tensor_parallel,
+        kv_layout=settings.simulated.kv_layout,
     )
 
 

@@ -21,6 +21,7 @@ from fleet.work import Handoff, KvEvent, Load, Progress, Rejected, Start
 from kvstore.block import ChainHash
 from workers.engines.simulated_batch import Advanced, Batch
 from workers.engines.simulated_direct import BlockLender, DirectParams, borrow
+from workers.engines.simulated_layout import EngineLayout
 from workers.engines.simulated_memory import BlockMemory
 from workers.engines.simulated_model import SimulatedModel
 from workers.engines.simulated_sequence import Sequence as Running
@@ -44,6 +45,7 @@ class SimulatedEngine:
         settings: WorkerSettings,
         facts: EngineFacts,
         model: SimulatedModel,
+        layout: EngineLayout,
         *,
         store: SimulatedStore | None = None,
     ) -> None:
@@ -55,7 +57,11 @@ class SimulatedEngine:
         self._wake = asyncio.Event()
         self.lender = BlockLender(self.memory, Nanos(simulated.direct_lease_ms * MILLISECOND), on_end=self._wake.set)
         self._shape = Shape(
-            model=model, memory=self.memory, block_tokens=facts.block_tokens, max_model_len=facts.max_model_len
+            model=model,
+            layout=layout,
+            memory=self.memory,
+            block_tokens=facts.block_tokens,
+            max_model_len=facts.max_model_len,
         )
         self._batch = Batch(self.memory, max_running=facts.max_running, max_batched_tokens=simulated.max_batched_tokens)
         self._ended: list[Progress | Rejected] = []  # since the last step
@@ -240,6 +246,7 @@ class SimulatedEngine:
             fingerprint=self._facts.fingerprint,
             num_tokens=len(blocks) * self._facts.block_tokens,
             params=params,
+            kv=self._facts.kv,
         )
         self._ended.append(msgspec.structs.replace(last, handoff=handoff))
         self._wake.set()

@@ -4,7 +4,7 @@ Rules:
 
 1. The KV bytes of block i are expand(H(weights ‖ D(i-1) ‖ tokens of block i)), where D(i) = H(D(i-1) ‖ the bytes that
    block i really has in memory) and D(-1) is a constant. So a block depends on everything before it, as attention
-   makes it do.
+   makes it do. The bytes are by layer, head, token and element; where each lies is `workers.engines.simulated_layout`.
 2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ what shapes the choice)) mod vocabulary.
    So one wrong, missing or swapped block anywhere in the context changes what is generated.
 3. Expansion is numpy's Philox keyed by the digest, whose raw stream is fixed by its specification (Salmon et al. 2011);

@@ -10,6 +10,7 @@ from fleet.roles import Phase
 from fleet.work import Start
 from kvstore import block
 from kvstore.block import ChainHash
+from workers.engines.simulated_layout import EngineLayout
 from workers.engines.simulated_memory import BlockIndex, BlockMemory
 from workers.engines.simulated_model import Digest, SimulatedModel
 
@@ -27,6 +28,7 @@ class Shape(Struct, frozen=True, kw_only=True):
     """What sequences need to know of their engine."""
 
     model: SimulatedModel
+    layout: EngineLayout
     memory: BlockMemory
     block_tokens: int
     max_model_len: int
@@ -175,7 +177,7 @@ class Sequence:
             parent = self.names[-1] if self.names else block.root(self.start.salt)
             (name,) = block.extend(parent, bytes(tokens), shape.block_tokens)
         index = self.blocks[position]
-        shape.memory.view(index)[:] = shape.model.compute(self._digest, tokens)
+        shape.memory.view(index)[:] = shape.layout.lay_out(shape.model.compute(self._digest, tokens))
         shape.memory.publish(index, name)
         self._complete(name, index)
         return name, index
@@ -183,7 +185,8 @@ class Sequence:
     def _complete(self, name: ChainHash, index: BlockIndex) -> None:
         """A block of the context is there: what it really holds decides what comes after it."""
         self.names.append(name)
-        self._digest = self._shape.model.read(self._digest, self._shape.memory.view(index))
+        values = self._shape.layout.values(self._shape.memory.view(index))
+        self._digest = self._shape.model.read(self._digest, values)
 
     def _take_block(self) -> BlockIndex:
         assert self.reserve > 0, "admission promised enough"

@@ -6,6 +6,8 @@ Rules:
    that hangs costs a buffer, never a block that somebody else needs.
 2. Every wait has a deadline. Whatever goes wrong is a block that was not loaded or not kept, and a count.
 3. Background writes queue up to `MAX_WAITING` blocks; more are dropped and counted: a store is only a cache.
+4. Blocks come and go as the engine has them. They are converted here, in the threads, after they were verified, and
+   before their checksums are taken (`kvstore.conversion`).
 """
 
 import asyncio
@@ -20,8 +22,9 @@ from fleet.clock import SECOND, Nanos
 from fleet.ids import StoreId
 from kvstore.block import ChainHash
 from kvstore.client import StoreClient
+from kvstore.conversion import Conversion
 from kvstore.credentials import Credentials
-from kvstore.layout import Namespace
+from kvstore.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -37,35 +40,36 @@ T = TypeVar("T")
 class SimulatedStore:
     """Loads and publishes blocks; `run` writes what was offered."""
 
-    def __init__(self, client: StoreClient, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, client: StoreClient, conversion: Conversion, threads: ThreadPoolExecutor) -> None:
         self.store_id = StoreId(client.store_id)
         self.dropped = 0  # blocks that were offered and not kept
         self._client = client
-        self._block_bytes = client.namespace.block_bytes
+        self._conversion = conversion
         self._threads = threads
         self._waiting: dict[ChainHash, bytes] = {}
         self._wake = asyncio.Event()
 
     @classmethod
-    async def connect(cls, address: str, namespace: Namespace, credentials: Credentials) -> Self:
-        """Shake hands with a store node.
+    async def connect(cls, address: str, kv: Fingerprint, credentials: Credentials) -> Self:
+        """Shake hands with a store node, for an engine with blocks like `kv`.
 
         Raises:
             StoreUnreachable: It does not answer.
-            LayoutMismatch: It holds blocks of this model in another layout.
+            LayoutMismatch: It holds blocks of this model that are not like these; names the field.
         """
+        conversion = Conversion(kv)
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="simulated-store")
         try:
             client = await asyncio.get_running_loop().run_in_executor(
                 threads,
                 lambda: StoreClient.connect(
-                    address, namespace, timeout_seconds=CONNECT_SECONDS, credentials=credentials
+                    address, kv.at_rest, timeout_seconds=CONNECT_SECONDS, credentials=credentials
                 ),
             )
         except BaseException:
             threads.shutdown(wait=False)
             raise
-        return cls(client, threads)
+        return cls(client, conversion, threads)
 
     async def load(self, names: Sequence[ChainHash], deadline: Nanos) -> list[bytes]:
         """The longest prefix of `names` that the store has and that arrives, verified, within `deadline` from now."""
@@ -78,8 +82,11 @@ class SimulatedStore:
         """Write blocks now; returns how many the store did not have before."""
         if not blocks:
             return 0
+        held = list(blocks.values())
         return await self._in_thread(
-            lambda: self._client.write(list(blocks), list(blocks.values())), deadline, otherwise=0
+            lambda: self._client.write(list(blocks), lambda index: self._conversion.write(held[index])),
+            deadline,
+            otherwise=0,
         )
 
     def offer(self, name: ChainHash, content: bytes) -> None:
@@ -108,10 +115,13 @@ class SimulatedStore:
         match = self._client.match_patiently(names, lease_seconds=LEASE_SECONDS, patience_seconds=patience_seconds)
         if not len(match):
             return []
-        buffers = [bytearray(self._block_bytes) for _ in range(len(match))]
+        buffers = [bytearray(self._conversion.stored_bytes) for _ in range(len(match))]
         whole = self._client.read(match, range(len(match)), buffers)
         self._threads.submit(self._client.release, match.lease_id)  # nobody needs to wait for that
-        return [bytes(buffer) for buffer, _ in takewhile(itemgetter(1), zip(buffers, whole, strict=True))]
+        return [
+            self._conversion.read(buffer).tobytes()
+            for buffer, _ in takewhile(itemgetter(1), zip(buffers, whole, strict=True))
+        ]
 
     async def _in_thread(self, call: Callable[[], T], deadline: Nanos, *, otherwise: T) -> T:
         try:

@@ -26,6 +26,7 @@ from fleet.work import KvEvent, Load, Progress, Rejected, Start
 from kvstore.block import HashAlgorithm, blocks_for
 from kvstore.client import StoreClient
 from kvstore.errors import StoreError, StoreUnreachable
+from kvstore.fingerprint import describe
 from kvstore.layout import Namespace
 from workers.acceptance import refusal
 from workers.engines import vllm_launch, vllm_requests
@@ -126,6 +127,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM,
         fingerprint=namespace.fingerprint,
         kv_paths=settings.kv_paths,
         store_id=store_id,
+        kv=describe(namespace, tp=config.parallel_config.tensor_parallel_size),
     )
     return llm, facts, namespace.block_bytes
 

@@ -100,6 +100,9 @@ class _ClientStore:
     def coming(self, names: Sequence[ChainHash]) -> bool:
         return self._client.match(names, lease_seconds=0).loading > 0
 
+    def fetch(self, names: Sequence[ChainHash], *, patience_seconds: float, tenant: bytes) -> None:
+        self._client.match(names, lease_seconds=0, patience_seconds=patience_seconds, tenant=tenant)
+
 
 class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
@@ -120,6 +123,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         assert self._client is None or len(kv_cache_config.kv_cache_groups) == 1, "blocks of several kinds"
         self._planner: StorePlanner | None = None
         self._mover: BlockMover | None = None
+        self._starts_early = False
         self._failed_blocks: set[int] = set()
         self._loaded: dict[str, int] = {}
         if role is KVConnectorRole.SCHEDULER:
@@ -146,16 +150,21 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     # Beside the scheduler.
 
+    def on_new_request(self, request: "Request") -> None:
+        assert self._planner is not None
+        if not _is_beyond_tokens(request):
+            self._planner.arrived(request)
+
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._planner is not None
-        if request.mm_features or request.lora_request is not None or request.prompt_embeds is not None:
-            return 0, False  # their blocks depend on more than tokens; the chain does not cover it yet
+        if _is_beyond_tokens(request):
+            return 0, False
         tokens = self._planner.look_up(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         assert self._planner is not None
-        if request.mm_features or request.lora_request is not None or request.prompt_embeds is not None:
+        if _is_beyond_tokens(request):
             return
         self._planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
@@ -201,6 +210,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 local = counts.engine * block_tokens
                 cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
                 stats.set(request.num_prompt_tokens, local, cached - local)
+                stats.num_external_cached_tokens = cached - local if counts.direct else 0  # see `counts_at_start`
 
     # Beside the model.
 
@@ -215,13 +225,23 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         blocks = HostBlocks(layers) if on_host else DeviceBlocks(layers)
         assert blocks.block_bytes == self._namespace.block_bytes, (blocks.block_bytes, self._namespace)
         self._mover = BlockMover(self._client, blocks)
+        self._starts_early = on_host
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins, and on host memory its loads, to run beside the forward pass.
+
+        vLLM calls `start_load_kv` when the pass has been launched, which on a CPU means that it is over.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if self._mover is not None and self._starts_early:
+            self._mover.start(self._orders())
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        if self._mover is not None:
+        if self._mover is not None and not self._starts_early:
             self._mover.start(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # loads are complete before a request is scheduled
+        pass  # a request is scheduled when all of its blocks are there (ADR 0011)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
@@ -264,6 +284,11 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
         return orders.work
+
+
+def _is_beyond_tokens(request: "Request") -> bool:
+    """Whether its blocks depend on more than tokens, which the chain does not cover yet."""
+    return bool(request.mm_features) or request.lora_request is not None or request.prompt_embeds is not None
 
 
 def _end_with_parent(scratch: str) -> None:

@@ -11,13 +11,16 @@ Rules:
    is kept before the step ends.
 5. Where the store has blocks of a chain in a slower tier, the request waits while they come up, no longer than computing
    them would take; the engine goes on with others. It waits once.
-6. What a request reports of its prompt's blocks is what happened at its first admission: blocks found in the engine's
+6. A request that a step has left in the queue will ask later: the store begins to bring up its blocks at once, beside the
+   step that it waits for. That pins nothing, since queues are long, and costs the scheduler no more than a few calls a step.
+7. What a request reports of its prompt's blocks is what happened at its first admission: blocks found in the engine's
    own cache, blocks loaded (as the worker side confirmed them), blocks pulled directly. The rest was computed.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +35,8 @@ LEASE_SECONDS = 30.0  # as vLLM's NIXL connector holds handed-off blocks
 MAX_PATIENCE_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
 LOOK_AGAIN_SECONDS = 0.002  # between looks at blocks on their way
 MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks again after this long, well within the lease
+FETCHES_A_STEP = 4  # for queued requests; a call takes 0.5 ms, and the step waits for it
+MAX_QUEUED = 1024  # requests that are remembered as not looked up yet; those beyond ask when their turn comes
 
 HANDOFF = "fleet_handoff"
 """Key of a request's transfer parameters: a decode worker will look for its blocks in the store."""
@@ -49,6 +54,10 @@ class Store(Protocol):
 
     def coming(self, names: Sequence[ChainHash]) -> bool:
         """Whether blocks right after that prefix are on their way up."""
+        ...
+
+    def fetch(self, names: Sequence[ChainHash], *, patience_seconds: float, tenant: bytes) -> None:
+        """Have what follows that prefix begin to come up; pins nothing."""
         ...
 
 
@@ -155,15 +164,23 @@ class StorePlanner:
         self._remember = remember
         self._now = now
         self._tracked: dict[str, _Tracked] = {}
+        self._queued: dict[str, EngineRequest] = {}  # never looked up, the oldest first
         self._offered: OrderedDict[ChainHash, None] = OrderedDict()
         self._loads: list[Load] = []
         self._releases: list[LeaseId] = []
+
+    def arrived(self, request: EngineRequest) -> None:
+        """A request is in the engine's queue; it may be looked up in the next step or much later."""
+        pulls = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+        if self._store is not None and not pulls and len(self._queued) < MAX_QUEUED:
+            self._queued[request.request_id] = request
 
     def look_up(self, request: EngineRequest, local_tokens: int) -> int | None:
         """How many tokens after the `local_tokens` of the engine's own cache the store can provide.
 
         May be called again and again while the request waits for room. None: ask again with the next step (rule 5).
         """
+        self._queued.pop(request.request_id, None)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked = self._track(request)
@@ -210,6 +227,7 @@ class StorePlanner:
         if self._store is None:
             return work
         self._pace.planned(sum(scheduled.values()), self._now())
+        self._fetch_for_queued(self._store)
         for request_id, num_tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -252,7 +270,8 @@ class StorePlanner:
                 yield tracked.request, tracked.counts
 
     def finished(self, request: EngineRequest) -> Counts | None:
-        """Forget a request; None if it was never admitted."""
+        """Forget a request; None if the store was never to be asked for it."""
+        self._queued.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -296,6 +315,18 @@ class StorePlanner:
             return True
         tracked.looked_at = now
         return store.coming(self._hashes(tracked, num_blocks)[:num_blocks])
+
+    def _fetch_for_queued(self, store: Store) -> None:
+        """As rule 6 says; once a request, since it asks by itself when its turn comes."""
+        for request_id in list(islice(self._queued, FETCHES_A_STEP)):
+            request = self._queued.pop(request_id)
+            num_tokens = len(request.all_token_ids)
+            if num_blocks := (num_tokens - 1) // self._block_tokens:
+                tracked = self._track(request)
+                patience = min(self._pace.seconds(num_tokens), MAX_PATIENCE_SECONDS)
+                store.fetch(
+                    self._hashes(tracked, num_blocks)[:num_blocks], patience_seconds=patience, tenant=tracked.salt
+                )
 
     def _hashes(self, tracked: _Tracked, num_blocks: int) -> list[ChainHash]:
         """At least the first `num_blocks` names of the request's chain, which grows with its answer."""

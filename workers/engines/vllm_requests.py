@@ -125,14 +125,14 @@ def counts_at_end(output: "RequestOutput") -> Counts:
 def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> Counts:
     """The same as vLLM knows it with the first token, in tokens; the connector has put right what did not arrive.
 
-    It does not say which connector gave the blocks, so those that the store gave after a pull from another engine had
-    failed count as pulled, until the end.
+    vLLM does not say which connector gave the blocks. Ours has therefore left as external only what was pulled from another
+    engine; what is cached beyond that came from the store, also when a pull had failed before.
     """
     local = stats.num_local_cached_tokens // block_tokens
-    external = blocks_for(stats.num_external_cached_tokens, block_tokens)  # the last one pulled may not be full
-    if start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT:
-        return Counts(engine=local, direct=external)
-    return Counts(engine=local, store=external)
+    elsewhere = blocks_for(stats.num_cached_tokens, block_tokens) - local  # the last one pulled may not be full
+    pulls = start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT
+    direct = min(blocks_for(stats.num_external_cached_tokens, block_tokens), elsewhere) if pulls else 0
+    return Counts(engine=local, store=elsewhere - direct, direct=direct)
 
 
 def report_of(start: Start, counts: Counts, facts: EngineFacts, block_bytes: int) -> KvReport:
@@ -169,4 +169,5 @@ def handoff_of(start: Start, output: "RequestOutput", facts: EngineFacts) -> Han
         fingerprint=facts.fingerprint,
         num_tokens=len(start.tokens) // TOKEN_BYTES,
         params=json.dumps(params).encode() if start.kv_path is KvPath.DIRECT else b"{}",
+        kv=facts.kv,
     )

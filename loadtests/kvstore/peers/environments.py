@@ -1,27 +1,6 @@
-"""Virtual environments of the peers, made on demand and kept in a cache folder."""
+"""What the peers' environments are made of."""
 
-import hashlib
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-from msgspec import Struct
-
-from loadtests.kvstore.contest import Absent
-
-INSTALL_SECONDS = 900
-
-
-class Distribution(Struct, frozen=True, kw_only=True):
-    """What a peer needs. Each step is the arguments of one `pip install`; where it gives several, the first that works."""
-
-    name: str
-    version: str
-    steps: tuple[tuple[tuple[str, ...], ...], ...]
-    system: str = ""  # what has to be there besides, as a command
-
+from loadtests.environments import Distribution
 
 LMCACHE = Distribution(
     name="LMCache",
@@ -62,44 +41,3 @@ MOONCAKE = Distribution(
     steps=((("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy==2.2.6"),),),
     system="apt-get install libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4",
 )
-
-
-def python_of(distribution: Distribution, cache: Path) -> Path:
-    """The interpreter of an environment with that peer; made when it is not there, which takes minutes.
-
-    Raises:
-        Absent: It cannot be made; says what failed.
-    """
-    folder = cache / f"{distribution.name.lower()}-{distribution.version}"
-    python = folder / "bin" / "python"
-    stamp = folder / "installed"
-    recipe = hashlib.sha256(json.dumps(distribution.steps).encode()).hexdigest()
-    if stamp.exists() and stamp.read_text() == recipe:
-        return python
-    print(f"installing {distribution.name} {distribution.version} into {folder}", file=sys.stderr)
-    _run([sys.executable, "-m", "venv", "--clear", str(folder)], distribution)
-    for step in distribution.steps:
-        _install(python, step, distribution)
-    stamp.write_text(recipe)
-    return python
-
-
-def _install(python: Path, ways: Sequence[Sequence[str]], distribution: Distribution) -> None:
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    for way in ways[:-1]:
-        try:
-            _run([*pip, *way], distribution)
-        except Absent:
-            continue
-        return
-    _run([*pip, *ways[-1]], distribution)
-
-
-def _run(command: Sequence[str], distribution: Distribution) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Absent(f"{distribution.name} {distribution.version} could not be installed: {error}") from error
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no reason was given"]
-        raise Absent(f"{distribution.name} {distribution.version} could not be installed: {last[0]}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtests.kvstore.contest import Absent
+from loadtests.absent import Absent
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 300.0

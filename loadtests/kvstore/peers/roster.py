@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from loadtests.environments import python_of
 from loadtests.kvstore.contest import Contestant
 from loadtests.kvstore.peers import environments
 from loadtests.kvstore.peers.processes import PeerProcess
@@ -29,9 +30,7 @@ class Peers:
         """
         self._folder = folder
         self._processes = {
-            name: PeerProcess(
-                name, partial(environments.python_of, distribution, cache), HERE / script, folder / f"{name}.log"
-            )
+            name: PeerProcess(name, partial(python_of, distribution, cache), HERE / script, folder / f"{name}.log")
             for name, distribution, script in (
                 (LMCACHE, environments.LMCACHE, "lmcache_process.py"),
                 (MOONCAKE, environments.MOONCAKE, "mooncake_process.py"),

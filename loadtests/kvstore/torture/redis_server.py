@@ -16,11 +16,12 @@ class RedisMissing(Exception):
 class RedisServer:
     """Keeps nothing over a restart, as a cache does."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, memory: str = MEMORY):
         program = shutil.which("redis-server") or shutil.which("valkey-server")
         if program is None:
             raise RedisMissing("neither redis-server nor valkey-server is installed: apt-get install redis-server")
         self._program = program
+        self._memory = memory
         self._folder = folder
         self._socket = folder / "redis"
         self._process: subprocess.Popen[bytes] | None = None
@@ -33,7 +34,7 @@ class RedisServer:
         """Returns when it listens."""
         self._socket.unlink(missing_ok=True)
         command = [self._program, "--port", "0", "--unixsocket", str(self._socket), "--dir", str(self._folder)]
-        command += ["--save", "", "--appendonly", "no", "--maxmemory", MEMORY, "--maxmemory-policy", "allkeys-lru"]
+        command += ["--save", "", "--appendonly", "no", "--maxmemory", self._memory, "--maxmemory-policy", "allkeys-lru"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + START_SECONDS
         while not self._socket.exists():

@@ -91,4 +91,26 @@ def test_what_pauses_cost_is_told_where_asked_for(capsys):
     assert 0 < pauses["mean_seconds"] < pauses["recompute_mean_seconds"]
 
     run(["kv", "replay", str(AGENTIC), "--capacity-blocks", "10%", "--pauses", "nothing"])
-    assert "resumes: mean" in capsys.readouterr().out.splitlines()[-1]
+    assert "resumes: mean" in capsys.readouterr().out.splitlines()[-2]
+
+
+def test_beside_others_sessions_that_hold_a_quarter_of_memory_compute_less_again(capsys):
+    computed = {}
+    for policy in ("nothing", "hold"):
+        options = ["--below-blocks", "0", "--held-share", "0.25", "--beside", str(CONVERSATION), "--json"]
+        run(["kv", "replay", str(AGENTIC), "--capacity-blocks", "4000", "--pauses", policy, *options])
+        pauses = json.loads(capsys.readouterr().out)["pauses"]
+        computed[policy] = pauses["computed_blocks"]
+        assert pauses["resumes"] == 257
+        assert pauses["most_held_blocks"] <= 1000
+
+    assert computed["hold"] < 0.8 * computed["nothing"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--held-share", "2"), ("--held-share", "x"), ("--below-blocks", "-1")])
+def test_a_share_or_number_that_is_none_is_refused(capsys, option, value):
+    with pytest.raises(SystemExit) as ended:
+        run(["kv", "replay", str(AGENTIC), "--capacity-blocks", "10", option, value])
+
+    assert ended.value.code == 2
+    assert repr(value) in capsys.readouterr().err

@@ -247,6 +247,27 @@ def test_a_slow_tier_is_tried_again_after_a_while():
     assert pace.seconds(100, Nanos(60 * SECOND)) == 0
 
 
+def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_known_to_have_it():
+    below = Below()
+    (known,), (unknown,) = a_chain(1), a_chain(1, "b")
+    key = BlockKey(below.store.digest, known)
+    below.held[0].add(known)
+    assert below.hierarchy.seconds_from_below(key, BLOCK_BYTES) is None
+
+    below.want([known])
+    below.perform()
+    below.tick(3)
+    below.perform_all()
+
+    assert below.hierarchy.seconds_from_below(key, BLOCK_BYTES) == pytest.approx(3)
+    assert below.hierarchy.seconds_from_below(BlockKey(below.store.digest, unknown), BLOCK_BYTES) is None
+    below.tick(3600)
+    assert below.hierarchy.seconds_from_below(key, 2 * BLOCK_BYTES) == pytest.approx(6)
+    below.want([unknown])
+    below.fail()
+    assert below.hierarchy.seconds_from_below(key, BLOCK_BYTES) is None
+
+
 def test_a_corrupt_block_ends_what_its_tier_gives_and_the_next_is_asked():
     below = Below()
     chain = a_chain(3)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from loadtests.kvstore.contest import Absent, Better, Line, measure, table
+from loadtests.absent import Absent
+from loadtests.kvstore.contest import Better, Line, measure, table
 
 
 def a_line(**fields) -> Line:

@@ -5,6 +5,7 @@ from fleet.errors import Reason
 from fleet.requests import Finish, Sampling
 from fleet.roles import Role
 from fleet.router.messages import Ticked
+from fleet.router.tenants import TenantSettings
 from fleet.router.waiting import EVIDENCE
 from tests.builders import an_arrival
 from tests.unit.router.driver import Dispatch, Driver, Refuse, the
@@ -62,7 +63,7 @@ def test_tenants_that_flood_the_queue_lose_their_own_places():
 
 
 def test_tenants_take_turns_by_weight_while_requests_wait():
-    router = Busy(tenant_weights={"gold": 2.0})
+    router = Busy(tenants={"gold": TenantSettings(weight=2.0)})
     for number in range(12):
         router.arrive(f"gold{number}", "gold")
         router.arrive(f"rest{number}", "rest")

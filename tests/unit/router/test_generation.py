@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from hashlib import sha256
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,6 +27,7 @@ from fleet.requests import (
 )
 from fleet.router.generation import INLINE_CHARACTERS, MAX_TOKENISING, Generation
 from fleet.router.ports import TextCodec
+from fleet.router.tenants import Tenants, TenantSettings
 from fleet.telemetry import Metrics
 from kvstore.block import salt_for
 from tests.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
@@ -55,12 +57,15 @@ def generations(codec):
     """Makes generations and closes them."""
     made = []
 
-    def make(router: FakeRouter, codecs: Mapping[ModelName, TextCodec] | None = None) -> Generation:
+    def make(
+        router: FakeRouter, codecs: Mapping[ModelName, TextCodec] | None = None, **tenants: TenantSettings
+    ) -> Generation:
         metrics = Metrics(CollectorRegistry())
         one = Generation(
             router,
             {MODEL: codec} if codecs is None else codecs,
             clock=Stopped(),
+            tenants=Tenants(tenants, Stopped().now()),
             tenant_secret=SECRET,
             metrics=metrics,
         )
@@ -372,3 +377,31 @@ async def test_long_prompts_leave_the_loop_free_and_wait_in_bounded_number(gener
 
     assert refused.value.reason is Reason.QUEUE_FULL
     assert len(router.completed) == MAX_TOKENISING
+
+
+async def test_a_request_proves_its_tenant_by_its_key_and_gets_that_tenants_salt(generations):
+    router = FakeRouter(answer=[7])
+    generation = generations(router, acme=TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),)))
+
+    await collect(generation.generate(a_request(sampling=Sampling(max_tokens=1)), "Bearer key"))
+    with pytest.raises(Refused) as caught:
+        await collect(generation.generate(a_request(), "Bearer other"))
+
+    (arrived,) = router.submitted
+    assert (arrived.tenant, arrived.salt) == ("acme", salt_for(SECRET, "acme"))
+    assert caught.value.reason is Reason.UNAUTHENTICATED
+
+
+async def test_prompts_and_answers_are_charged_to_their_tenant_and_nothing_is_submitted_beyond_its_limit(generations):
+    router = FakeRouter(answer=[7, 8, 9, 10])
+    generation = generations(router, acme=TenantSettings(tokens_per_minute=13))
+    asked = a_request(prompt=TokenPrompt(a_prompt(10)), tenant="acme", sampling=Sampling(max_tokens=3))
+
+    events = [event async for event in generation.generate(asked)]
+    with pytest.raises(Refused) as caught:
+        await collect(generation.generate(asked))
+
+    assert isinstance(events[0], Admitted)
+    assert events[0].allowance.tokens.remaining == 3
+    assert caught.value.reason is Reason.RATE_LIMITED
+    assert len(router.submitted) == 1

@@ -184,7 +184,7 @@ def test_blocks_held_by_engine_and_store_are_counted_once():
 
     (placed,) = router.machine.explain(RequestId("r1")).placements
     assert placed.uncached_tokens == LONG - 10 * BLOCK_TOKENS
-    assert placed.candidates[0].credit == 8 + 0.75 * 2
+    assert -placed.candidates[0].parts["credit"] == 8 + 0.75 * 2
 
 
 def test_a_block_that_moves_between_tiers_of_the_store_changes_its_credit():
@@ -195,7 +195,7 @@ def test_a_block_that_moves_between_tiers_of_the_store_changes_its_credit():
         router.send(a_long_arrival(request_id=request_id))
         (placed,) = router.machine.explain(RequestId(request_id)).placements
         router.cancel(request_id)
-        return placed.candidates[0].credit
+        return -placed.candidates[0].parts["credit"]
 
     router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, stored=hashes[:8]))
     in_memory = credit("r1")

@@ -10,30 +10,15 @@ from msgspec import structs
 from fleet.errors import Reason
 from fleet.ids import StoreId, WorkerId
 from fleet.roles import KvPath, Placement, Role
-from fleet.router.placement import (
-    Asked,
-    Impossible,
-    Placed,
-    Standing,
-    Unfit,
-    Wait,
-    Why,
-    common_path,
-    decide,
-    score,
-)
+from fleet.router.candidates import Asked
+from fleet.router.members import common_path
+from fleet.router.placement import Impossible, Placed, Unfit, Wait, Why
 from fleet.router.settings import RouterSettings
-from kvstore.block import blocks_for
 from tests.builders import BLOCK_TOKENS, a_description
+from tests.unit.router.rows import Standing, a_standing, decide, score
 
 SETTINGS = RouterSettings(remote_prefill_min_tokens=512, oversubscribe=1.0)
 BOTH_PATHS = (KvPath.STORE, KvPath.DIRECT)
-
-
-def a_standing(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_tokens: int = 100, **fields) -> Standing:
-    own = {name: fields.pop(name) for name in tuple(fields) if name in Standing.__struct_fields__}
-    own.setdefault("new_blocks", blocks_for(prompt_tokens, BLOCK_TOKENS))
-    return Standing(description=a_description(worker_id=worker_id, role=role, **fields), **own)
 
 
 def placed(asked: Asked, *standings: Standing, settings: RouterSettings = SETTINGS, seed: int = 0) -> Placed:
@@ -92,7 +77,8 @@ def test_a_credit_above_one_eats_into_the_backlog_but_not_below_zero():
 def test_terms_add_up_to_the_cost():
     terms = score(a_standing(engine_blocks=1, store_blocks=1, requests=2, backlog_tokens=50), 100, SETTINGS)
 
-    assert max(0, terms.prefill - terms.credit) + terms.decode + terms.requests == terms.cost
+    assert terms.parts == {"prefill": (50 + 100) / 32, "credit": -1.75, "decode": 4.0, "requests": 2.0}
+    assert sum(terms.parts.values()) == terms.cost
 
 
 def test_a_hit_in_the_engine_beats_one_in_the_store_beats_none():

@@ -34,6 +34,7 @@ class Router:
         self.machine = RouterMachine(RouterSettings(**settings), FirstOfAll())
         self.clock = SystemClock()
         self.server = RouterServer(self.machine, self.workers, self.clock)
+        self.workers.hear = self.server.hear
 
     async def join(self, worker_id: str = "d1", role: Role = Role.DECODE, **fields) -> FakeWorker:
         worker = self.workers.join(a_description(worker_id=worker_id, role=role, **fields))

@@ -20,6 +20,7 @@ from fleet.work import (
     Cancel,
     Description,
     Draining,
+    Goodbye,
     Handoff,
     Hello,
     KvCleared,
@@ -32,6 +33,8 @@ from fleet.work import (
     Start,
     Step,
 )
+from kvstore.block import HashAlgorithm
+from kvstore.fingerprint import Fingerprint
 from tests.builders import a_start
 
 U32 = st.integers(0, 2**32 - 1)
@@ -59,6 +62,22 @@ samplings = st.builds(
     stop_token_ids=IDS,
     logprobs=st.none() | U32,
 )
+fingerprints = st.builds(
+    Fingerprint,
+    version=U32,
+    model=TEXT,
+    revision=TEXT,
+    lora=TEXT,
+    dtype=TEXT,
+    element_bytes=U32,
+    block_tokens=U32,
+    layers=U32,
+    kv_heads=U32,
+    head_dim=U32,
+    layout=TEXT,
+    tp=U32,
+    hash_algorithm=st.sampled_from(HashAlgorithm),
+)
 handoffs = st.builds(
     Handoff,
     kv_path=st.sampled_from(KvPath),
@@ -66,6 +85,7 @@ handoffs = st.builds(
     fingerprint=TEXT,
     num_tokens=U32,
     params=st.binary(max_size=20),
+    kv=st.none() | fingerprints,
 )
 starts = st.builds(
     Start,
@@ -78,6 +98,7 @@ starts = st.builds(
     kv_path=st.none() | st.sampled_from(KvPath),
     priority=I32,
     timeout_ms=U32,
+    session=TEXT,
 )
 router_messages = starts | st.builds(Cancel, request_id=NAME.map(RequestId)) | st.builds(Hello, router_id=NAME)
 
@@ -132,8 +153,10 @@ worker_messages = (
         kv_paths=st.lists(st.sampled_from(KvPath), max_size=2).map(tuple),
         store_id=st.none() | NAME.map(StoreId),
         engine=TEXT,
+        kv=st.none() | fingerprints,
     )
     | st.just(Draining())
+    | st.builds(Goodbye, reason=st.text())
 )
 
 
@@ -176,6 +199,10 @@ def test_the_wire_start_of_these_tests_is_sound():
         (a_wire_start(kv_path="pigeon"), "start.kv_path"),
         (a_wire_start(sampling=pb.WorkSampling()), "start.sampling.max_tokens"),
         (a_wire_start(handoff=pb.Handoff(kv_path="pigeon")), "start.handoff.kv_path"),
+        (
+            a_wire_start(handoff=pb.Handoff(kv_path="store", kv=pb.KvFingerprint(hash_algorithm="md4"))),
+            "start.handoff.kv.hash_algorithm",
+        ),
     ],
 )
 def test_a_malformed_start_is_refused_by_field_and_request(start, field):

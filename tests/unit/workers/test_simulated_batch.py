@@ -9,12 +9,14 @@ from fleet.roles import KvPath, Phase
 from fleet.work import Load, Start
 from tests.builders import a_prompt, a_start
 from workers.engines.simulated_batch import Batch
+from workers.engines.simulated_layout import EngineLayout
 from workers.engines.simulated_memory import BlockMemory
 from workers.engines.simulated_model import SimulatedModel
 from workers.engines.simulated_sequence import Sequence, Shape, Stage
 
 BLOCK_TOKENS = 4
 MODEL = SimulatedModel(seed=0, vocab_size=512, eos_token_ids=(2,), eos_probability=0.02, block_bytes=BLOCK_TOKENS * 8)
+LAYOUT = EngineLayout(layers=1, kv_heads=2, block_tokens=BLOCK_TOKENS, head_bytes=4, tensor_parallel=2, kv_layout="NHD")
 
 
 class Engine:
@@ -22,7 +24,7 @@ class Engine:
 
     def __init__(self, *, blocks: int = 64, max_running: int = 4, max_batched_tokens: int = 16) -> None:
         self.memory = BlockMemory(blocks, MODEL.block_bytes)
-        self.shape = Shape(model=MODEL, memory=self.memory, block_tokens=BLOCK_TOKENS, max_model_len=64)
+        self.shape = Shape(model=MODEL, layout=LAYOUT, memory=self.memory, block_tokens=BLOCK_TOKENS, max_model_len=64)
         self.batch = Batch(self.memory, max_running=max_running, max_batched_tokens=max_batched_tokens)
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, Finish] = {}

@@ -6,7 +6,15 @@ from msgspec import Struct
 from kvstore.block import HashAlgorithm, chain
 from kvstore.messages import LeaseId, Match, Slot
 from tests.builders import token_bytes
-from workers.engines.vllm_planning import HANDOFF, LOOK_AGAIN_SECONDS, MATCH_FRESH_SECONDS, Counts, StorePlanner
+from workers.engines.vllm_planning import (
+    FETCHES_A_STEP,
+    HANDOFF,
+    LOOK_AGAIN_SECONDS,
+    MATCH_FRESH_SECONDS,
+    MAX_QUEUED,
+    Counts,
+    StorePlanner,
+)
 
 BLOCK = 4
 
@@ -40,6 +48,7 @@ class World:
         self.below: set[bytes] = set()  # in a slower tier; comes up once somebody has patience
         self.on_their_way = False
         self.looks = 0
+        self.fetched: list[tuple[list[bytes], float]] = []  # names, patience
         self.asked: list[int] = []
         self.patience: list[float] = []
         self.seconds = 0.0
@@ -71,6 +80,10 @@ class World:
     def coming(self, hashes) -> bool:
         self.looks += 1
         return self.on_their_way
+
+    def fetch(self, hashes, *, patience_seconds: float, tenant: bytes) -> None:
+        self.fetched.append((list(hashes), patience_seconds))
+        self.on_their_way = any(name in self.below for name in hashes)
 
     def arrive(self) -> None:
         self.held |= self.below
@@ -369,3 +382,68 @@ def test_a_request_that_ends_while_it_waits_leaves_no_lease():
     world.planner.finished(request)
 
     assert world.planner.plan({}, lambda _: []).releases == [LeaseId(1)]
+
+
+def test_the_store_begins_to_bring_up_what_a_queued_request_will_ask_for():
+    world = World()
+    running, queued = a_request(40, "running", first=1000), a_request(20, "queued")
+    world.below |= set(names(queued)[:4])
+    world.planner.arrived(running)
+    world.planner.arrived(queued)
+    world.admit(running)
+
+    work = world.step(running, 40)  # leaves no room for the other
+
+    ((asked, patience),) = world.fetched
+    assert (asked, patience > 0, work.releases) == (names(queued)[:4], True, [])
+    world.arrive()
+    assert world.planner.look_up(queued, 0) == 4 * BLOCK, "all is there when its turn comes"
+    world.step(running, 1)
+    assert len(world.fetched) == 1, "once a request"
+
+
+def test_time_in_the_queue_takes_no_patience_from_a_request():
+    world = World()
+    running, queued = a_request(40, "running", first=1000), a_request(20, "queued")
+    world.below |= set(names(queued)[:4])
+    world.planner.arrived(queued)
+    world.admit(running)
+    world.step(running, 40)
+
+    world.seconds += 60
+    assert world.planner.look_up(queued, 0) is None, "they are still on their way"
+    assert world.patience[-1] > 0
+
+
+def test_a_request_whose_turn_comes_at_once_asks_once():
+    world = World()
+    request = a_request(20)
+    world.planner.arrived(request)
+    world.admit(request)
+    world.step(request, 20)
+
+    assert (world.fetched, len(world.asked)) == ([], 1)
+
+
+@pytest.mark.parametrize("fields", [{"num_tokens": 4}, {"kv_transfer_params": {"do_remote_prefill": True}}])
+def test_nothing_is_fetched_that_a_queued_request_would_not_take_from_the_store(fields):
+    world = World()
+    world.planner.arrived(a_request(**{"num_tokens": 20, **fields}))
+
+    world.planner.plan({"other": 40}, lambda _: [])
+
+    assert world.fetched == []
+
+
+def test_a_long_queue_is_fetched_for_a_few_requests_a_step_and_a_cancelled_one_not_at_all():
+    world = World()
+    requests = [a_request(20, f"{number}", first=100 * number) for number in range(MAX_QUEUED + 1)]
+    for request in requests:
+        world.planner.arrived(request)
+    world.planner.finished(requests[0])
+
+    world.planner.plan({"other": 40}, lambda _: [])
+
+    assert [asked for asked, _ in world.fetched] == [names(each)[:4] for each in requests[1 : FETCHES_A_STEP + 1]]
+    assert len(world.planner._queued) == MAX_QUEUED - 1 - FETCHES_A_STEP
+    assert world.planner.finished(requests[1]) == Counts(), "forgotten like any other"

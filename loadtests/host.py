@@ -3,16 +3,20 @@
 import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-PACKAGES = ("fleet-serving", "numpy", "google-crc32c", "grpcio", "xxhash", "nixl", "redis")
 
+def facts(folder: Path, packages: Sequence[str]) -> dict[str, Any]:
+    """Of this machine, now.
 
-def facts(folder: Path) -> dict[str, Any]:
-    """Of this machine, now."""
+    Args:
+        folder: Whose disk is looked at.
+        packages: Whose versions are told, of those that are installed.
+    """
     usage = psutil.disk_usage(str(folder))
     return {
         "cpu": _cpu(),
@@ -23,7 +27,7 @@ def facts(folder: Path) -> dict[str, Any]:
         "file_system": _file_system(folder),
         "disk_free_gib": round(usage.free / (1 << 30), 1),
         "load": round(os.getloadavg()[0], 2),
-        "versions": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "versions": {name: version for name in packages if (version := _version(name)) is not None},
     }
 
 

@@ -1,4 +1,4 @@
-"""Worker services over gRPC with nothing behind them but the test, and a `GrpcWorkers` that dials them."""
+"""Workers at the far end of real streams with nothing behind them but the test, and a `WorkerStreams` that dials them."""
 
 import asyncio
 import shutil
@@ -8,46 +8,47 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from fleet.adapters.grpc_workers import GrpcWorkers
+from fleet.adapters.worker_streams import WorkerStreams
 from fleet.control.messages import MemberJoined, MemberLeft, MembershipChange
 from fleet.ids import WorkerId
+from fleet.router.messages import WorkerEvent
 from fleet.router.settings import RouterSettings
 from fleet.v1 import worker_pb2 as pb
-from fleet.v1 import worker_pb2_grpc as pb_grpc
 from fleet.wire.work import decode_router_message, encode_worker_message
 from fleet.work import Description, Hello, RouterMessage, WorkerMessage
+from kvstore.frames import FrameConnection, open_server
 
 
-class GrpcPeer(pb_grpc.WorkerServicer):
-    """A worker process as the router sees it, with nothing behind the service but the test."""
+class StreamPeer:
+    """A worker process as the router sees it."""
 
     def __init__(self, description: Description, folder: Path):
         self.description = description
         self.address = f"unix:{folder}/{description.worker_id}-{description.incarnation}"
         self.hellos: list[str] = []
-        self._server: Any = None
+        self.silent = False  # does not even describe itself
+        self.connection: FrameConnection  # the latest
+        self._stack = AsyncExitStack()
         self._inbox: asyncio.Queue[RouterMessage] = asyncio.Queue()
-        self._context: Any = None
         self._connected = asyncio.Event()
 
     async def start(self) -> None:
-        self._server = grpc.aio.server()
-        pb_grpc.add_WorkerServicer_to_server(self, self._server)
-        self._server.add_insecure_port(self.address)
-        await self._server.start()
+        await self._stack.enter_async_context(open_server("listen", self.address, self._accept))
 
-    async def Serve(self, request_iterator, context) -> None:  # noqa: N802 - generated name
-        async for request in request_iterator:
-            message = decode_router_message(request)
-            if isinstance(message, Hello):
-                self.hellos.append(message.router_id)
-                await context.write(encode_worker_message(self.description))
-                self._context = context
-                self._connected.set()
-            else:
-                self._inbox.put_nowait(message)
+    def _accept(self, connection: FrameConnection) -> "_PeerStream":
+        return _PeerStream(self, connection)
+
+    def received(self, payload: bytes, connection: FrameConnection) -> None:
+        message = decode_router_message(pb.RouterMessage.FromString(payload))
+        if isinstance(message, Hello):
+            self.hellos.append(message.router_id)
+            self.connection = connection
+            if not self.silent:
+                connection.send(encode_worker_message(self.description).SerializeToString())
+            self._connected.set()
+        else:
+            assert message is not None
+            self._inbox.put_nowait(message)
 
     async def connected(self) -> None:
         async with asyncio.timeout(10):
@@ -59,41 +60,71 @@ class GrpcPeer(pb_grpc.WorkerServicer):
 
     async def say(self, message: WorkerMessage | pb.WorkerMessage) -> None:
         await self.connected()
-        await self._context.write(message if isinstance(message, pb.WorkerMessage) else encode_worker_message(message))
+        wire = message if isinstance(message, pb.WorkerMessage) else encode_worker_message(message)
+        self.connection.send(wire.SerializeToString())
 
     async def leave(self) -> None:
         self._connected.clear()
-        if self._server is not None:
-            await self._server.stop(grace=0)
-            self._server = None
+        await self._stack.aclose()
 
 
-class GrpcWorld:
+class _PeerStream:
+    def __init__(self, peer: StreamPeer, connection: FrameConnection):
+        self._peer = peer
+        self._connection = connection
+
+    def received(self, payload: bytes) -> None:
+        self._peer.received(payload, self._connection)
+
+    def resumed(self) -> None: ...
+
+    def lost(self, cause: Exception | None) -> None: ...
+
+
+class Heard:
+    """What a router is told, to be taken one by one."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+
+    def __call__(self, event: WorkerEvent) -> None:
+        self._events.put_nowait(event)
+
+    async def take(self) -> WorkerEvent:
+        async with asyncio.timeout(10):
+            return await self._events.get()
+
+
+class StreamWorld:
     def __init__(self, folder: Path, stack: AsyncExitStack, addresses: tuple[str, ...] = (), **settings: Any):
         self._folder = folder
         self._stack = stack
+        self.heard = Heard()
         self.changes: asyncio.Queue[MembershipChange] = asyncio.Queue()
-        self.workers = GrpcWorkers(
+        self.workers = WorkerStreams(
             RouterSettings(router_id="router-7", max_reconnect_seconds=0.1, **settings), self._membership(), addresses
         )
+
+    async def take(self) -> WorkerEvent:
+        return await self.heard.take()
 
     async def _membership(self) -> AsyncIterator[MembershipChange]:
         while True:
             yield await self.changes.get()
 
-    async def peer(self, description: Description) -> GrpcPeer:
+    async def peer(self, description: Description) -> StreamPeer:
         """A worker that listens and has not been announced."""
-        peer = GrpcPeer(description, self._folder)
+        peer = StreamPeer(description, self._folder)
         await peer.start()
         self._stack.push_async_callback(peer.leave)
         return peer
 
-    async def join(self, description: Description) -> GrpcPeer:
+    async def join(self, description: Description) -> StreamPeer:
         peer = await self.peer(description)
         self.announce(peer)
         return peer
 
-    def announce(self, peer: GrpcPeer) -> None:
+    def announce(self, peer: StreamPeer) -> None:
         self.changes.put_nowait(
             MemberJoined(
                 worker_id=peer.description.worker_id,
@@ -107,13 +138,13 @@ class GrpcWorld:
 
 
 @asynccontextmanager
-async def a_grpc_world(**settings: Any) -> AsyncIterator[GrpcWorld]:
+async def a_stream_world(**settings: Any) -> AsyncIterator[StreamWorld]:
     folder = Path(tempfile.mkdtemp(prefix="fleet-", dir="/tmp"))
     try:
         async with asyncio.timeout(30), AsyncExitStack() as stack:
-            world = GrpcWorld(folder, stack, **settings)
+            world = StreamWorld(folder, stack, **settings)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            running = tasks.create_task(world.workers.run())
+            running = tasks.create_task(world.workers.run(world.heard))
             stack.callback(running.cancel)
             yield world
     finally:

@@ -1,0 +1,39 @@
+"""How requests fail that are not served, in the shape of the OpenAI API."""
+
+from http import HTTPStatus
+
+import msgspec
+
+from fleet.adapters.http_messages import Malformed
+from fleet.adapters.http_protocol import Exchange
+from fleet.adapters.openai_answers import EVENT_STREAM, error_object, event
+from fleet.adapters.status import APPEARANCES
+from fleet.errors import Reason, Refused
+
+
+def fail(exchange: Exchange, refused: Refused) -> None:
+    """Answer a request that is refused; what has begun as a stream ends with an event that says so.
+
+    Raises:
+        ClientGone: The connection is closed.
+    """
+    if exchange.began:
+        exchange.send(event(error_object(refused)), content_type=EVENT_STREAM, last=True)
+        return
+    seconds = -(-refused.retry_after_ms // 1000)
+    headers: tuple[tuple[str, str], ...] = (("retry-after", str(seconds)),) if seconds else ()
+    if refused.reason is Reason.UNAUTHENTICATED:
+        headers += (("www-authenticate", "Bearer"),)  # a 401 has to say how (RFC 9110, 15.5.2)
+    exchange.respond(APPEARANCES[refused.reason].http, error_object(refused), headers=headers)
+
+
+def refuse(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
+    """Answer what never came to be a request of ours."""
+    exchange.respond(status, explain(Malformed(status, message)), headers=(("allow", allow),) if allow else ())
+
+
+def explain(malformed: Malformed) -> bytes:
+    """The body of the answer to what is no request."""
+    kind = "server_error" if malformed.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    code = malformed.status.name.lower()
+    return msgspec.json.encode({"error": {"message": malformed.message, "type": kind, "param": None, "code": code}})

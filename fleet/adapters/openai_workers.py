@@ -1,0 +1,468 @@
+"""Foreign servers as workers: what they are to the router, and how requests get there.
+
+Rules:
+
+1. A server is a worker that does whole requests. It joins when it answers a question for its health, and leaves when it
+   answers none, while nothing else is heard from it either. An answer to anything is as good as one for its health.
+2. Whoever cannot be reached, or fails `TRIPS` requests in a row, gets no new ones (it is draining), and has left when those
+   that run there are over. It comes back when it answers for its health, after a pause that doubles as long as it goes on
+   failing requests; one more failure then is enough.
+3. Every request that was begun is told of once: as finished, as rejected, or by the server's leaving. One that is cancelled
+   is told of no more. Where a connection turns out to have been closed while it was idle, the request is sent again over a
+   new one: the server has not seen it.
+4. Progress is told as that of engines is, but the tokens are not known, only how many they are, roughly.
+5. A server without KV events is believed to hold what was sent there (`fleet.adapters.assumed_cache`).
+"""
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+import httptools
+
+from fleet.adapters.assumed_cache import AssumedCache
+from fleet.adapters.openai_answers import UNLIMITED
+from fleet.adapters.relay import CHAT, COMPLETIONS, EMBEDDINGS, Relayed
+from fleet.adapters.upstream import AnswerHeads, Upstream
+from fleet.clock import SECOND, Clock, Nanos
+from fleet.errors import Reason
+from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
+from fleet.requests import Finish
+from fleet.roles import Role
+from fleet.router.messages import (
+    CacheAssumed,
+    Stepped,
+    WorkerDraining,
+    WorkerEvent,
+    WorkerJoined,
+    WorkerLeft,
+    WorkRejected,
+    request_of,
+)
+from fleet.router.ports import Workers, WorkerUnreachable
+from fleet.router.settings import OpenAiWorkerSettings
+from fleet.work import Description, Progress, Rejected, Start
+
+log = logging.getLogger(__name__)
+
+TRIPS = 5  # failures in a row, as hyperscalers' proxies have it (Envoy's outlier detection: 5 answers of 5xx)
+MISSES = 3  # questions for its health in a row that a server does not answer
+FIRST_PAUSE_SECONDS = 1.0  # of a server that failed too many requests
+LONGEST_PAUSE_SECONDS = 30.0
+SEARCH_SECONDS = (
+    0.25  # between two questions to a server that is not there; these cost little, and waiting for it costs much
+)
+MAX_HEALTH_BYTES = 1 << 20  # of an answer
+TOKEN = 0  # stands for each that is not known
+NO_SUCH_PATH = frozenset({404, 405, 501})
+FIRST_SERVER_ERROR = 500
+
+Hear = Callable[[WorkerEvent], None]
+"""`fleet.router.server.RouterServer.hear`."""
+
+
+class _Dial(Exception):
+    """A server cannot be reached; the message says why."""
+
+
+class OpenAiWorker:
+    """One server. Implements `fleet.adapters.upstream.Owner`."""
+
+    def __init__(self, settings: OpenAiWorkerSettings, connect_timeout_seconds: float, clock: Clock) -> None:
+        self.worker_id = WorkerId(settings.worker_id)
+        self.settings = settings
+        self.heads = AnswerHeads()
+        self.joined = False
+        self._connect_timeout_seconds = connect_timeout_seconds
+        self._clock = clock
+        self._hear: Hear
+        self._tasks: asyncio.TaskGroup
+        self._taking = False  # new requests
+        self._incarnations = 0
+        self._works: dict[RequestId, Upstream | asyncio.Task[None]] = {}
+        self._idle: list[Upstream] = []
+        self._heard = False  # since the last look
+        self._failures = 0  # in a row
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._not_before = Nanos(0)
+        self._look = asyncio.Event()  # now, and not at the next turn
+        self._assumed: AssumedCache | None = None
+        self._max_model_len = UNLIMITED
+        url = urlsplit(settings.url)
+        self._host = url.hostname or ""
+        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._port = url.port or (443 if self._tls else 80)
+        self._prefix = url.path.rstrip("/").removesuffix("/v1").encode()
+        self._netloc = url.netloc.encode()
+        self._authorization = f"Bearer {settings.api_key}".encode() if settings.api_key else b""
+        key = b"authorization: " + self._authorization + b"\r\n" if self._authorization else b""
+        self._openings = {
+            path: b"POST %s%s HTTP/1.1\r\nhost: %s\r\n%s" % (self._prefix, path.encode(), self._netloc, key)
+            for path in (CHAT, COMPLETIONS, EMBEDDINGS)
+        }
+
+    # From the router
+
+    def start(self, work_id: RequestId, relayed: Relayed) -> None:
+        """Send a request.
+
+        Raises:
+            WorkerUnreachable: It takes none now.
+        """
+        if not self._taking:
+            raise WorkerUnreachable(self.worker_id)
+        keys = relayed.keys.get(self.settings.block_tokens)
+        if keys and self._assumed is not None:
+            stored, removed = self._assumed.sent(keys, self._clock.now())
+            self._hear(CacheAssumed(worker_id=self.worker_id, stored=stored, removed=removed))
+        idle = self._idle
+        while idle:
+            upstream = idle.pop()  # the latest: those that are not needed age until the server closes them
+            if upstream.usable:
+                self._send(upstream, work_id, relayed)
+                return
+        self._works[work_id] = self._tasks.create_task(self._dial(work_id, relayed))
+
+    def cancel(self, work_id: RequestId) -> None:
+        work = self._works.pop(work_id, None)
+        if isinstance(work, Upstream):
+            work.drop()
+        elif work is not None:
+            work.cancel()
+        self._leave_when_done()
+
+    async def run(self, hear: Hear) -> None:
+        """Keep looking after the server until cancelled."""
+        self._hear = hear
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._watch()
+        finally:
+            self._close()
+
+    # From connections
+
+    def advanced(self, work_id: RequestId, tokens: int) -> None:
+        self._heard = True
+        self._step(work_id, tokens, None)
+
+    def finished(self, upstream: Upstream, work_id: RequestId, tokens: int, *, reusable: bool) -> None:
+        self._heard = True
+        self._failures = 0
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        del self._works[work_id]
+        if reusable:
+            self._idle.append(upstream)
+        self._step(work_id, tokens, Finish.STOP)
+        if not self._taking:
+            self._leave_when_done()
+
+    def failed(self, work_id: RequestId, reason: Reason, message: str) -> None:
+        del self._works[work_id]
+        log.warning("request failed", extra={"worker": self.worker_id, "request": work_id, "cause": message})
+        self._count_failure()
+        self._reject(work_id, reason, message)
+        self._leave_when_done()
+
+    def stale(self, work_id: RequestId, relayed: Relayed) -> None:
+        self._works[work_id] = self._tasks.create_task(self._dial(work_id, relayed))
+
+    def closed(self, upstream: Upstream) -> None:
+        if upstream in self._idle:
+            self._idle.remove(upstream)
+
+    # Sending
+
+    def _send(self, upstream: Upstream, work_id: RequestId, relayed: Relayed) -> None:
+        self._works[work_id] = upstream
+        own = self._authorization
+        upstream.begin(
+            work_id,
+            relayed,
+            b"%s%s%scontent-length: %d\r\n\r\n"
+            % (
+                self._openings[relayed.path],
+                relayed.head,
+                b"" if own or not relayed.authorization else b"authorization: " + relayed.authorization + b"\r\n",
+                len(relayed.body),
+            ),
+        )
+
+    async def _dial(self, work_id: RequestId, relayed: Relayed) -> None:
+        """Send over a new connection."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_seconds):
+                _, upstream = await loop.create_connection(
+                    lambda: Upstream(self, self.settings.block_tokens), self._host, self._port, ssl=self._tls
+                )
+        except (OSError, TimeoutError) as error:
+            del self._works[work_id]
+            cause = f"it cannot be reached: {_cause(error)}"
+            log.warning("worker unreachable", extra={"worker": self.worker_id, "cause": cause})
+            self._reject(work_id, Reason.WORKER_LOST, cause)
+            self._suspend()
+        else:
+            self._send(upstream, work_id, relayed)
+
+    def _step(self, work_id: RequestId, tokens: int, finish: Finish | None) -> None:
+        progress = Progress(request_id=work_id, token_ids=(TOKEN,) * tokens, finish=finish)
+        self._hear(Stepped(worker_id=self.worker_id, progress=(progress,)))
+
+    def _reject(self, work_id: RequestId, reason: Reason, message: str) -> None:
+        rejected = Rejected(request_id=work_id, reason=reason, message=f"worker {self.worker_id}: {message}")
+        self._hear(WorkRejected(worker_id=self.worker_id, rejected=rejected))
+
+    # Health
+
+    async def _watch(self) -> None:
+        misses = 0
+        while True:
+            known = self._taking and self._heard
+            self._heard = False
+            if known or await self._healthy():
+                misses = 0
+                if not self.joined and self._clock.now() >= self._not_before:
+                    self._join()
+            else:
+                misses += 1
+                if self.joined and misses >= MISSES and not self._heard:
+                    self._lose()
+            self._end_silent()
+            if self._assumed is not None and (gone := self._assumed.expire(self._clock.now())):
+                self._hear(CacheAssumed(worker_id=self.worker_id, removed=tuple(gone)))
+            seconds = self.settings.probe_seconds
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds if self._taking else min(SEARCH_SECONDS, seconds)):
+                    await self._look.wait()
+            self._look.clear()
+
+    def _join(self) -> None:
+        settings = self.settings
+        self._incarnations += 1
+        self.joined = self._taking = True
+        if not settings.kv_events:
+            self._assumed = AssumedCache(settings.kv_blocks, settings.cache_ttl_seconds, self._clock.now())
+        description = Description(
+            worker_id=self.worker_id,
+            incarnation=Incarnation(f"{self._incarnations}"),
+            model=ModelName(settings.model),
+            role=Role.BOTH,
+            block_tokens=settings.block_tokens,
+            max_model_len=self._max_model_len,
+            kv_blocks=settings.kv_blocks,
+            max_running=settings.max_running,
+            fingerprint=f"openai/{self.worker_id}",  # nobody shares blocks with it
+            engine="openai",
+        )
+        log.info("worker joined", extra={"worker": self.worker_id, "url": settings.url})
+        self._hear(WorkerJoined(description=description, address=settings.url))
+
+    def _count_failure(self) -> None:
+        self._failures += 1
+        if self._failures >= TRIPS and self._taking:
+            self._failures = TRIPS - 1  # rule 2
+            self._not_before = Nanos(self._clock.now() + int(self._pause_seconds * SECOND))
+            self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+            self._suspend()
+
+    def _suspend(self) -> None:
+        """Take no new requests; leave when those that run are over."""
+        if self._taking:
+            self._taking = False
+            log.warning("worker suspended", extra={"worker": self.worker_id, "running": len(self._works)})
+            self._hear(WorkerDraining(worker_id=self.worker_id))
+            self._leave_when_done()
+
+    def _leave_when_done(self) -> None:
+        if self.joined and not self._taking and not self._works:
+            self._left()
+
+    def _lose(self) -> None:
+        """It is gone, and with it what runs there."""
+        works = list(self._works.values())
+        self._works.clear()
+        for work in works:
+            if isinstance(work, Upstream):
+                work.drop()
+            else:
+                work.cancel()
+        self._left()
+
+    def _left(self) -> None:
+        self.joined = self._taking = False
+        self._assumed = None
+        for upstream in self._idle:
+            upstream.drop()
+        self._idle.clear()
+        log.warning("worker left", extra={"worker": self.worker_id})
+        self._hear(WorkerLeft(worker_id=self.worker_id))
+        self._look.set()
+
+    def _end_silent(self) -> None:
+        """Give up requests of which nothing was heard for too long."""
+        now = self._clock.now()
+        limit = int(self.settings.silence_timeout_seconds * SECOND)
+        for upstream in [work for work in self._works.values() if isinstance(work, Upstream)]:
+            if not upstream.quiet:
+                upstream.quiet, upstream.quiet_since = True, now
+            elif now - upstream.quiet_since >= limit:
+                upstream.fail(f"it said nothing for {self.settings.silence_timeout_seconds:g} s")
+
+    async def _healthy(self) -> bool:
+        try:
+            status, _ = await self._get(self.settings.health_path)
+            if status in NO_SUCH_PATH:
+                status, _ = await self._get("/v1/models")
+        except _Dial as error:
+            log.debug("no answer", extra={"worker": self.worker_id, "cause": str(error)})
+            return False
+        return status < FIRST_SERVER_ERROR
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        """Status and content of an answer to a simple question, over a connection of its own."""
+        key = b"authorization: %s\r\n" % self._authorization if self._authorization else b""
+        question = b"GET %s%s HTTP/1.1\r\nhost: %s\r\n%sconnection: close\r\n\r\n" % (
+            self._prefix,
+            path.encode(),
+            self._netloc,
+            key,
+        )
+        answer = _Answer()
+        try:
+            async with asyncio.timeout(max(self.settings.probe_seconds, self._connect_timeout_seconds)):
+                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+                try:
+                    writer.write(question)
+                    while not answer.complete and (data := await reader.read(1 << 16)):
+                        answer.feed(data)
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError, httptools.HttpParserError) as error:
+            raise _Dial(_cause(error)) from error
+        if not answer.status:
+            raise _Dial("it closed the connection without an answer")
+        return answer.status, bytes(answer.content)
+
+    def _close(self) -> None:
+        for work in self._works.values():
+            if isinstance(work, Upstream):
+                work.drop()
+        for upstream in self._idle:
+            upstream.drop()
+        self._works.clear()
+        self._idle.clear()
+        self._taking = False
+
+
+class OpenAiWorkers:
+    """All servers that a router's settings name. Implements `fleet.adapters.relay.Pending`."""
+
+    def __init__(self, settings: Sequence[OpenAiWorkerSettings], connect_timeout_seconds: float, clock: Clock) -> None:
+        self._workers = {
+            WorkerId(each.worker_id): OpenAiWorker(each, connect_timeout_seconds, clock) for each in settings
+        }
+        self.models = frozenset(ModelName(each.model) for each in settings)
+        self._pending: dict[RequestId, Relayed] = {}
+
+    def __contains__(self, worker_id: WorkerId) -> bool:
+        return worker_id in self._workers
+
+    def expect(self, relayed: Relayed) -> None:
+        self._pending[relayed.request_id] = relayed
+
+    def forget(self, relayed: Relayed) -> None:
+        self._pending.pop(relayed.request_id, None)
+
+    def start(self, worker_id: WorkerId, start: Start) -> None:
+        """Send a request that is expected.
+
+        Raises:
+            WorkerUnreachable: The server takes none, or it is no request for such a server.
+        """
+        relayed = self._pending.get(request_of(start.request_id))
+        if relayed is None:
+            raise WorkerUnreachable(worker_id)
+        self._workers[worker_id].start(start.request_id, relayed)
+
+    def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
+        self._workers[worker_id].cancel(request_id)
+
+    async def run(self, hear: Hear) -> None:
+        """Look after all servers until cancelled; `hear` takes what they do, at once."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self._workers.values():
+                tasks.create_task(worker.run(hear), name=f"worker {worker.worker_id}")
+
+    def knowledge(self) -> dict[str, float]:
+        """Workers that are there, by how it is known what they have cached."""
+        counts = {"approximate": 0.0, "events": 0.0}
+        for worker in self._workers.values():
+            if worker.joined:
+                counts["events" if worker.settings.kv_events else "approximate"] += 1
+        return counts
+
+
+class MixedWorkers:
+    """Fleet's own workers and foreign servers behind one door. Implements `fleet.router.ports.Workers`."""
+
+    def __init__(self, own: Workers, foreign: OpenAiWorkers) -> None:
+        self._own = own
+        self._foreign = foreign
+
+    def only_acceptable(self, hear: Hear) -> Hear:
+        """For the own workers: `hear` without those that have the name or the model of a foreign server."""
+
+        def hear_acceptable(event: WorkerEvent) -> None:
+            if self._acceptable(event):
+                hear(event)
+
+        return hear_acceptable
+
+    def start(self, worker_id: WorkerId, start: Start) -> None:
+        (self._foreign if worker_id in self._foreign else self._own).start(worker_id, start)
+
+    def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
+        (self._foreign if worker_id in self._foreign else self._own).cancel(worker_id, request_id)
+
+    def _acceptable(self, event: WorkerEvent) -> bool:
+        worker_id = getattr(event, "worker_id", None)
+        if isinstance(event, WorkerJoined):
+            worker_id = event.description.worker_id
+            if worker_id in self._foreign or event.description.model in self._foreign.models:
+                log.error("a worker has the name or the model of one of openai_workers; it is not used",
+                          extra={"worker": worker_id, "model": event.description.model})  # fmt: skip
+                return False
+        return worker_id not in self._foreign
+
+
+class _Answer:
+    """A short answer as a parser hears it."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self.status = 0
+        self.content = bytearray()
+        self.complete = False
+
+    def feed(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+        self.complete = self.complete or len(self.content) > MAX_HEALTH_BYTES
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self.content += body
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,0 +1,399 @@
+"""Requests for foreign servers: read once, placed by the router, and then bytes that are passed on.
+
+Rules:
+
+1. A body is read for what placement needs (model, prompt, the length asked for, the object ``fleet``) and goes on as the
+   client wrote it; whether the rest of it makes sense, the server knows. So does its answer, whatever its status below 500.
+2. A request is submitted, placed and begun without leaving the event loop's turn in which its last byte came, unless its
+   prompt is so long that tokenising it would hold up others: then a thread does that.
+3. It is over once, and its bookings with it: when the last byte of the answer was passed on, when the client has gone (then
+   the connection to the server is cut, which is how such servers learn it), or when the router has refused it.
+4. What goes wrong before the first byte of an answer was passed on is an HTTP status of its own. After that, a stream of
+   events whose last event is whole gets an event with an ``error`` object, and any other answer ends with its connection.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from enum import Enum, auto
+from functools import lru_cache
+from typing import Protocol
+
+import msgspec
+from msgspec import Raw, Struct
+
+from fleet.adapters.http_messages import ClientGone, HttpHead
+from fleet.adapters.http_protocol import Exchange, Serving
+from fleet.adapters.openai_failures import fail
+from fleet.adapters.openai_requests import FleetOptions, decode_body
+from fleet.adapters.prompt_keys import PromptReader, Read
+from fleet.adapters.relay_metrics import RelayMetrics
+from fleet.clock import MILLISECOND, Clock, Nanos
+from fleet.errors import Reason, Refused
+from fleet.ids import ModelName, RequestId
+from fleet.requests import TOKEN_BYTES, Sampling
+from fleet.router.messages import Arrived, Complete, Emit
+from fleet.router.server import Listener
+from fleet.router.tenants import Tenants
+
+log = logging.getLogger(__name__)
+
+TOKENISING_THREADS = 2
+MAX_TOKENISING = 64  # long prompts waiting for a thread: half a GiB at the largest size that fronts take
+RETRY_AFTER_MS = 1000
+NO_OPTIONS = FleetOptions()
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+PATHS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS})
+
+# What concerns one connection only (RFC 9110, 7.6.1), or is said anew to the next one.
+_NOT_PASSED_ON = frozenset(
+    b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
+    b"content-length accept-encoding authorization".split()
+)
+
+
+class RelayBody(Struct):
+    """What is looked at of a body. `Raw` is not parsed."""
+
+    model: str | None = None
+    prompt: Raw = Raw()
+    messages: Raw = Raw()
+    input: Raw = Raw()
+    tools: Raw = Raw()
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    fleet: FleetOptions | None = None
+
+
+_BODY = msgspec.json.Decoder(RelayBody)
+
+
+class Router(Protocol):
+    """What is needed of `fleet.router.server.RouterServer`."""
+
+    def open(self, arrived: Arrived, stream: Listener) -> None: ...
+
+    def close(self, request_id: RequestId, stream: Listener) -> None: ...
+
+
+class Flow(Protocol):
+    """An answer on its way: the connection to the server that gives it."""
+
+    def at_boundary(self) -> bool:
+        """Whether what was passed on so far ends with a whole event, so that another one may follow."""
+        ...
+
+
+class Stage(Enum):
+    READING = auto()  # in a thread
+    SUBMITTED = auto()
+    OVER = auto()
+
+
+class Relayed:
+    """One request, between its client and the worker that it was placed on.
+
+    Implements `Serving` for the client's connection and `Listener` for the router.
+    """
+
+    def __init__(self, relay: "Relay", exchange: Exchange, request_id: RequestId, began_at: Nanos, tenant: str) -> None:
+        request = exchange.request
+        head = request.head
+        self._relay = relay
+        self._exchange = exchange
+        self._stage = Stage.READING
+        self._began = False
+        self.request_id = request_id
+        self.path = head.path
+        self.head = passed_on(head) if head.passed_on is None else head.passed_on
+        self.authorization = b"" if relay.takes_keys else head.headers.get(b"authorization", b"")  # not ours to show
+        self.body = request.body
+        self.keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt, by block size; not of what nobody caches
+        self.began_at = began_at
+        self.tenant = tenant
+        self.flow: Flow | None = None  # while an answer comes
+        self.answer_tokens = 0  # passed on, roughly
+
+    @property
+    def began(self) -> bool:
+        """Whether a byte of an answer was passed on, so that no other server can give one."""
+        return self._began
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the client takes another answer on its connection."""
+        return self._exchange.keeps_alive
+
+    @property
+    def chunks(self) -> bool:
+        """Whether the client understands chunks."""
+        return self._exchange.request.head.chunked_answer
+
+    # From the worker
+
+    def begin(self, source: asyncio.Transport, flow: Flow) -> asyncio.Transport:
+        """Where the answer goes that comes from `source`, now that it begins.
+
+        Raises:
+            ClientGone: The client has just closed its connection.
+        """
+        client = self._exchange.relay(source)
+        self._began = True
+        self.flow = flow
+        self._relay.first_byte(self)
+        return client
+
+    def end(self, *, keep_alive: bool) -> None:
+        """The answer was passed on whole."""
+        if self._stage is not Stage.OVER:
+            self._stage = Stage.OVER
+            self._relay.ended(self, None)
+            self._exchange.relayed(keep_alive=keep_alive)
+
+    # From the router
+
+    def put(self, item: Emit | Complete | Refused) -> None:
+        """Only a refusal is news: what the others tell, was passed on before."""
+        if isinstance(item, Emit):
+            self.answer_tokens += len(item.progress.token_ids)
+        elif isinstance(item, Refused):
+            self.refuse(item)
+
+    def submitted(self) -> None:
+        self._stage = Stage.SUBMITTED
+
+    def refuse(self, refused: Refused) -> None:
+        if self._stage is Stage.OVER:
+            return
+        self._stage = Stage.OVER
+        self._relay.ended(self, refused)
+        if self._began and (self.flow is None or not self.flow.at_boundary()):
+            self._exchange.relayed(keep_alive=False)
+            return
+        with suppress(ClientGone):
+            fail(self._exchange, refused)
+        if self._began:
+            self._exchange.relayed(keep_alive=False)
+        else:
+            self._exchange.over()
+
+    # From the client's connection
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        if self._stage is Stage.OVER:
+            return
+        submitted = self._stage is Stage.SUBMITTED
+        self._stage = Stage.OVER
+        self._relay.ended(self, Refused(Reason.CANCELLED, "the client has gone"))
+        if submitted:
+            self._relay.router.close(self.request_id, self)
+        self._exchange.over()
+
+    @property
+    def over(self) -> bool:
+        return self._stage is Stage.OVER
+
+
+class Pending(Protocol):
+    """Where workers find what they are told to do, see `fleet.adapters.openai_workers`."""
+
+    def expect(self, relayed: Relayed) -> None: ...
+
+    def forget(self, relayed: Relayed) -> None: ...
+
+
+class Relay:
+    """All requests for foreign servers of one router process."""
+
+    def __init__(
+        self,
+        router: Router,
+        workers: Pending,
+        readers: Mapping[ModelName, PromptReader],
+        tenants: Tenants,
+        metrics: RelayMetrics,
+        clock: Clock,
+        *,
+        id_prefix: str,
+        only: bool,
+    ) -> None:
+        """Nothing is started.
+
+        Args:
+            router: Places requests.
+            workers: Send them where they were placed.
+            readers: By the models that foreign servers have.
+            tenants: Who may ask for how much.
+            metrics: Of relayed requests.
+            clock: Times them.
+            id_prefix: Makes request ids those of this process.
+            only: Whether there are no models besides.
+        """
+        self.router = router
+        self._workers = workers
+        self._readers = readers
+        self._tenants = tenants
+        self._metrics = metrics
+        self._clock = clock
+        self._id_prefix = id_prefix
+        self._only = only
+        self.takes_keys = tenants.by_key
+        self._count = 0
+        self._active = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._executor = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
+        self._tokenising = 0
+
+    def close(self) -> None:
+        """Give the threads up; requests must have ended."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def quiet(self) -> None:
+        """Wait until nothing is relayed."""
+        await self._quiet.wait()
+
+    def serve(self, exchange: Exchange) -> Serving | None:
+        """Begin to serve a request for one of `PATHS`; None if it is for a model that others serve."""
+        began_at = self._clock.now()
+        request = exchange.request
+        try:
+            body = decode_body(_BODY, request.body)
+            reader = self._reader(body, request.path)
+            named = "" if body.fleet is None else body.fleet.tenant
+            tenant = self._tenants.tenant(request.headers.get(b"authorization", b"").decode("latin-1"), named)
+        except Refused as refused:
+            fail(exchange, refused)
+            exchange.over()
+            return _NOTHING
+        if reader is None:
+            return None
+        self._count += 1
+        relayed = Relayed(self, exchange, RequestId(f"{self._id_prefix}-{self._count:x}"), began_at, tenant)
+        self._active += 1
+        if self._active == 1:
+            self._quiet.clear()
+        try:
+            if request.path == EMBEDDINGS:
+                self._submit(relayed, body, reader.uncached(body.input))
+            else:
+                prompt = body.messages if request.path == CHAT else body.prompt
+                if len(memoryview(prompt)) > reader.inline_bytes:
+                    self._read_elsewhere(relayed, body, reader)
+                else:
+                    self._submit(relayed, body, reader.read(body.prompt, body.messages, body.tools))
+        except Refused as refused:
+            relayed.refuse(refused)
+        return relayed
+
+    # From requests
+
+    def first_byte(self, relayed: Relayed) -> None:
+        self._metrics.first_byte(self._clock.now() - relayed.began_at)
+
+    def ended(self, relayed: Relayed, refused: Refused | None) -> None:
+        self._workers.forget(relayed)
+        if relayed.answer_tokens:
+            self._tenants.used(relayed.tenant, relayed.answer_tokens, self._clock.now())
+        self._metrics.ended(None if refused is None else refused.reason, self._clock.now() - relayed.began_at)
+        self._active -= 1
+        if self._active == 0:
+            self._quiet.set()
+
+    # Inside
+
+    def _reader(self, body: RelayBody, path: str) -> PromptReader | None:
+        """The one of the model that is asked for; None if that may be somebody else's."""
+        model = body.model
+        readers = self._readers
+        if model:
+            reader = readers.get(ModelName(model))
+        elif len(readers) == 1 and self._only:
+            (reader,) = readers.values()
+        else:
+            reader = None
+        if reader is None and (self._only or path == EMBEDDINGS):
+            served = ", ".join(sorted(readers))
+            raise Refused(
+                Reason.MODEL_NOT_FOUND,
+                f"model: {(model or '')[:100]!r} is not served here; served: {served}",
+                field="model",
+            )
+        return reader
+
+    def _submit(self, relayed: Relayed, body: RelayBody, read: Read) -> None:
+        """Have it placed, which begins it.
+
+        Raises:
+            Refused: The router takes no requests.
+        """
+        options = body.fleet or NO_OPTIONS
+        relayed.keys = read.keys
+        self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
+        arrived = Arrived(
+            request_id=relayed.request_id,
+            model=read.model,
+            tokens=read.tokens,
+            tenant=relayed.tenant,
+            sampling=_sampling(body.max_completion_tokens or body.max_tokens or 1),
+            priority=options.priority,
+            deadline=Nanos(relayed.began_at + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
+            session=options.session,
+            keys=read.keys,
+        )
+        self._workers.expect(relayed)
+        relayed.submitted()
+        self.router.open(arrived, relayed)
+
+    def _read_elsewhere(self, relayed: Relayed, body: RelayBody, reader: PromptReader) -> None:
+        if self._tokenising >= MAX_TOKENISING:
+            raise Refused(
+                Reason.QUEUE_FULL, "too many long prompts wait to be tokenised", retry_after_ms=RETRY_AFTER_MS
+            )
+        self._tokenising += 1
+
+        def have_read(future: asyncio.Future[Read]) -> None:
+            self._tokenising -= 1
+            if relayed.over or future.cancelled():
+                return
+            try:
+                self._submit(relayed, body, future.result())
+            except Refused as refused:
+                relayed.refuse(refused)
+            except Exception:  # supervisor: a tokenizer that fails on one prompt does not leave its request waiting
+                log.exception("prompt not read", extra={"request": relayed.request_id})
+                relayed.refuse(Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
+
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._executor, reader.read, body.prompt, body.messages, body.tools)
+        future.add_done_callback(have_read)
+
+
+class _Nothing:
+    """Serving what is over already."""
+
+    def cancel(self) -> None:
+        """There is nothing to cancel."""
+
+
+_NOTHING = _Nothing()
+
+
+@lru_cache(maxsize=1024)
+def _sampling(max_tokens: int) -> Sampling:
+    """Of an answer that no other server can go on with, because its tokens are not known: as with a seed."""
+    return Sampling(max_tokens=max(1, max_tokens), seed=0)
+
+
+def passed_on(head: HttpHead) -> bytes:
+    """The header lines of a request that go on to a server; noted in the head."""
+    dropped = _NOT_PASSED_ON.union(name.strip() for name in head.headers.get(b"connection", b"").lower().split(b","))
+    lines = [name + b": " + value + b"\r\n" for name, value in head.headers.items() if name not in dropped]
+    head.passed_on = b"".join(lines)
+    return head.passed_on

@@ -1,0 +1,121 @@
+"""Streams of frames from routers to a worker: each joins a connection and a `Session` of the worker's server.
+
+Rules:
+
+1. Hello comes first, within `HELLO_SECONDS` and once. Who says anything else, or what cannot be parsed, is told why and
+   cut. A piece of work that cannot be understood is rejected, and the stream goes on.
+2. When the connection is over, for whatever reason, its session is, and so is its work.
+3. What the worker says is encoded and handed to the connection at once, with no task in between, while the router takes
+   it; a router that does not makes it wait in the session, which is bounded.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from google.protobuf.message import DecodeError
+
+from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
+from fleet.errors import ConfigurationRefused, Reason
+from fleet.v1 import worker_pb2 as pb
+from fleet.wire.work import Malformed, decode_router_message, encode_worker_message
+from fleet.work import Goodbye, Hello, Rejected, RouterMessage, WorkerMessage
+from kvstore.errors import StoreNotStarted
+from kvstore.frames import FrameConnection, open_server
+from workers.server import WorkerServer
+from workers.session import Session
+
+HELLO_SECONDS = 10  # a router says hello with its first packet
+LINGER_SECONDS = 2  # for the last messages of a stream that ends; a router that does not read does not get them
+
+HELLO_FIRST = "hello: the first message on a stream must be hello"
+
+
+@asynccontextmanager
+async def serve_routers(worker: WorkerServer, listen: str) -> AsyncIterator[str]:
+    """Listen for routers until left; yields the address, with the port that was chosen.
+
+    Args:
+        worker: Its `run` is the caller's affair.
+        listen: host:port (0: any) or unix:path.
+
+    Raises:
+        ConfigurationRefused: The address is in use or none of this machine; nothing was started.
+    """
+
+    def accept(connection: FrameConnection) -> _Stream:
+        return _Stream(connection, worker)
+
+    try:
+        async with open_server("listen", listen, accept, limit=MAX_MESSAGE_BYTES) as address:
+            yield address
+    except StoreNotStarted as error:
+        raise ConfigurationRefused(str(error)) from error
+
+
+class _Stream:
+    """Implements `kvstore.frames.Receiver` towards the router and `workers.ports.Outlet` towards the worker."""
+
+    def __init__(self, connection: FrameConnection, worker: WorkerServer) -> None:
+        self._connection = connection
+        self._worker = worker
+        self._session: Session | None = None
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(HELLO_SECONDS, self.end, HELLO_FIRST)
+
+    # What the router does.
+
+    def received(self, payload: bytes) -> None:
+        try:
+            message = decode_router_message(pb.RouterMessage.FromString(payload))
+        except DecodeError:
+            self.end("that is no message of fleet.v1")
+        except Malformed as error:
+            told = False
+            if error.request_id and self._session is not None:
+                told = self._session.offer(_refusal(error))  # the stream is sound, and so is other work on it
+            if not told:
+                self.end(str(error))
+        else:
+            self._heard(message)
+
+    def resumed(self) -> None:
+        if self._session is not None:
+            self._session.flow()
+
+    def lost(self, cause: Exception | None) -> None:  # noqa: ARG002 - however it ended
+        self._timer.cancel()
+        if self._session is not None:
+            self._worker.close(self._session)
+
+    # What the worker does.
+
+    @property
+    def full(self) -> bool:
+        return self._connection.full
+
+    def put(self, message: WorkerMessage) -> None:
+        self._connection.send(encode_worker_message(message).SerializeToString())
+
+    def end(self, why: str) -> None:
+        if why:
+            self.put(Goodbye(reason=why))
+        self._connection.close()
+        self._timer.cancel()
+        self._timer = self._loop.call_later(LINGER_SECONDS, self._connection.abort)
+
+    def _heard(self, message: RouterMessage | None) -> None:
+        if self._session is None:
+            if not isinstance(message, Hello):
+                self.end(HELLO_FIRST)
+                return
+            self._timer.cancel()
+            self._session = self._worker.open(message.router_id, self)
+        elif isinstance(message, Hello):
+            self.end("hello: was already said on this stream")
+        elif message is not None:
+            self._session.receive(message)
+
+
+def _refusal(error: Malformed) -> Rejected:
+    return Rejected(request_id=error.request_id, reason=Reason.INVALID_ARGUMENT, message=str(error), field=error.field)

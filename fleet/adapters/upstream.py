@@ -1,0 +1,344 @@
+"""One connection to a foreign server: what it answers goes to the client as it comes.
+
+Rules:
+
+1. One request at a time; a connection whose answer ended where HTTP says that it does is used again.
+2. The parser sees every byte, and only to say where the head and the answer end. What it rejects, and what nobody asked for,
+   ends the connection.
+3. The head waits for the first bytes of the content, so that both leave in one write, and so that a server that fails in
+   between costs nothing but time. What concerns this connection alone is taken out of it.
+4. An answer whose status is 500 or more, or below 200, is none; neither is one that is cut off. Whether another server may
+   give one instead is not decided here.
+5. Tokens are not looked at. Events are counted, which is near enough to know how long an answer has become.
+"""
+
+import asyncio
+import socket
+from typing import Protocol, cast
+
+import httptools
+from msgspec import Struct
+
+from fleet.adapters.http_messages import ClientGone
+from fleet.adapters.relay import Relayed
+from fleet.errors import Reason
+from fleet.ids import RequestId
+
+MAX_HEAD_BYTES = 64 << 10  # of an answer
+MAX_KNOWN_HEADS = 256  # of answers; with a date in it, a head is known for a second
+SMALL_BODY_BYTES = 16 << 10  # up to here copying is cheaper than a second buffer to send
+FIRST_SERVER_ERROR = 500
+FIRST_FINAL_STATUS = 200
+UNAVAILABLE = frozenset({502, 503, 504})
+EXCERPT_BYTES = 200
+
+_ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
+_BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the end of an event at the end of a chunk
+
+
+class AnswerHead(Struct, frozen=True):
+    """What becomes of the head of an answer."""
+
+    start: bytes  # status line and headers, without the empty line
+    plain_start: bytes  # the same for clients that do not understand chunks
+    chunked: bool
+    until_close: bool  # the answer ends with the connection
+    streams: bool  # events
+
+
+class AnswerHeads:
+    """Heads that were seen before, by their exact bytes."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, AnswerHead] = {}
+
+    def find(self, content: bytes) -> AnswerHead:
+        if (head := self._known.get(content)) is None:
+            if len(self._known) >= MAX_KNOWN_HEADS:
+                self._known.clear()
+            head = self._known[content] = read_head(content)
+        return head
+
+
+class Owner(Protocol):
+    """The worker that a connection leads to."""
+
+    heads: AnswerHeads
+
+    def advanced(self, work_id: RequestId, tokens: int) -> None:
+        """So many tokens more were passed on."""
+        ...
+
+    def finished(self, upstream: "Upstream", work_id: RequestId, tokens: int, *, reusable: bool) -> None:
+        """The answer is complete; `tokens` were passed on since it was told last."""
+        ...
+
+    def failed(self, work_id: RequestId, reason: Reason, message: str) -> None:
+        """The answer is none, or was cut off; the connection is of no use any more."""
+        ...
+
+    def stale(self, work_id: RequestId, relayed: Relayed) -> None:
+        """The server had closed the connection, which was idle, before it saw the request."""
+        ...
+
+    def closed(self, upstream: "Upstream") -> None:
+        """The connection was closed while nothing was asked of it."""
+        ...
+
+
+class Upstream(asyncio.Protocol):
+    """A connection; a `Flow` while it answers."""
+
+    def __init__(self, owner: Owner, report_every: int) -> None:
+        """For `create_connection`.
+
+        Args:
+            owner: Hears how requests go on.
+            report_every: Tokens after which it is told again.
+        """
+        self._owner = owner
+        self._report_every = report_every
+        self._parser = httptools.HttpResponseParser(_Ends(self))
+        self._transport: asyncio.Transport
+        self._work_id = RequestId("")
+        self._relayed: Relayed | None = None
+        self._client: asyncio.Transport | None = None  # once the head was passed on
+        self._head: AnswerHead | None = None
+        self._held = b""  # of the head
+        self._latest = b""
+        self._served = 0  # requests
+        self._events = 0  # not told yet
+        self._keep_alive = False  # of the client's connection
+        self._bodies: list[bytes] | None = None  # unpacked, for a client that does not understand chunks
+        self.messages = 0  # begun since the request was sent
+        self.head_complete = False
+        self.complete = False
+        self.reusable = False
+        self.quiet = False  # since somebody has set this
+        self.quiet_since = 0
+
+    # From the worker
+
+    @property
+    def usable(self) -> bool:
+        return not self._transport.is_closing()
+
+    def begin(self, work_id: RequestId, relayed: Relayed, opening: bytes) -> None:
+        """Send a request; nothing else is under way.
+
+        Args:
+            work_id: What it is called when it is told of.
+            relayed: The request, and where the answer goes.
+            opening: Its head.
+        """
+        assert self._relayed is None
+        self._work_id = work_id
+        self._relayed = relayed
+        self._served += 1
+        self._client = None
+        self._held = b""
+        self._events = 0
+        self.messages = 0
+        self.head_complete = self.complete = self.reusable = self.quiet = False
+        if not relayed.chunks:
+            self._bodies = []
+            self._parser = httptools.HttpResponseParser(_Bodies(self, self._bodies))
+        body = relayed.body
+        if len(body) <= SMALL_BODY_BYTES:
+            self._transport.write(opening + body)
+        else:
+            self._transport.writelines((opening, body))
+
+    def drop(self) -> None:
+        """Nobody waits for the answer any more."""
+        self._relayed = None
+        self._transport.abort()
+
+    def fail(self, message: str, reason: Reason = Reason.WORKER_LOST) -> None:
+        """Give the answer up."""
+        assert self._relayed is not None
+        self._relayed = None
+        self._transport.abort()
+        self._owner.failed(self._work_id, reason, message)
+
+    # From the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
+        if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        if self._relayed is None:  # nothing was asked
+            self._transport.abort()
+            return
+        self.quiet = False
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.fail(f"its answer is not HTTP: {error}")
+            return
+        if self.messages > 1:
+            self.fail("it answered twice")
+            return
+        client = self._client
+        if client is None:
+            self._open(data)
+            return
+        if self._bodies is None:
+            client.write(data)
+        else:
+            self._write_plain(client)
+        self._latest = data
+        self._events += data.count(b"data:")
+        if self.complete:
+            self._finish()
+        elif self._events >= self._report_every:
+            events, self._events = self._events, 0
+            self._owner.advanced(self._work_id, events)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        relayed, self._relayed = self._relayed, None
+        del self._parser  # the two hold each other
+        if relayed is None:
+            self._owner.closed(self)
+        elif self._client is not None and self._head is not None and self._head.until_close and exc is None:
+            self._relayed = relayed
+            self._finish()
+        elif self._served > 1 and not self._held and self._client is None and self.messages == 0:
+            self._owner.stale(self._work_id, relayed)
+        else:
+            cause = "" if exc is None else f": {exc}"
+            self._owner.failed(self._work_id, Reason.WORKER_LOST, f"it closed the connection before the end{cause}")
+
+    # From whoever passes the answer on
+
+    def at_boundary(self) -> bool:
+        head = self._head
+        return head is not None and head.streams and head.chunked and self._latest.endswith(_BOUNDARIES)
+
+    # Inside
+
+    def _open(self, data: bytes) -> None:
+        """The answer begins."""
+        if self._held:
+            data = self._held + data
+        if not self.head_complete:
+            self._held = data
+            if len(data) > MAX_HEAD_BYTES:
+                self.fail(f"the head of its answer is larger than {MAX_HEAD_BYTES} bytes")
+            return
+        status = self._parser.get_status_code()
+        end = data.find(b"\r\n\r\n") + 4
+        if status >= FIRST_SERVER_ERROR or status < FIRST_FINAL_STATUS:
+            excerpt = data[end : end + EXCERPT_BYTES].decode("latin-1")
+            reason = Reason.WORKER_LOST if status in UNAVAILABLE else Reason.INTERNAL
+            self.fail(f"it answered with status {status}: {excerpt!r}", reason)
+            return
+        if end == len(data) and not self.complete:
+            self._held = data  # rule 3
+            return
+        relayed = self._relayed
+        assert relayed is not None
+        head = self._head = self._owner.heads.find(data[:end])
+        try:
+            client = self._client = relayed.begin(self._transport, self)
+        except ClientGone:
+            self._held = data  # until the request hears of it, from its connection
+            return
+        self._held = b""
+        plain = self._bodies is not None
+        keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or plain)
+        request_id = relayed.request_id.encode()
+        client.write(
+            b"".join(
+                (
+                    head.plain_start if plain else head.start,
+                    b"x-fleet-request-id: ",
+                    request_id,
+                    b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n",
+                    b"" if plain else data[end:],
+                )
+            )
+        )
+        if plain:
+            self._write_plain(client)
+        self._latest = data
+        self._events = max(1, data.count(b"data:", end))
+        if self.complete:
+            self._finish()
+        else:
+            events, self._events = self._events, 0
+            self._owner.advanced(self._work_id, events)
+
+    def _write_plain(self, client: asyncio.Transport) -> None:
+        assert self._bodies is not None
+        client.write(b"".join(self._bodies))
+        self._bodies.clear()
+
+    def _finish(self) -> None:
+        relayed, self._relayed = self._relayed, None
+        assert relayed is not None
+        reusable = self.reusable and self._bodies is None
+        keep_alive = self._keep_alive  # before the next request may be sent
+        if not reusable:
+            self._transport.close()
+        self._owner.finished(self, self._work_id, self._events, reusable=reusable)
+        relayed.end(keep_alive=keep_alive)
+
+
+class _Ends:
+    """Hears from the parser where things end."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    def on_message_begin(self) -> None:
+        self._upstream.messages += 1
+
+    def on_headers_complete(self) -> None:
+        self._upstream.head_complete = True
+
+    def on_message_complete(self) -> None:
+        upstream = self._upstream
+        upstream.complete = True
+        upstream.reusable = upstream._parser.should_keep_alive()  # noqa: SLF001 - its other half
+
+
+class _Bodies(_Ends):
+    """Hears the content as well."""
+
+    def __init__(self, upstream: Upstream, bodies: list[bytes]) -> None:
+        super().__init__(upstream)
+        self._bodies = bodies
+
+    def on_body(self, body: bytes) -> None:
+        self._bodies.append(body)
+
+
+def read_head(content: bytes) -> AnswerHead:
+    """What to pass on of a head that the parser has accepted, up to and with the empty line."""
+    status_line, *lines = content[:-4].split(b"\r\n")
+    _, _, status = status_line.partition(b" ")
+    kept, plain = [b"HTTP/1.1 " + status], [b"HTTP/1.1 " + status]
+    chunked = sized = streams = False
+    for line in lines:
+        name, _, value = line.partition(b":")
+        name = name.lower()
+        if name in _ONE_CONNECTION:
+            continue
+        kept.append(line)
+        if name == b"transfer-encoding":
+            chunked = b"chunked" in value.lower()
+            continue
+        plain.append(line)
+        sized = sized or name == b"content-length"
+        streams = streams or (name == b"content-type" and b"event-stream" in value.lower())
+    empty = status[:3] in (b"204", b"304")
+    return AnswerHead(
+        start=b"\r\n".join((*kept, b"")),
+        plain_start=b"\r\n".join((*plain, b"")),
+        chunked=chunked,
+        until_close=not (chunked or sized or empty),
+        streams=streams,
+    )

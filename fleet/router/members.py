@@ -1,0 +1,114 @@
+"""The workers of one model: what is fixed until the next one joins or leaves, worked out once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.roles import KvPath, Placement, Role
+from fleet.router.candidates import Candidates, Flags, Floats, Rows
+from fleet.router.settings import RouterSettings
+from fleet.work import Description
+
+
+class Partners(Struct, frozen=True):
+    """The prefill workers of one decode worker."""
+
+    pool: Rows  # that would compute prompts for it, compatible or not
+    rows: Rows  # of those, the compatible ones
+    paths: tuple[KvPath, ...]  # for the blocks, of each
+
+
+class Members:
+    """Workers in order of joining; a *row* is a worker's place in that order."""
+
+    def __init__(self, descriptions: Sequence[Description], settings: RouterSettings):
+        self._settings = settings
+        self.descriptions = tuple(descriptions)
+        self.worker_ids = tuple(each.worker_id for each in descriptions)
+        self.rows = {worker_id: row for row, worker_id in enumerate(self.worker_ids)}
+        self.decodes: Flags = np.array([each.role is not Role.PREFILL for each in descriptions], dtype=np.bool_)
+        self.lengths: Floats = np.array([each.max_model_len for each in descriptions], dtype=np.float64)
+        self.capacities: Floats = np.array([each.kv_blocks * each.block_tokens for each in descriptions], np.float64)
+        self.shortest = min((each.max_model_len for each in descriptions), default=0)
+        self.smallest = min((each.kv_blocks * each.block_tokens for each in descriptions), default=0)
+        self.even = all(each.prefill_speed == 1 and each.decode_speed == 1 for each in descriptions)
+        self._partners: dict[tuple[int, bool, KvPath | None], Partners] = {}
+
+    def __len__(self) -> int:
+        return len(self.descriptions)
+
+    def partners(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> Partners:
+        """Prefill workers that pair with a decode worker (rules 3 and 4 of `fleet.router.placement`)."""
+        key = (decode_row, placement is Placement.DISAGGREGATED, kv_path)
+        if (known := self._partners.get(key)) is None:
+            known = self._partners[key] = self._found(decode_row, placement, kv_path)
+        return known
+
+    def _found(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> Partners:
+        decode = self.descriptions[decode_row]
+        pool, rows, paths = [], [], []
+        for row, prefill in enumerate(self.descriptions):
+            if row == decode_row or not _prefills_for(prefill.role, decode.role, placement):
+                continue
+            pool.append(row)
+            if (path := common_path(prefill, decode, kv_path, self._settings)) is not None:
+                rows.append(row)
+                paths.append(path)
+        return Partners(np.array(pool, dtype=np.intp), np.array(rows, dtype=np.intp), tuple(paths))
+
+
+def common_path(
+    prefill: Description, decode: Description, asked: KvPath | None, settings: RouterSettings
+) -> KvPath | None:
+    """The way that blocks take from one worker to another; None when there is none, or not the one asked for."""
+    if prefill.fingerprint != decode.fingerprint:
+        return None
+    open_paths = [path for path in KvPath if path in prefill.kv_paths and path in decode.kv_paths]
+    if KvPath.STORE in open_paths and (prefill.store_id is None or prefill.store_id != decode.store_id):
+        open_paths.remove(KvPath.STORE)
+    if KvPath.DIRECT in open_paths and prefill.kv != decode.kv:
+        open_paths.remove(KvPath.DIRECT)
+    if asked is not None:
+        return asked if asked in open_paths else None
+    preferred = KvPath.DIRECT if settings.prefer_direct else KvPath.STORE
+    return preferred if preferred in open_paths else next(iter(open_paths), None)
+
+
+def _prefills_for(prefill: Role, decode: Role, placement: Placement) -> bool:
+    match prefill:
+        case Role.PREFILL:
+            return True
+        case Role.BOTH:
+            return decode is Role.DECODE or placement is Placement.DISAGGREGATED
+        case Role.DECODE:
+            return False
+
+
+def limit(description: Description, settings: RouterSettings) -> int:
+    """Requests that may be booked on a worker."""
+    return max(1, int(description.max_running * settings.oversubscribe))
+
+
+class Standings:
+    """All workers of a model as they stand for one request. Nothing in it changes any more, so that it can be explained."""
+
+    __slots__ = ("able", "columns", "draining", "failed", "members", "warm")
+
+    def __init__(
+        self, members: Members, columns: Floats, draining: Flags, failed: Flags | None = None, *, warm: bool = True
+    ):
+        self.members = members
+        self.columns = columns  # see `fleet.router.candidates`
+        self.draining = draining
+        self.failed = failed  # on this request, in this incarnation; None: nobody
+        self.warm = warm  # somebody may hold something of the prompt
+        self.able: Flags = ~draining if failed is None else ~(draining | failed)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def candidates(self, rows: Rows) -> Candidates:
+        """Some of them, in the order of `rows`, each once."""
+        everybody = Candidates(self.members.worker_ids, self.columns, warm=self.warm, even=self.members.even)
+        return everybody if len(rows) == len(self) else everybody.only(rows)

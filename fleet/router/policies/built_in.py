@@ -1,0 +1,84 @@
+"""The policies of this package by name, and the parts that they are made of."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from fleet.errors import ConfigurationRefused
+from fleet.router.policies.baselines import (
+    ConsistentHash,
+    LeastLoaded,
+    PowerOfTwo,
+    Requests,
+    RoundRobin,
+    Session,
+    Sticky,
+    Uniform,
+)
+from fleet.router.policies.composed import Catalogue, Composed
+from fleet.router.policies.dynamo import Dynamo, DynamoCost
+from fleet.router.policies.fleet import Fleet, FleetCost, Headroom
+from fleet.router.policies.llm_d import KvUse, LlmD, Prefix, Queue
+from fleet.router.policies.mooncake import Mooncake, MooncakeTime
+from fleet.router.policies.pickers import Lowest, Softmax, TwoChoices
+from fleet.router.policies.ports import Policy
+from fleet.router.settings import RouterSettings
+
+DEFAULT = "fleet"
+
+BUILT_IN = Catalogue(
+    policies={
+        DEFAULT: Fleet,
+        "round_robin": RoundRobin,
+        "random": Uniform,
+        "p2c": PowerOfTwo,
+        "least_loaded": LeastLoaded,
+        "consistent_hash": ConsistentHash,
+        "sticky": Sticky,
+        "dynamo": Dynamo,
+        "mooncake": Mooncake,
+        "llm_d": LlmD,
+        "composed": Composed,
+    },
+    filters={"session": Session, "headroom": Headroom},
+    scorers={
+        "fleet": FleetCost,
+        "dynamo": DynamoCost,
+        "mooncake": MooncakeTime,
+        "queue": Queue,
+        "kv": KvUse,
+        "prefix": Prefix,
+        "requests": Requests,
+    },
+    pickers={"lowest": Lowest, "softmax": Softmax, "two_choices": TwoChoices},
+)
+
+
+def parameters(settings: RouterSettings) -> dict[str, Any]:
+    """Of the policy that settings name. Those of the default policy that settings have of their own come first."""
+    table = settings.policies.get(settings.policy, {})
+    if settings.policy != DEFAULT:
+        return table
+    shared = {name: getattr(settings, name) for name in Fleet.__struct_fields__ if hasattr(settings, name)}
+    return shared | table
+
+
+def policy(name: str, parameters: Mapping[str, Any], catalogue: Catalogue = BUILT_IN) -> Policy:
+    """A new policy of that name.
+
+    Args:
+        name: One of the catalogue's policies.
+        parameters: Its fields, as an operator wrote them.
+        catalogue: Where to look.
+
+    Raises:
+        ConfigurationRefused: There is none, or it does not take these parameters.
+    """
+    if (kind := catalogue.policies.get(name)) is None:
+        raise ConfigurationRefused(f"router.policy: {name!r} is not one of {', '.join(catalogue.policies)}")
+    try:
+        plugin = msgspec.convert(dict(parameters), kind)
+        return plugin.of(catalogue) if isinstance(plugin, Composed) else plugin.policy()
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigurationRefused(f"router.policies.{name}: {error}") from error

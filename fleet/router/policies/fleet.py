@@ -1,0 +1,188 @@
+"""The default policy: what a request takes from a worker, in blocks of prefill.
+
+    cost = max(0, prefill - credit)  +  decode blocks  +  running requests × their weight  -  session
+
+1. *prefill* is (backlog + prompt tokens) / block.
+2. *credit* is what the prompt's leading blocks need not be computed, by where they are: in the engine 1, in the store's memory
+   0.75, in a tier below that 0.5. The difference to 1 is the transfer, in blocks of prefill; where blocks from the store have
+   to be converted, that goes off too.
+3. Blocks that live requests hold on the worker, or are about to compute there, count as the engine's before its cache has told
+   of them, so that siblings which arrive together find each other. The backlog that is those very blocks counts for nobody
+   who needs them: whoever waits for them waits for what it would have to compute anywhere.
+4. *decode blocks* are the unique blocks that live requests hold there, this one's included. An answer near its expected end
+   counts for less.
+5. A batch that is full makes a hit worth less, by `spread` times the share of it that waits: a hot prefix then goes to one
+   worker more, before it waits for one.
+6. A worker of another speed takes the time of so many blocks more or less; a block is only fetched for what it takes less
+   than computing it there.
+7. The worker that had this session's last request is preferred by `session_blocks`.
+8. With a goal for the first token, those go first that should keep it, by what a prompt token took there lately.
+
+1, 2 and 4 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6); the others are ours.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.roles import Phase
+from fleet.router.candidates import (
+    ACTIVE_BLOCKS,
+    BACKLOG_TOKENS,
+    BELOW_BLOCKS,
+    BLOCK_TOKENS,
+    COMING_BLOCKS,
+    CONVERSION,
+    DECODE_SPEED,
+    ENGINE_BLOCKS,
+    MAX_RUNNING,
+    NEW_BLOCKS,
+    PREFILL_SPEED,
+    REQUESTS,
+    STORE_BLOCKS,
+    Asked,
+    Candidates,
+    Flags,
+    Floats,
+)
+from fleet.router.policies.pickers import Softmax
+from fleet.router.policies.pipeline import Pipeline
+
+
+class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The formula above."""
+
+    engine_hit_credit: float = 1.0
+    store_hit_credit: float = 0.75
+    lower_tier_hit_credit: float = 0.5
+    running_request_blocks: float = 1.0
+    spread: float = 2.0
+    session_blocks: float = 1.0
+
+    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
+        columns = candidates.columns
+        total = columns[BACKLOG_TOKENS] + asked.prompt_tokens
+        total /= columns[BLOCK_TOKENS]
+        if candidates.warm:
+            total -= self._credit(candidates)
+        if not candidates.even:
+            total = self._at_speed(total, candidates)
+        if candidates.warm:
+            np.maximum(total, 0.0, out=total)
+        if phase is Phase.PREFILL:
+            load = self.running_request_blocks * columns[REQUESTS]
+        else:
+            load = columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]
+            load += self.running_request_blocks * columns[REQUESTS]
+        if not candidates.even:
+            load /= columns[DECODE_SPEED]
+        total += load
+        if asked.bound is not None:
+            total -= self._session(asked, candidates)
+        return total
+
+    def parts(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+        columns = candidates.columns
+        prefill = (columns[BACKLOG_TOKENS] + asked.prompt_tokens) / columns[BLOCK_TOKENS]
+        left = np.maximum(0.0, self._at_speed(prefill - self._credit(candidates), candidates))
+        prefill = prefill / columns[PREFILL_SPEED]
+        speed = columns[DECODE_SPEED]
+        parts = {"prefill": prefill, "credit": left - prefill}
+        if phase is not Phase.PREFILL:
+            parts["decode"] = (columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]) / speed
+        parts["requests"] = self.running_request_blocks * columns[REQUESTS] / speed
+        if asked.bound is not None:
+            parts["session"] = -self._session(asked, candidates)
+        return parts
+
+    def _credit(self, candidates: Candidates) -> Floats:
+        """In blocks of prefill on this very worker."""
+        columns = candidates.columns
+        credit = self.engine_hit_credit * columns[ENGINE_BLOCKS]
+        coming = columns[COMING_BLOCKS]
+        if np.count_nonzero(coming):
+            credit += self.engine_hit_credit * coming
+            credit += np.minimum(coming, columns[BACKLOG_TOKENS] / columns[BLOCK_TOKENS])
+        if np.count_nonzero(columns[STORE_BLOCKS : BELOW_BLOCKS + 1]):
+            credit -= columns[CONVERSION]
+            if candidates.even:
+                credit += self.store_hit_credit * columns[STORE_BLOCKS]
+                credit += self.lower_tier_hit_credit * columns[BELOW_BLOCKS]
+            else:
+                speed = columns[PREFILL_SPEED]
+                credit += np.maximum(0.0, 1 - (1 - self.store_hit_credit) * speed) * columns[STORE_BLOCKS]
+                credit += np.maximum(0.0, 1 - (1 - self.lower_tier_hit_credit) * speed) * columns[BELOW_BLOCKS]
+        if self.spread:
+            full = columns[REQUESTS] >= columns[MAX_RUNNING]
+            if np.count_nonzero(full):
+                waiting = (columns[REQUESTS] + 1) / columns[MAX_RUNNING] - 1
+                credit *= np.minimum(np.maximum(1 - self.spread * waiting, 0.0), 1.0)
+        return credit
+
+    @staticmethod
+    def _at_speed(blocks: Floats, candidates: Candidates) -> Floats:
+        return blocks / candidates.columns[PREFILL_SPEED]
+
+    def _session(self, asked: Asked, candidates: Candidates) -> Floats:
+        preferred = np.zeros(len(candidates))
+        if asked.bound in candidates.worker_ids:
+            preferred[candidates.worker_ids.index(asked.bound)] = self.session_blocks
+        return preferred
+
+
+class Headroom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keeps those whose first token should come in time; where nothing is known yet, it should."""
+
+    ttft_goal_seconds: float = 0.0  # 0: only a request's own deadline counts
+
+    def keep(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
+        if self.ttft_goal_seconds == 0 and asked.seconds_left is None:
+            return None
+        goals = [goal for goal in (self.ttft_goal_seconds, asked.seconds_left) if goal]
+        tokens = candidates.backlog_tokens + candidates.uncached_tokens(asked.prompt_tokens)
+        return tokens * candidates.token_seconds <= min(goals)
+
+
+class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The least blocks of prefill and decoding, with hits by tier, siblings, sessions, speeds and a goal for the first token."""
+
+    engine_hit_credit: float = 1.0
+    """Credit for a block in the engine's own cache, in blocks of prefill."""
+
+    store_hit_credit: float = 0.75
+    """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
+
+    lower_tier_hit_credit: float = 0.5
+    """Credit for a block that the store has to fetch from below its memory first."""
+
+    running_request_blocks: float = 1.0
+    """What a request on a worker costs there besides its blocks: its share of each decode step."""
+
+    spread: float = 2.0
+    """How fast a hit loses its worth on a worker whose batch is full: with 2, all of it when half a batch waits."""
+
+    session_blocks: float = 1.0
+    """By how much the worker of a session's last request is preferred: little, since what it holds is known block by block."""
+
+    ttft_goal_seconds: float = 0.0
+    """Goal for the first token; 0: only a request's own deadline counts."""
+
+    temperature: float = 0.0
+    """Of the choice (`Softmax`); 0 takes the lowest cost."""
+
+    def policy(self) -> Pipeline:
+        cost = FleetCost(
+            engine_hit_credit=self.engine_hit_credit,
+            store_hit_credit=self.store_hit_credit,
+            lower_tier_hit_credit=self.lower_tier_hit_credit,
+            running_request_blocks=self.running_request_blocks,
+            spread=self.spread,
+            session_blocks=self.session_blocks,
+        )
+        return Pipeline(
+            "fleet",
+            filters=[Headroom(ttft_goal_seconds=self.ttft_goal_seconds)],
+            scorers=[("fleet", 1.0, cost)],
+            picker=Softmax(temperature=self.temperature),
+        )

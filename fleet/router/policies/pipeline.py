@@ -1,0 +1,65 @@
+"""Filters → weighted scores → choice: the one shape that all policies have."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fleet.roles import Phase
+from fleet.router.candidates import Asked, Candidates, Chance, Floats, Rows
+from fleet.router.policies.pickers import Lowest
+from fleet.router.policies.ports import Filter, Itemised, Picker, Policy, Scorer
+
+
+class Pipeline:
+    """A policy put together from parts."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        filters: Sequence[Filter] = (),
+        scorers: Sequence[tuple[str, float, Scorer]] = (),
+        picker: Picker | None = None,
+    ):
+        """A policy of these parts.
+
+        Args:
+            name: As settings name it.
+            filters: Applied in order; each sees what the one before has left.
+            scorers: Name, weight, scorer.
+            picker: The lowest cost by default, ties drawn.
+        """
+        self.name = name
+        self._filters = tuple(filters)
+        self._scorers = tuple(scorers)
+        self._picker: Picker = picker or Lowest()
+
+    def choose(self, asked: Asked, candidates: Candidates, phase: Phase, chance: Chance, /) -> tuple[int, Policy]:
+        rows: Rows | None = None
+        for each in self._filters:
+            if (flags := each.keep(asked, candidates, phase)) is None:
+                continue
+            keep = flags.nonzero()[0]
+            if 0 < len(keep) < len(candidates):
+                rows, candidates = keep if rows is None else rows[keep], candidates.only(keep)
+        picked = self._picker.pick(self._total(asked, candidates, phase), asked, candidates, chance)
+        return picked if rows is None else int(rows[picked]), self
+
+    def _total(self, asked: Asked, candidates: Candidates, phase: Phase) -> Floats:
+        if len(self._scorers) == 1 and self._scorers[0][1] == 1:
+            return self._scorers[0][2].costs(asked, candidates, phase)
+        total = np.zeros(len(candidates))
+        for _, weight, scorer in self._scorers:
+            total += weight * scorer.costs(asked, candidates, phase)
+        return total
+
+    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+        parts: dict[str, Floats] = {}
+        for name, weight, scorer in self._scorers:
+            if isinstance(scorer, Itemised):
+                found = scorer.parts(asked, candidates, phase)
+            else:
+                found = {name: scorer.costs(asked, candidates, phase)}
+            for part, costs in found.items():
+                parts[part] = parts.get(part, 0.0) + weight * costs
+        return parts

@@ -1,0 +1,248 @@
+"""The workers of one model in a table that is kept as requests come and go, and what each has of a prompt.
+
+A request then costs one copy of the table, and as much more as there are workers that hold something of its prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fleet.ids import WorkerId
+from fleet.roles import KvPath, Role
+from fleet.router.bookings import WorkerBookings
+from fleet.router.candidates import (
+    BELOW_BLOCKS,
+    BLOCK_TOKENS,
+    COMING_BLOCKS,
+    CONVERSION,
+    DECODE_SPEED,
+    ENGINE_BLOCKS,
+    KV_BLOCKS,
+    LIMIT,
+    LIVE_BLOCKS,
+    MAX_RUNNING,
+    NEW_BLOCKS,
+    PREFILL_SPEED,
+    QUANTITIES,
+    STORE_BLOCKS,
+    Flags,
+    Floats,
+    Rows,
+)
+from fleet.router.index import Namespace, PrefixIndex, engine_cache, runs, store_namespace
+from fleet.router.live import LiveRequest
+from fleet.router.members import Members, Standings
+from fleet.router.settings import RouterSettings
+from fleet.router.snapshot import WorkerSnapshot
+from fleet.work import Description, Load
+from kvstore.block import blocks_for
+from kvstore.messages import POOL_TIER
+
+MAX_KNOWN_MASKS = 4096  # sets of workers whose rows are remembered
+
+
+class KnownWorker:
+    """One incarnation of a worker."""
+
+    def __init__(self, description: Description, address: str, pool: "WorkerPool", request_limit: int):
+        self.description = description
+        self.address = address
+        self.request_limit = request_limit
+        self.draining = False  # changed by `WorkerPool.drain` only
+        self.load = Load(running=0, waiting=0, kv_blocks_used=0)
+        self.bit = pool.take_bit()
+        self.bookings = WorkerBookings(description.block_tokens, pool.holders, self.bit)
+
+    @property
+    def decodes(self) -> bool:
+        return self.description.role is not Role.PREFILL
+
+    def snapshot(self, cached_blocks: int) -> WorkerSnapshot:
+        return WorkerSnapshot(
+            worker_id=self.description.worker_id,
+            state="draining" if self.draining else "serving",
+            engine=self.description.engine,
+            address=self.address,
+            running=self.load.running,
+            waiting=self.load.waiting,
+            kv_blocks_used=self.load.kv_blocks_used,
+            kv_blocks=self.description.kv_blocks,
+            cached_blocks=cached_blocks,
+            booked_requests=len(self.bookings),
+            booked_blocks=self.bookings.blocks,
+            booked_prefill_tokens=self.bookings.prefill_tokens,
+        )
+
+
+class Holding:
+    """Rows of the workers that bits stand for."""
+
+    def __init__(self, rows: Mapping[int, int]):
+        self.mask = 0
+        for bit in rows:
+            self.mask |= bit
+        self._rows = rows
+        self._known: dict[int, Rows] = {}
+
+    def rows(self, bits: int) -> Rows | int:
+        """Of one or several of the bits in `mask`."""
+        if bits & (bits - 1) == 0:
+            return self._rows[bits]
+        if (known := self._known.get(bits)) is None:
+            found = []
+            rest = bits
+            while rest:
+                bit = rest & -rest
+                found.append(self._rows[bit])
+                rest ^= bit
+            if len(self._known) >= MAX_KNOWN_MASKS:
+                self._known.clear()
+            known = self._known[bits] = np.array(found, dtype=np.intp)
+        return known
+
+
+class WorkerPool:
+    """All workers of one model, in order of joining."""
+
+    def __init__(self, settings: RouterSettings, index: PrefixIndex):
+        self._settings = settings
+        self._index = index
+        self.workers: dict[WorkerId, KnownWorker] = {}
+        self.holders: dict[int, int] = {}  # who holds a block for live requests: bits by key
+        self._bits = 0  # in use
+        self._arrange()
+
+    def take_bit(self) -> int:
+        """A bit for a worker that joins."""
+        bit = ~self._bits & (self._bits + 1)
+        self._bits |= bit
+        return bit
+
+    def join(self, worker: KnownWorker) -> None:
+        self.workers[worker.description.worker_id] = worker
+        self._arrange()
+
+    def leave(self, worker_id: WorkerId) -> None:
+        worker = self.workers.pop(worker_id)
+        worker.bookings.close()
+        self._bits &= ~worker.bit
+        self._arrange()
+
+    def drain(self, worker_id: WorkerId) -> None:
+        self.workers[worker_id].draining = True
+        self._draining = self._flags_of_draining()
+
+    def _flags_of_draining(self) -> Flags:
+        return np.array([worker.draining for worker in self.workers.values()], dtype=np.bool_)
+
+    def _arrange(self) -> None:
+        """Lay the table out anew: somebody joined or left."""
+        workers = list(self.workers.values())
+        descriptions = [worker.description for worker in workers]
+        self.members = Members(descriptions, self._settings)
+        self._draining = self._flags_of_draining()
+        columns: Floats = np.zeros((QUANTITIES, len(workers)))
+        for row, worker in enumerate(workers):
+            each = worker.description
+            columns[LIMIT, row] = worker.request_limit
+            columns[MAX_RUNNING, row] = each.max_running
+            columns[KV_BLOCKS, row] = each.kv_blocks
+            columns[BLOCK_TOKENS, row] = each.block_tokens
+            columns[PREFILL_SPEED, row] = each.prefill_speed
+            columns[DECODE_SPEED, row] = each.decode_speed
+            worker.bookings.keep_in(columns[:, row])
+        self._columns = columns
+        self._live = Holding({worker.bit: row for row, worker in enumerate(workers)})
+        self._engines = Holding(
+            {self._index.bit(engine_cache(each.worker_id)): row for row, each in enumerate(descriptions)}
+        )
+        self._sizes = {
+            size: self._rows_of("block_tokens", size)
+            for size in dict.fromkeys(each.block_tokens for each in descriptions)
+        }
+        self._stores: list[tuple[Namespace, int, Rows]] = []  # namespace, block size, who loads from it
+        self._converts: Floats = np.array(
+            [float(each.kv is not None and not each.kv.is_at_rest) for each in descriptions], dtype=np.float64
+        )
+        loading: dict[tuple[Namespace, int], list[int]] = {}
+        for row, each in enumerate(descriptions):
+            if each.store_id is not None and KvPath.STORE in each.kv_paths:
+                name = Namespace(each.store_id, each.fingerprint)
+                loading.setdefault((name, each.block_tokens), []).append(row)
+        for (name, size), rows in loading.items():
+            self._stores.append((name, size, np.array(rows, dtype=np.intp)))
+
+    def standings(self, live: LiveRequest, tiers: Mapping[Namespace, Sequence[str]]) -> Standings:
+        """All workers, as they stand for a request.
+
+        Args:
+            live: The request.
+            tiers: Of stores, those that hold something.
+        """
+        columns = self._columns.copy()
+        warm = False
+        for size, rows in self._sizes.items():
+            keys = live.keys(size)
+            columns[NEW_BLOCKS, rows] = blocks_for(live.prompt_tokens, size)
+            booked = runs(self.holders, keys)
+            held = self._index.runs(keys)
+            if not booked and not held:
+                continue
+            warm = True
+            self._note_engines(columns, held)
+            if booked:
+                self._note_booked(columns, booked, rows)
+            if self._stores and tiers:
+                self._note_stores(columns, held, size, tiers)
+        failed: Flags | None = None
+        if live.failed_on:
+            failed = np.array(
+                [(each.worker_id, each.incarnation) in live.failed_on for each in self.members.descriptions], np.bool_
+            )
+        return Standings(self.members, columns, self._draining, failed, warm=warm)
+
+    def _note_engines(self, columns: Floats, held: list[tuple[int, int]]) -> None:
+        for depth, mask in held:
+            if bits := mask & self._engines.mask:
+                columns[ENGINE_BLOCKS, self._engines.rows(bits)] = depth
+
+    def _note_booked(self, columns: Floats, booked: list[tuple[int, int]], rows: Rows | slice) -> None:
+        """What live requests hold need not be held twice, and is there or coming."""
+        for depth, mask in booked:
+            columns[LIVE_BLOCKS, self._live.rows(mask)] = depth
+        live = columns[LIVE_BLOCKS, rows]
+        columns[NEW_BLOCKS, rows] -= live
+        columns[COMING_BLOCKS, rows] = np.maximum(live - columns[ENGINE_BLOCKS, rows], 0.0)
+
+    def _note_stores(
+        self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[Namespace, Sequence[str]]
+    ) -> None:
+        for name, block_tokens, rows in self._stores:
+            if block_tokens != size:
+                continue
+            memory = below = 0
+            for tier in tiers.get(name, ()):
+                bit = self._index.bit(store_namespace(*name, tier))
+                depth = next((depth for depth, mask in held if mask & bit), 0)
+                memory, below = (depth, below) if tier == POOL_TIER else (memory, max(below, depth))
+            if not memory and not below:
+                continue
+            there = columns[ENGINE_BLOCKS, rows] + columns[COMING_BLOCKS, rows]
+            loaded = np.maximum(0.0, memory - there)
+            fetched = np.maximum(0.0, below - np.maximum(there, memory))
+            columns[STORE_BLOCKS, rows] = loaded
+            columns[BELOW_BLOCKS, rows] = fetched
+            columns[CONVERSION, rows] = self._settings.conversion_cost * self._converts[rows] * (loaded + fetched)
+
+    def _rows_of(self, field: str, value: int) -> Rows | slice:
+        rows = [row for row, each in enumerate(self.members.descriptions) if getattr(each, field) == value]
+        return slice(None) if len(rows) == len(self.members) else np.array(rows, dtype=np.intp)
+
+    def check(self) -> None:
+        """Assert that map and table are those of the bookings."""
+        union = 0
+        for bits in self.holders.values():
+            assert bits, "a block that nobody holds"
+            union |= bits
+        assert union & ~self._live.mask == 0
+        assert len({worker.bit for worker in self.workers.values()}) == len(self.workers)

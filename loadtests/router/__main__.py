@@ -1,0 +1,111 @@
+"""Fleet's router beside its peers and beside the least that a relay can cost: one table, interleaved, medians.
+
+    python -m loadtests.router [--targets NAME[:POLICY],...] [--scenarios NAME,...] [--rounds N] [--quick] [--json FILE]
+
+What counts is the processor time of the router process, with all its threads and children: rates and latencies depend on
+who else uses the machine. The router runs on the first core, workers and client on the others. Peers are installed from
+PyPI into virtual environments of their own, once, in a cache folder.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from fleet.adapters.tiny_model import build_tiny_model
+from fleet.config import default_cache_dir
+from fleet.errors import ConfigurationRefused
+from loadtests import host
+from loadtests.router import grpc_stream
+from loadtests.router.contest import contest, write
+from loadtests.router.figures import Row, table
+from loadtests.router.processes import cores_of_this_process
+from loadtests.router.prompts import Vocabulary, model_with_long_context
+from loadtests.router.scenarios import SCENARIOS, quick
+from loadtests.router.targets import KNOWN, Setting, targets
+
+DEFAULT_TARGETS = (
+    "relay,fleet,sglang-router:round_robin,sglang-router,smg:round_robin,smg,vllm-router:round_robin,vllm-router"
+)
+PACKAGES = ("fleet-serving", "uvloop", "msgspec", "fastokens", "httptools", "xxhash")
+ALL_SCENARIOS = (*SCENARIOS, grpc_stream.NAME)
+MISUSED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--targets", default=DEFAULT_TARGETS, help=f"of {', '.join(KNOWN)}; by default {DEFAULT_TARGETS}"
+    )
+    parser.add_argument(
+        "--scenarios", default=",".join(ALL_SCENARIOS), help=f"of {', '.join(ALL_SCENARIOS)}; all by default"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="3 by default, 1 with --quick")
+    parser.add_argument("--quick", action="store_true", help="see that everything runs; figures not to be quoted")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="where the peers' environments are kept")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
+    parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="where logs and settings of the routers stay")
+    arguments = parser.parse_args(argv)
+    try:
+        contestants = targets(arguments.targets.split(","))
+        scenarios = _known(arguments.scenarios.split(","))
+    except ConfigurationRefused as error:
+        print(f"loadtests.router: {error}", file=sys.stderr)
+        return MISUSED
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    tiny = build_tiny_model(default_cache_dir(), tokenizer_only=True)
+    vocabulary = Vocabulary(tiny)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="fleet-router-bench-") as name:
+        folder = arguments.keep_logs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        model_dir = model_with_long_context(tiny, folder)
+        machine = host.facts(folder, PACKAGES)
+        for scenario in scenarios:
+            setting = Setting(
+                workers=(),
+                cache_blocks=0,
+                model_dir=model_dir,
+                folder=folder / scenario,
+                cache=(arguments.cache or default_cache_dir() / "bench").resolve(),
+                cores=cores_of_this_process(),
+            )
+            setting.folder.mkdir(exist_ok=True)
+            if scenario == grpc_stream.NAME:
+                found = grpc_stream.contest(contestants, rounds, setting, arguments.seed, short=arguments.quick)
+            else:
+                chosen = quick(SCENARIOS[scenario]) if arguments.quick else SCENARIOS[scenario]
+                found = contest(chosen, contestants, rounds, setting, vocabulary, arguments.seed)
+            rows += [msgspec.structs.replace(each, machine=machine) for each in found]
+            print(table(found), file=sys.stderr)
+            if arguments.json:
+                write(rows, arguments.json)
+    print(f"machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load {machine['load']}")
+    print(f"kernel {machine['kernel']}; Python {machine['python']}; {_versions(rows, machine['versions'])}")
+    print(f"{rounds} rounds, interleaved; medians{'; --quick: not to be quoted' if arguments.quick else ''}")
+    print(table(rows))
+    return 0
+
+
+def _known(names: Sequence[str]) -> Sequence[str]:
+    """The same.
+
+    Raises:
+        ConfigurationRefused: There is none of that name.
+    """
+    if unknown := [name for name in names if name not in ALL_SCENARIOS]:
+        raise ConfigurationRefused(f"--scenarios: {unknown[0]} is not one of {', '.join(ALL_SCENARIOS)}")
+    return names
+
+
+def _versions(rows: Sequence[Row], packages: dict[str, str]) -> str:
+    measured = {each.target.partition(":")[0]: each.version for each in rows if each.version}
+    return ", ".join(f"{name} {version}" for name, version in (packages | measured).items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""The client: keep-alive connections that send prepared bytes and wait for the end of each answer. Parses nothing else."""
+
+import asyncio
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Protocol, cast
+
+import uvloop
+from msgspec import Struct
+
+from loadtests.absent import Absent
+
+GOOD = b"HTTP/1.1 200"
+EVENT = b"data: "
+END = b"0\r\n\r\n"  # the last chunk
+START_SECONDS = 30.0
+WAIT_SECONDS = 60.0  # for the answers that are on their way at the end
+FAILURES = 20  # of one connection, before it is given up
+
+Next = Callable[[], bytes | None]
+"""The next request; None: there is none left."""
+
+
+class Meter(Protocol):
+    """Whatever is to be measured of a round besides what the client sees."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Window(Struct, frozen=True, kw_only=True):
+    """What came of a round."""
+
+    requests: int
+    failures: int
+    seconds: float
+    ttft_seconds: float
+    cpu_seconds: float  # of the client
+    complaint: str = ""  # the first failure's
+
+
+class Slot(asyncio.Protocol):
+    """One connection: the next request goes out as soon as an answer has ended."""
+
+    def __init__(self, following: Next, until: "Until", prompt: socket.socket | None):
+        """Connects nothing.
+
+        Args:
+            following: What to ask.
+            until: When not to ask any more.
+            prompt: The connection's socket if it is to acknowledge at once; None leaves that to the system.
+        """
+        self._prompt = prompt
+        self.following = following
+        self._until = until
+        self._tail = b""
+        self._fresh = True  # no byte of the answer has come
+        self._begun = False  # its first token has come
+        self._sent_at = 0.0
+        self._transport: asyncio.Transport
+        self.completed = 0
+        self.latencies: list[float] = []
+        self.complaint = ""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.complaint = f"the connection ended within an answer ({exc or 'closed'})"
+            self.ended.set_result(None)
+
+    def send(self) -> None:
+        """Ask for the next thing, or end."""
+        now = time.perf_counter()
+        request = self.following() if now < self._until.at else None
+        if request is None:
+            self.ended.set_result(None)
+            return
+        self._fresh = True
+        self._begun = False
+        self._sent_at = now
+        self._transport.write(request)
+        if self._prompt is not None:
+            self._prompt.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # until the next answer is over
+
+    def data_received(self, data: bytes) -> None:
+        if not self._begun:
+            if self._fresh and not self._is_good(data):
+                return
+            if EVENT in data:
+                self._begun = True
+                self.latencies.append(time.perf_counter() - self._sent_at)
+        tail = data[-len(END) :]
+        if len(tail) < len(END):
+            tail = (self._tail + tail)[-len(END) :]
+        self._tail = tail
+        if tail == END:
+            self._tail = b""
+            self.completed += 1
+            self.send()
+
+    def _is_good(self, data: bytes) -> bool:
+        self._fresh = False
+        if data.startswith(GOOD):
+            return True
+        self.complaint = data[:500].decode(errors="replace")
+        self.ended.set_result(None)
+        self.close()
+        return False
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class Until:
+    """When to stop asking, on `time.perf_counter`; set when the round begins."""
+
+    at = 0.0
+
+
+def round_of(
+    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: Meter, *, ordinary: bool = False
+) -> Window:
+    """Ask until nothing is left to ask or the time is over, and wait for what is on its way.
+
+    Args:
+        ports: Where to; the connections are dealt out among them.
+        following: One connection each, and where it gets its requests from.
+        seconds: After which no connection asks anything more.
+        meter: Started when everybody is connected and nothing was asked yet, stopped after the last answer.
+        ordinary: Let the system put acknowledgements off.
+
+    Raises:
+        Absent: Nobody answers, or hardly ever.
+    """
+    return uvloop.run(_round_of(ports, following, seconds, meter, ordinary=ordinary))
+
+
+async def _round_of(
+    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: Meter, *, ordinary: bool
+) -> Window:
+    until = Until()
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            dealt = list(zip(cycle(ports), following, strict=False))
+            slots = [await _connect(port, each, until, ordinary=ordinary) for port, each in dealt]
+        meter.start()
+        started, cpu = time.perf_counter(), time.process_time()
+        until.at = started + seconds
+        async with asyncio.timeout(seconds + WAIT_SECONDS), asyncio.TaskGroup() as tasks:
+            lives = [
+                tasks.create_task(_live(port, slot, until, ordinary=ordinary))
+                for (port, _), slot in zip(dealt, slots, strict=True)
+            ]
+        ended, cpu = time.perf_counter(), time.process_time() - cpu
+        meter.stop()
+    except TimeoutError:
+        raise Absent(f"does not answer within {seconds + WAIT_SECONDS:.0f} s") from None
+    except OSError as error:
+        raise Absent(f"refuses connections: {error}") from error
+    slots = [slot for life in lives for slot in life.result()]
+    latencies = [latency for slot in slots for latency in slot.latencies]
+    complaints = [slot.complaint for slot in slots if slot.complaint]
+    if not latencies:
+        raise Absent(f"answers nothing: {' '.join(complaints[0].split()) if complaints else 'no reason was given'}")
+    return Window(
+        requests=sum(slot.completed for slot in slots),
+        failures=len(complaints),
+        seconds=ended - started,
+        ttft_seconds=statistics.median(latencies),
+        cpu_seconds=cpu,
+        complaint=complaints[0] if complaints else "",
+    )
+
+
+async def _connect(port: int, following: Next, until: Until, *, ordinary: bool) -> Slot:
+    loop = asyncio.get_running_loop()
+    sock = socket.create_connection(("127.0.0.1", port), START_SECONDS)
+    sock.setblocking(False)
+    _, slot = await loop.create_connection(lambda: Slot(following, until, None if ordinary else sock), sock=sock)
+    return slot
+
+
+async def _live(port: int, slot: Slot, until: Until, *, ordinary: bool) -> list[Slot]:
+    """One after the other, as long as they fail: everybody keeps asking."""
+    lived = [slot]
+    while True:
+        slot.send()
+        await slot.ended
+        slot.close()
+        if not slot.complaint or len(lived) > FAILURES:
+            return lived
+        slot = await _connect(port, slot.following, until, ordinary=ordinary)
+        lived.append(slot)

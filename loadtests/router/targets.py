@@ -1,0 +1,166 @@
+"""The routers: how each is started in front of workers that speak OpenAI's API.
+
+A target is named as on the command line, `name` or `name:policy`; without a policy, it places by what it knows of the
+workers' caches. Dynamo brings workers of its own (its mocker), since its frontend speaks to no others.
+"""
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+from fleet.errors import ConfigurationRefused
+from loadtests.environments import Distribution, python_of
+from loadtests.kvstore.nodes import environment, free_port
+from loadtests.router import peers, relay
+from loadtests.router.processes import Cores, Server, started, started_module, wait_until_it_answers
+from loadtests.router.prompts import MODEL, PATH
+
+START_SECONDS = 90.0
+BLOCK_TOKENS = 64
+
+
+class Setting(Struct, frozen=True, kw_only=True):
+    """Where a router is started."""
+
+    workers: tuple[int, ...]
+    """Ports."""
+
+    cache_blocks: int
+    """What a worker remembers, in blocks of about 64 tokens; 0: it was not told."""
+
+    model_dir: Path
+    """With the tokenizer of the model."""
+
+    folder: Path
+    """For logs and settings."""
+
+    cache: Path
+    """Where the peers' environments are kept."""
+
+    cores: Cores
+
+
+class Running(Struct, frozen=True, kw_only=True):
+    """A router that answers."""
+
+    ports: tuple[int, ...]
+    """The client's connections are dealt out among them."""
+
+    server: Server | None
+    """None: there is none, the client asks the workers."""
+
+    own_workers: bool = False
+    """Whether it serves workers that are not ours, and whose counters nobody knows."""
+
+
+Start = Callable[[Setting, str], AbstractContextManager[Running]]
+"""Runs it with that policy (empty: its own choice by cache) as long as the context is open; may raise `Absent`."""
+
+
+class Target(Struct, frozen=True, kw_only=True):
+    name: str
+    """As it was asked for, with the policy."""
+
+    policy: str
+    version: str
+    start: Start
+
+    def running(self, setting: Setting) -> AbstractContextManager[Running]:
+        return self.start(setting, self.policy)
+
+
+def targets(names: Sequence[str]) -> list[Target]:
+    """What was asked for, with the client alone before everybody else: every table needs it.
+
+    Raises:
+        ConfigurationRefused: There is no such target.
+    """
+    return [_target(name) for name in dict.fromkeys((DIRECT, *names))]
+
+
+def _target(full_name: str) -> Target:
+    name, _, policy = full_name.partition(":")
+    if (known := KNOWN.get(name)) is None:
+        raise ConfigurationRefused(f"--targets: {name} is not one of {', '.join(KNOWN)}")
+    version, start = known
+    return Target(name=full_name, policy=policy, version=version, start=start)
+
+
+@contextmanager
+def _direct(setting: Setting, policy: str) -> Iterator[Running]:  # noqa: ARG001 - has none
+    """Every connection of the client goes to one worker for good: no router, no choice."""
+    yield Running(ports=setting.workers, server=None)
+
+
+@contextmanager
+def _relay(setting: Setting, policy: str) -> Iterator[Running]:  # noqa: ARG001 - has none
+    ports = [str(port) for port in setting.workers]
+    with started_module(relay.__name__, ports, setting.folder, setting.cores.router) as (server, ready):
+        yield Running(ports=(ready["port"],), server=server)
+
+
+@contextmanager
+def _fleet(setting: Setting, policy: str) -> Iterator[Running]:
+    """`fleet serve router`, alone in front of the workers; exact token blocks."""
+    port = free_port()
+    lines = [f'http_listen = "127.0.0.1:{port}"', 'grpc_listen = "127.0.0.1:0"']
+    lines += [f"policy = {json.dumps(policy)}"] if policy else []
+    for number, worker in enumerate(setting.workers):
+        lines += [
+            "",
+            "[[openai_workers]]",
+            f'worker_id = "worker-{number}"',
+            f'url = "http://127.0.0.1:{worker}"',
+            f'model = "{MODEL}"',
+            f"tokenizer = {json.dumps(str(setting.model_dir))}",
+            f"block_tokens = {BLOCK_TOKENS}",
+            *([f"kv_blocks = {setting.cache_blocks}"] if setting.cache_blocks else []),
+        ]
+    config = setting.folder / f"fleet{policy and '-'}{policy}.toml"
+    config.write_text("\n".join([*lines, ""]))
+    command = [sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(config)]
+    with _serving("fleet", policy, command, port, setting, environment()) as running:
+        yield running
+
+
+def _peer(name: str, distribution: Distribution, command_of: peers.CommandOf, default: str) -> Start:
+    @contextmanager
+    def start(setting: Setting, policy: str) -> Iterator[Running]:
+        python = python_of(distribution, setting.cache)
+        port = free_port()
+        urls = [f"http://127.0.0.1:{worker}" for worker in setting.workers]
+        command = command_of(python, port, urls, policy or default)
+        with _serving(name, policy, command, port, setting, {}) as running:
+            yield running
+
+    return start
+
+
+@contextmanager
+def _serving(
+    name: str, policy: str, command: Sequence[str], port: int, setting: Setting, more: Mapping[str, str]
+) -> Iterator[Running]:
+    """A router on its core until the context is left, once it answers."""
+    full_name = f"{name}:{policy}" if policy else name
+    body = {"model": MODEL, "stream": True, "max_tokens": 1, "temperature": 0, "prompt": "Are you there?"}
+    with started(full_name, command, setting.folder, setting.cores.router, more) as server:
+        wait_until_it_answers(server, port, (PATH, json.dumps(body).encode()), START_SECONDS)
+        yield Running(ports=(port,), server=server)
+
+
+DIRECT = "direct"
+
+KNOWN: Mapping[str, tuple[str, Start]] = {
+    DIRECT: ("", _direct),
+    "relay": (f"uvloop {importlib.metadata.version('uvloop')}", _relay),
+    "fleet": (importlib.metadata.version("fleet-serving"), _fleet),
+    **{
+        distribution.name: (distribution.version, _peer(distribution.name, distribution, command_of, default))
+        for distribution, command_of, default in peers.PEERS
+    },
+}

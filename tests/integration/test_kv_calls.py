@@ -1,0 +1,350 @@
+"""Calls of clients on the node's own host: framed, over the socket that hands out the memory."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError
+
+from kvstore import call_server, wire
+from kvstore.call_server import STALLED, CallServer
+from kvstore.calls import FRAME_BYTES, OPENING, TAKEN, Calls, Method, Refused
+from kvstore.client import StoreClient
+from kvstore.clock import Nanos
+from kvstore.monotonic import MonotonicClock
+from kvstore.server import open_node
+from kvstore.settings import StoreSettings
+from kvstore.v1 import blocks_pb2 as pb
+from tests.kv_builders import (
+    BLOCK_BYTES,
+    NodeProcess,
+    a_block,
+    a_chain,
+    a_namespace,
+    a_node,
+    a_short_folder,
+    eventually,
+)
+
+pytestmark = pytest.mark.integration
+
+NAMESPACE = a_namespace()
+FRAME = struct.Struct("<IB")
+
+
+class NoGrpc:
+    """A stub that nobody may use."""
+
+    def __getattr__(self, name: str) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise AssertionError(f"{name} went by gRPC")
+
+        return refuse
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[NodeProcess]:
+    with a_node(capacity_bytes=64 * BLOCK_BYTES) as node, StoreClient.connect(node.address, NAMESPACE) as client:
+        assert client.write(a_chain(2), a_block) == 2
+        yield node
+
+
+@pytest.fixture
+def calls(node: NodeProcess) -> Iterator[Calls]:
+    calls = Calls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
+    yield calls
+    calls.close()
+
+
+@contextlib.contextmanager
+def a_line(node: NodeProcess) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(5)
+        line.connect(node.endpoints.shm_socket)
+        line.sendall(OPENING)
+        assert line.recv(4, socket.MSG_WAITALL) == TAKEN
+        yield line
+
+
+def a_request(node: NodeProcess, blocks: int = 2, **fields: Any) -> pb.MatchRequest:
+    defaults = {
+        "digest": NAMESPACE.digest,
+        "hashes": b"".join(a_chain(blocks)),
+        "incarnation": node.endpoints.incarnation,
+    }
+    return pb.MatchRequest(**{**defaults, **fields})
+
+
+def framed(method: int, message: bytes) -> bytes:
+    return FRAME.pack(1 + len(message), method) + message
+
+
+def is_over(line: socket.socket) -> bool:
+    """Whether the node has ended it, in whatever way."""
+    try:
+        return line.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_what_is_called_all_the_time_does_not_go_by_grpc(node, calls):
+    name = b"".join(a_chain(1, "new"))
+    owner = {"digest": NAMESPACE.digest, "incarnation": node.endpoints.incarnation, "owner": "me"}
+
+    reserved = calls.reserve(pb.ReserveRequest(hashes=name, lease_ms=1000, **owner), 5)
+    publish = pb.PublishRequest(reservation_id=reserved.reservation_id, indices=[0], crc32c=[7], owner="me")
+    published = calls.publish(publish, 5)
+    matched = calls.match(a_request(node, hashes=name, lease_ms=1000), 5)
+    calls.release(pb.ReleaseRequest(lease_ids=[matched.lease_id]), 5)
+
+    assert published.published == 1
+    assert matched.lease_id
+    assert len(matched.slots) == 20
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("hashes", {"hashes": b"x" * 15}),
+        ("digest", {"digest": b"x"}),
+        ("lease_ms", {"lease_ms": 10**9}),
+        ("tenant", {"tenant": b"x"}),
+    ],
+)
+def test_a_bad_request_is_refused_by_field_and_the_connection_goes_on(node, calls, field, wrong):
+    for _ in range(2):
+        with pytest.raises(grpc.RpcError) as refused:
+            calls.match(a_request(node, **wrong), 5)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details().startswith(f"{field}: ")
+        assert (wire.FIELD_KEY, field) in refused.value.trailing_metadata()
+
+    assert len(calls.match(a_request(node), 5).slots) == 2 * 20
+    assert len(calls._lines) == 1
+
+
+def test_a_request_to_another_incarnation_is_refused_as_by_grpc(node, calls):
+    with pytest.raises(grpc.RpcError) as refused:
+        calls.match(a_request(node, incarnation="another"), 5)
+
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        framed(99, b""),
+        framed(Method.MATCH, b"\xff" * 40),
+        struct.pack("<I", 0),
+        struct.pack("<I", FRAME_BYTES + 1),
+        os.urandom(3) + b"\xff" + os.urandom(4096),
+    ],
+    ids=["no method", "no message", "empty", "too long", "noise"],
+)
+def test_garbage_ends_its_own_connection_and_no_other(node, calls, garbage):
+    calls.match(a_request(node), 5)
+
+    with a_line(node) as line, a_line(node) as bystander:
+        line.sendall(garbage)
+        assert is_over(line)
+        bystander.sendall(framed(Method.MATCH, a_request(node).SerializeToString()))
+        assert bystander.recv(1)
+
+    assert len(calls.match(a_request(node), 5).slots) == 2 * 20
+    assert len(calls._lines) == 1, "it kept its connection"
+
+
+def test_requests_that_come_in_pieces_or_together_are_answered_in_order(node):
+    with a_line(node) as line:
+        two = framed(Method.MATCH, a_request(node).SerializeToString())
+        one = framed(Method.MATCH, a_request(node, 1).SerializeToString())
+        for byte in two:
+            line.sendall(bytes((byte,)))
+        line.sendall(one + two)
+
+        slots = []
+        while len(slots) < 3:
+            size, status = FRAME.unpack(line.recv(FRAME.size, socket.MSG_WAITALL))
+            assert status == 0
+            body = line.recv(size - 1, socket.MSG_WAITALL) if size > 1 else b""
+            slots.append(len(pb.MatchResponse.FromString(body).slots) // 20)
+
+    assert slots == [2, 1, 2]
+
+
+def test_a_chain_of_the_greatest_length_goes_through(node, calls):
+    names = os.urandom(16 * wire.MAX_HASHES)
+    assert calls.match(a_request(node, hashes=names), 5).slots == b""
+
+    with pytest.raises(grpc.RpcError) as refused:
+        calls.match(a_request(node, hashes=names + os.urandom(16)), 5)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_an_answer_that_comes_too_late_is_nobody_elses():
+    with a_node() as node, StoreClient.connect(node.address, NAMESPACE) as client:
+        client.write(a_chain(3), a_block)
+        calls = Calls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
+        calls.match(a_request(node), 5)
+        node.freeze()
+        with pytest.raises(Refused) as late:
+            calls.match(a_request(node, 3), 0.1)
+        node.thaw()
+
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert len(calls.match(a_request(node, 1), 5).slots) == 20
+        calls.close()
+
+
+def test_a_connection_that_the_node_has_ended_is_replaced_before_anything_is_sent():
+    with a_node() as node, StoreClient.connect(node.address, NAMESPACE):
+        calls = Calls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
+        calls.match(a_request(node), 5)
+        node.kill()
+        node.start()
+        with StoreClient.connect(node.address, NAMESPACE):
+            assert calls.match(a_request(node), 5).slots == b""
+        assert len(calls._lines) == 1
+        calls.close()
+
+
+def test_where_there_is_no_socket_calls_go_by_grpc(node):
+    with StoreClient.connect(node.address, NAMESPACE) as client:
+        client._session.calls._path = f"{node.folder}/gone"
+
+        assert len(client.match(a_chain(2), lease_seconds=0)) == 2
+
+
+def test_closing_ends_the_calls_in_progress():
+    with a_node() as node, StoreClient.connect(node.address, NAMESPACE):
+        calls = Calls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
+        calls.match(a_request(node), 5)
+        node.freeze()
+        ended: list[grpc.StatusCode] = []
+
+        def ask() -> None:
+            try:
+                calls.match(a_request(node), 20)
+            except grpc.RpcError as error:
+                ended.append(error.code())
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        eventually(lambda: not calls._idle)
+        started = time.monotonic()
+        calls.close()
+        thread.join(10)
+
+        assert time.monotonic() - started < 5
+        assert ended[0] in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        with pytest.raises(Refused):
+            calls.match(a_request(node), 1)
+
+
+# On an event loop of the test
+
+
+def an_echo(message: bytes) -> pb.MatchResponse:
+    return pb.MatchResponse.FromString(message)
+
+
+@contextlib.asynccontextmanager
+async def a_server() -> AsyncIterator[tuple[CallServer, socket.socket]]:
+    """One that answers with what it was asked, and a connection to it."""
+    server = CallServer({Method.MATCH: an_echo})
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.setblocking(False)
+        await server.take(theirs)
+        assert await read(ours, 4) == TAKEN
+        yield server, ours
+        server.close()
+
+
+async def read(line: socket.socket, size: int = 1 << 16) -> bytes:
+    async with asyncio.timeout(5):
+        return await asyncio.get_running_loop().sock_recv(line, size)
+
+
+@pytest.mark.parametrize("half", [b"\x05", b"\x05\x00\x00\x00", framed(Method.MATCH, b"12345")[:-1]])
+async def test_who_stops_in_the_middle_of_a_request_is_cut(half):
+    async with a_server() as (server, line):
+        line.send(framed(Method.MATCH, b"") + half)
+        assert await read(line) == framed(0, b"")
+
+        server.cut_stalled(Nanos(1))
+        server.cut_stalled(STALLED)
+        line.send(b"")
+        server.cut_stalled(Nanos(STALLED + 1))
+
+        assert await read(line) == b""
+
+
+async def test_who_is_quiet_between_two_requests_is_not():
+    async with a_server() as (server, line):
+        line.send(framed(Method.MATCH, b""))
+        assert await read(line) == framed(0, b"")
+
+        server.cut_stalled(Nanos(1))
+        server.cut_stalled(Nanos(10 * STALLED))
+
+        line.send(framed(Method.MATCH, b""))
+        assert await read(line) == framed(0, b"")
+
+
+async def test_who_does_not_take_its_answers_is_read_from_no_more_and_cut():
+    request = framed(Method.MATCH, pb.MatchResponse(slots=bytes(100_000)).SerializeToString())
+    async with a_server() as (server, line):
+        sent = 0
+        for _ in range(2_000):
+            try:
+                sent += line.send(request[sent % len(request) :])
+            except BlockingIOError:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+        assert sent < call_server.SEND_BYTES, "it goes on reading"
+        server.cut_stalled(Nanos(1))
+        server.cut_stalled(Nanos(STALLED + 1))
+
+        async with asyncio.timeout(5):
+            while server._callers:
+                await asyncio.sleep(0)
+
+
+async def test_a_bug_in_an_answer_ends_the_connection():
+    def fail(message: bytes) -> pb.MatchResponse:
+        raise DecodeError("that is none")
+
+    server = CallServer({Method.MATCH: fail})
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.setblocking(False)
+        await server.take(theirs)
+        ours.send(framed(Method.MATCH, b""))
+
+        assert await read(ours) == TAKEN
+        assert await read(ours) == b""
+    server.close()
+
+
+async def test_beyond_its_connections_a_node_takes_no_more_and_calls_go_by_grpc(monkeypatch):
+    monkeypatch.setattr(call_server, "CONNECTIONS", 0)
+    with a_short_folder() as folder:
+        settings = StoreSettings(store_id="s", listen=(f"unix:{folder}/c",), shm_socket=str(Path(folder) / "m"))
+        async with open_node(settings, MonotonicClock()) as endpoints:
+
+            def use() -> int:
+                with StoreClient.connect(endpoints.listen[0], NAMESPACE) as client:
+                    return client.write(a_chain(2), a_block)
+
+            assert await asyncio.to_thread(use) == 2

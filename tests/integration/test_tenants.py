@@ -1,0 +1,69 @@
+"""Tenants at both front doors: keys, limits, and what clients are told about them."""
+
+from hashlib import sha256
+
+import openai
+import pytest
+
+from fleet.client import AsyncClient, Unauthenticated, Unavailable
+from fleet.errors import Reason
+from fleet.router.tenants import TenantSettings
+from tests.builders import MODEL
+from tests.fronts import open_fronts
+
+pytestmark = pytest.mark.integration
+
+KEY = "sk-of-acme"
+TENANTS = {"acme": TenantSettings(api_key_sha256=(sha256(KEY.encode()).hexdigest(),), requests_per_minute=2)}
+
+
+@pytest.fixture
+async def fronts(model_dir):
+    async with open_fronts(model_dir, TENANTS) as fronts:
+        fronts.will_answer("An answer.")
+        yield fronts
+
+
+def openai_client(fronts, api_key=KEY):
+    return openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key=api_key, max_retries=0, timeout=10)
+
+
+async def ask(client, **options):
+    return await client.completions.with_raw_response.create(model=MODEL, prompt="A question", max_tokens=4, **options)
+
+
+async def test_over_http_a_known_key_is_needed(fronts):
+    async with openai_client(fronts, "sk-wrong") as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await ask(client)
+    assert caught.value.response.headers["www-authenticate"] == "Bearer"
+    assert caught.value.body["code"] == "unauthenticated"
+    assert not fronts.router.submitted
+
+
+async def test_over_http_answers_say_what_is_left_and_the_limit_is_a_429_that_says_when(fronts):
+    async with openai_client(fronts) as client:
+        whole = await ask(client)
+        streamed = await ask(client, stream=True)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await ask(client)
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (whole, streamed)] == ["1", "0"]
+    assert whole.headers["x-ratelimit-limit-requests"] == "2"
+    assert 25 <= int(caught.value.response.headers["retry-after"]) <= 30
+    assert caught.value.body["code"] == "rate_limited"
+    assert len(fronts.router.submitted) == 2
+
+
+async def test_over_grpc_the_same_holds(fronts):
+    async with AsyncClient(fronts.grpc.address) as stranger:
+        with pytest.raises(Unauthenticated) as refused:
+            await stranger.complete("A question", max_tokens=4)
+    assert refused.value.field == "authorization"
+    async with AsyncClient(fronts.grpc.address, api_key=KEY) as client:
+        for _ in range(2):
+            await client.complete("A question", max_tokens=4)
+        with pytest.raises(Unavailable) as limited:
+            await client.complete("A question", max_tokens=4)
+    assert limited.value.reason is Reason.RATE_LIMITED
+    assert 25 <= limited.value.retry_after_seconds <= 30
+    assert [arrived.tenant for arrived in fronts.router.submitted] == ["acme", "acme"]

@@ -1,0 +1,136 @@
+"""The hooks that vLLM calls beside the model, on real tensors and a real store node, without an engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from msgspec import structs
+
+from fleet.adapters.tiny_model import build_tiny_model
+from fleet.roles import KvPath
+from kvstore.client import StoreClient
+from kvstore.layout import Namespace
+from tests.kv_builders import NodeProcess, a_block, a_chain, a_node, eventually
+from tests.vllm_hosting import tiny_namespace, vllm_worker
+from workers.engines import vllm_launch
+from workers.engines.vllm_namespace import weights_revision
+from workers.engines.vllm_planning import Load, StoreWork
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore"),  # vLLM's
+]
+
+BLOCKS = 8  # of the engine
+NO_FORWARD = None
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def namespace(model_dir: Path) -> Namespace:
+    return tiny_namespace(model_dir)
+
+
+@pytest.fixture
+def node() -> Iterator[NodeProcess]:
+    with a_node(capacity_bytes=4 << 20) as node:
+        yield node
+
+
+@pytest.fixture
+def client(node: NodeProcess, namespace: Namespace) -> Iterator[StoreClient]:
+    with StoreClient.connect(node.address, namespace) as client:
+        yield client
+
+
+@pytest.fixture
+def layers(namespace: Namespace) -> dict:
+    """An engine's KV memory, by layer."""
+    shape = (BLOCKS, namespace.kv_heads, namespace.block_tokens, namespace.head_dim)
+    return {f"layer.{index}": torch.zeros(shape) for index in range(namespace.layers)}
+
+
+@pytest.fixture
+def connector(node: NodeProcess, model_dir: Path, layers: dict, tmp_path: Path) -> Iterator:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from workers.engines.vllm_connector import FleetConnector
+
+    settings = structs.replace(vllm_worker(model_dir, store=node.address), kv_paths=(KvPath.STORE,))
+    vllm_launch.prepare_environment(settings, tmp_path)
+    args = vllm_launch.engine_args(settings, revision=weights_revision(model_dir), scratch=tmp_path)
+    one_kind = SimpleNamespace(kv_cache_groups=[None], num_blocks=BLOCKS)
+    connector = FleetConnector(args.create_engine_config(), KVConnectorRole.WORKER, one_kind)
+    connector.register_kv_caches(layers)
+    yield connector
+    connector.shutdown()
+
+
+def begin(connector, *loads: Load) -> None:
+    """A step, up to its forward pass."""
+    from workers.engines.vllm_connector import StepOrders
+
+    connector.bind_connector_metadata(
+        StepOrders(StoreWork(loads=list(loads), urgent=[], deferred=[], releases=[], idle=False))
+    )
+
+
+def a_load(client: StoreClient, namespace: Namespace, blocks: int) -> Load:
+    """Of blocks that the store holds, to the engine's blocks from 1 on."""
+    names = a_chain(blocks)
+    client.write(names, [a_block(seed, namespace.block_bytes) for seed in range(blocks)])
+    return Load("r", client.match(names, lease_seconds=10), 0, list(range(1, blocks + 1)))
+
+
+def ended(connector) -> set[str]:
+    _, loaded = connector.get_finished(set())
+    return loaded or set()
+
+
+def test_a_load_runs_beside_the_forward_pass_of_the_step_that_orders_it(connector, client, namespace, layers):
+    load = a_load(client, namespace, 3)
+
+    begin(connector, load)
+
+    eventually(lambda: client.stats().pinned == 0)  # the load is over, and vLLM has not come to its own hook yet
+    block = torch.cat([layer[2].reshape(-1) for layer in layers.values()])
+    assert block.view(torch.uint8).numpy().tobytes() == a_block(1, namespace.block_bytes).tobytes()
+    connector.start_load_kv(NO_FORWARD)
+    assert ended(connector) == {"r"}
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert connector.build_connector_worker_meta().loaded == {"r": 3}
+
+
+def test_a_load_is_performed_once(connector, client, namespace):
+    load = a_load(client, namespace, 2)
+    begin(connector, load)
+    connector.start_load_kv(NO_FORWARD)
+    eventually(lambda: ended(connector) == {"r"})
+
+    begin(connector)
+    connector.start_load_kv(NO_FORWARD)
+
+    connector._mover._loader.submit(lambda: None).result(10)  # whatever was ordered before has been done
+    assert ended(connector) == set()
+    assert connector._client.counters().bytes_read == 2 * namespace.block_bytes
+
+
+def test_a_corrupt_block_is_named_and_what_lies_before_it_counts(connector, client, namespace, node):
+    load = a_load(client, namespace, 3)
+    with StoreClient.connect(node.address, namespace, prefer=("shm",)) as vandal:
+        vandal._session.transport._mapping.bytes[load.match.slots[1].offset + 70_000] ^= 0x10
+
+    begin(connector, load)
+
+    eventually(lambda: ended(connector) == {"r"})
+    assert connector.get_block_ids_with_load_errors() == {2}
+    assert connector.build_connector_worker_meta().loaded == {"r": 1}

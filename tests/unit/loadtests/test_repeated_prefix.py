@@ -1,0 +1,38 @@
+"""From which length on it pays to load a prefix."""
+
+import pytest
+
+from loadtests.kvstore.repeated_prefix import LENGTHS, Line, Origin, break_even, break_evens, table
+
+
+@pytest.mark.parametrize(
+    ("loaded", "tokens"),
+    [
+        ({32: 20.0, 64: 20.0, 128: 20.0}, 48.0),  # computing takes 10, 30 and 50
+        ({32: 5.0, 64: 6.0, 128: 7.0}, 32.0),
+        ({32: 99.0, 64: 99.0, 128: 99.0}, None),
+        ({32: 5.0, 64: 31.0, 128: 40.0}, 64 + 64 / 11),  # a length that did not pay counts, though a shorter one did
+        ({64: 10.0, 128: 20.0}, 64.0),  # the shortest was declined
+        ({32: 10.0, 64: 30.0, 128: 49.0}, 64.0),  # a draw
+        ({}, None),
+    ],
+)
+def test_the_break_even_lies_where_the_lines_cross_for_the_last_time(loaded, tokens):
+    assert break_even({32: 10.0, 64: 30.0, 128: 50.0}, loaded) == tokens
+
+
+def a_line(origin: Origin, tokens: int, median_ms: float | None) -> Line:
+    spread = None if median_ms is None else (median_ms, median_ms)
+    return Line(origin=origin, tokens=tokens, blocks=1, rounds=3, declined=2, median_ms=median_ms, spread_ms=spread)
+
+
+def test_what_was_always_declined_has_no_figure_and_is_said_so():
+    lines = [
+        a_line(origin, length, None if origin is Origin.REDIS else 10.0 if origin is Origin.COMPUTED else 5.0)
+        for length in LENGTHS
+        for origin in Origin
+    ]
+
+    assert break_evens(lines) == {"engine": 32.0, "cpu": 32.0, "ssd": 32.0, "redis": None}
+    assert table(lines).count("declined") == len(LENGTHS)
+    assert table(lines).count("5.0 (5.0-5.0) -2") == 3 * len(LENGTHS)

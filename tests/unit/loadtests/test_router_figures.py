@@ -1,0 +1,111 @@
+"""How the router benchmark's figures come out of what was counted."""
+
+import msgspec
+import pytest
+
+from loadtests.router.figures import (
+    Round,
+    cpu_us_per_request,
+    cpu_us_per_token,
+    hit_rate,
+    imbalance,
+    missing,
+    row,
+    table,
+)
+
+
+def a_round(**fields) -> Round:
+    return Round(
+        **{
+            "requests": 1000,
+            "failures": 0,
+            "tokens": 1000,
+            "seconds": 0.5,
+            "router_cpu_seconds": 0.02,
+            "client_cpu_seconds": 0.01,
+            "worker_cpu_seconds": 0.01,
+            "ttft_seconds": 0.0001,
+            "resident_bytes": 64 << 20,
+            "served": (500, 500),
+            "computed": (0, 0),
+            **fields,
+        }
+    )
+
+
+def test_processor_time_is_told_per_request_and_per_token():
+    measured = a_round(requests=64, tokens=64 * 256, router_cpu_seconds=0.08192)
+
+    assert cpu_us_per_request(measured) == pytest.approx(1280)
+    assert cpu_us_per_token(measured) == pytest.approx(5)
+
+
+def test_nothing_is_told_of_the_processor_time_of_no_router():
+    assert cpu_us_per_request(a_round(router_cpu_seconds=None)) is None
+
+
+def test_a_round_without_answers_divides_by_nothing():
+    assert cpu_us_per_request(a_round(requests=0)) is None
+    assert imbalance((0, 0)) is None
+    assert imbalance(()) is None
+    assert hit_rate(a_round()) is None
+
+
+def test_imbalance_is_the_busiest_over_the_mean():
+    assert imbalance((10, 10, 10, 10)) == 1
+    assert imbalance((30, 10, 10, 10)) == 2
+    assert imbalance((5, 0, 0, 0)) == 4
+
+
+def test_a_row_has_the_medians_of_the_rounds_and_their_spread():
+    rounds = [a_round(router_cpu_seconds=seconds) for seconds in (0.02, 0.09, 0.03)]
+
+    found = row("prompt-128", "fleet", rounds, None, "1.0")
+
+    assert found.cpu_us_per_request == 30
+    assert found.spread["cpu_us_per_request"] == (20, 90)
+    assert (found.rounds, found.version, found.imbalance) == (3, "1.0", 1)
+    assert found.router_busy == 0.06
+
+
+def test_hits_are_counted_over_all_workers():
+    found = row("prefix-sharing", "fleet", [a_round(blocks=400, hits=300, computed=(75, 25))], None, "")
+
+    assert found.hit_rate == 0.75
+    assert found.work_imbalance == 1.5
+
+
+def test_added_latency_is_against_the_same_round_without_a_router():
+    rounds = [a_round(ttft_seconds=seconds) for seconds in (150e-6, 250e-6, 350e-6)]
+    direct = [a_round(ttft_seconds=seconds, router_cpu_seconds=None) for seconds in (50e-6, 180e-6, 120e-6)]
+
+    assert row("ttft-1", "fleet", rounds, direct, "").ttft_added_us_p50 == 100
+    assert row("ttft-1", "direct", direct, direct, "").ttft_added_us_p50 is None
+    assert row("prompt-128", "fleet", rounds, None, "").ttft_added_us_p50 is None
+
+
+def test_the_memory_told_is_that_of_the_last_round():
+    rounds = [a_round(resident_bytes=size << 20) for size in (50, 70, 60)]
+
+    found = row("memory", "fleet", rounds, None, "")
+
+    assert (found.rss_mb, found.rss_mb_by_round) == (60, (50, 70, 60))
+
+
+def test_a_target_that_could_not_take_part_has_a_row_that_says_why():
+    found = missing("prompt-128", "smg", "could not be installed", "1.13.0")
+
+    assert found.cpu_us_per_request is None
+    assert "smg absent: could not be installed" in table([found])
+
+
+def test_failed_requests_are_not_hidden():
+    assert "7 FAILED" in table([row("prompt-128", "smg", [a_round(failures=7)], None, "")])
+
+
+def test_a_row_is_json_with_the_agreed_names():
+    names = {"scenario", "target", "cpu_us_per_request", "cpu_us_per_token", "ttft_added_us_p50", "rss_mb"}
+    names |= {"hit_rate", "imbalance", "rounds", "spread", "version", "machine"}
+
+    assert names <= msgspec.to_builtins(row("prompt-128", "relay", [a_round()], None, "")).keys()

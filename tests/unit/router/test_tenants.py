@@ -1,0 +1,153 @@
+"""API keys and token buckets: whose request it is, and how much each tenant may have."""
+
+from hashlib import sha256
+
+import pytest
+
+from fleet.clock import SECOND, Nanos
+from fleet.errors import Reason, Refused
+from fleet.router.tenants import Tenants, TenantSettings
+
+START = Nanos(5 * SECOND)
+
+
+def after(seconds):
+    return Nanos(START + round(seconds * SECOND))
+
+
+def tenants(**settings):
+    return Tenants(settings, START)
+
+
+def with_key(*keys, **settings):
+    return TenantSettings(api_key_sha256=tuple(sha256(key.encode()).hexdigest() for key in keys), **settings)
+
+
+def limited(**settings):
+    return tenants(acme=TenantSettings(**settings))
+
+
+def refusal(call, *arguments):
+    with pytest.raises(Refused) as caught:
+        call(*arguments)
+    return caught.value
+
+
+# Keys.
+
+
+def test_where_nobody_has_a_key_the_tenant_is_the_one_that_the_request_names():
+    assert limited(weight=2).tenant("", "whoever") == "whoever"
+
+
+def test_a_key_names_its_tenant():
+    known = tenants(acme=with_key("k1", "k2"), other=with_key("k3"))
+    assert [known.tenant(f"Bearer {key}", "") for key in ("k1", "k2", "k3")] == ["acme", "acme", "other"]
+    assert known.tenant("bearer k1", "acme") == "acme"
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer ", "Bearer k2", "Basic k1", "k1", "Bearer \udcff"])
+def test_without_a_known_key_a_request_is_not_authenticated(authorization):
+    refused = refusal(tenants(acme=with_key("k1")).tenant, authorization, "acme")
+    assert (refused.reason, refused.field) == (Reason.UNAUTHENTICATED, "authorization")
+    assert "k1" not in refused.message
+    assert "k2" not in refused.message
+
+
+def test_nobody_can_name_another_tenant_than_that_of_the_key():
+    refused = refusal(tenants(acme=with_key("k1"), other=with_key("k2")).tenant, "Bearer k1", "other")
+    assert (refused.reason, refused.field) == (Reason.INVALID_ARGUMENT, "tenant")
+
+
+# Limits.
+
+
+def test_requests_up_to_a_minutes_worth_are_let_in_at_once_and_then_evenly():
+    acme = limited(requests_per_minute=3)
+    remaining = [acme.admit("acme", 10, START).requests.remaining for _ in range(3)]
+
+    refused = refusal(acme.admit, "acme", 10, START)
+
+    assert remaining == [2, 1, 0]
+    assert (refused.reason, refused.retry_after_ms) == (Reason.RATE_LIMITED, 20_000)
+    assert refusal(acme.admit, "acme", 10, after(19.9)).retry_after_ms == pytest.approx(100, abs=1)
+    acme.admit("acme", 10, after(20))
+    assert refusal(acme.admit, "acme", 10, after(20)).retry_after_ms == 20_000
+
+
+def test_a_refused_request_takes_nothing():
+    acme = limited(requests_per_minute=1, tokens_per_minute=100)
+    acme.admit("acme", 60, START)
+    for _ in range(5):
+        refusal(acme.admit, "acme", 60, START)
+    assert acme.admit("acme", 1, after(60)).tokens.remaining == 99
+
+
+def test_a_long_answer_is_paid_for_afterwards():
+    acme = limited(tokens_per_minute=600)
+    acme.admit("acme", 100, START)
+    acme.used("acme", 1100, START)  # 600 more than there were
+
+    refused = refusal(acme.admit, "acme", 1, START)
+
+    assert "tokens a minute" in refused.message
+    assert refused.retry_after_ms == 60_100  # 600 tokens, and one
+    acme.admit("acme", 1, after(60.11))
+
+
+def test_what_is_left_says_when_all_is_there_again():
+    allowance = limited(requests_per_minute=60, tokens_per_minute=6000).admit("acme", 100, START)
+    assert (allowance.requests.limit, allowance.requests.remaining) == (60, 59)
+    assert allowance.requests.full_in_seconds == pytest.approx(1.0)
+    assert (allowance.tokens.limit, allowance.tokens.remaining) == (6000, 5900)
+    assert allowance.tokens.full_in_seconds == pytest.approx(1.0)
+
+
+def test_a_tenant_without_limits_is_let_in_always():
+    some = tenants(acme=TenantSettings(requests_per_minute=1), free=TenantSettings(weight=2))
+    assert all(some.admit(name, 10**6, START) is None for name in ("free", "unknown", "") for _ in range(10))
+
+
+def test_time_that_goes_backwards_fills_no_bucket():
+    acme = limited(requests_per_minute=1)
+    acme.admit("acme", 1, START)
+    assert refusal(acme.admit, "acme", 1, Nanos(0)).retry_after_ms == 60_000
+
+
+# Several routers.
+
+
+def test_routers_that_tell_each_other_let_in_what_one_would():
+    """Exchanged after every request, two routers admit exactly a minute's worth."""
+    limits = TenantSettings(requests_per_minute=10, tokens_per_minute=1000)
+    routers = [Tenants({"acme": limits}, START) for _ in range(2)]
+    left = {"requests": 10.0, "tokens": 1000.0}
+    admitted = 0
+    for number in range(40):
+        router = routers[number % 2]
+        try:
+            router.admit("acme", 10, START)
+            admitted += 1
+        except Refused:
+            continue
+        for each in routers:
+            taken = each.taken().get("acme")
+            if taken is not None:
+                left["requests"] -= taken.requests
+                left["tokens"] -= taken.tokens
+        for each in routers:
+            each.settle("acme", left["requests"], left["tokens"], START)
+    assert admitted == 10
+    assert left == {"requests": 0, "tokens": 900}
+
+
+def test_what_was_taken_while_the_others_were_asked_is_not_forgotten():
+    acme = limited(requests_per_minute=10)
+    acme.admit("acme", 1, START)
+    assert acme.taken()["acme"].requests == 1
+    acme.admit("acme", 1, START)  # meanwhile
+
+    acme.settle("acme", 9, 0, START)
+
+    assert acme.admit("acme", 1, START).requests.remaining == 7
+    assert acme.taken()["acme"].requests == 2

@@ -1,0 +1,72 @@
+"""Hand-offs of blocks that are not like this worker's: refused before a byte moves, by the field that differs."""
+
+import msgspec
+import pytest
+
+from fleet.errors import Reason
+from fleet.ids import ModelName
+from fleet.roles import KvPath, Phase, Role
+from kvstore.fingerprint import Fingerprint, describe
+from tests.builders import a_handoff, a_start
+from tests.kv_shapes import a_typed_namespace
+from workers.acceptance import refusal
+from workers.ports import EngineFacts
+
+KV = describe(a_typed_namespace())
+FACTS = EngineFacts(
+    name="fake 1",
+    model=ModelName("tiny"),
+    block_tokens=16,
+    max_model_len=256,
+    kv_blocks=64,
+    max_running=2,
+    fingerprint=KV.at_rest.fingerprint,
+    kv_paths=(KvPath.STORE, KvPath.DIRECT),
+    kv=KV,
+)
+
+
+def other(**fields) -> Fingerprint:
+    return msgspec.structs.replace(KV, **fields)
+
+
+def handed(kv: Fingerprint | None, path: KvPath = KvPath.STORE):
+    fingerprint = FACTS.fingerprint if kv is None else kv.at_rest.fingerprint
+    return a_start(phase=Phase.DECODE, handoff=a_handoff(fingerprint=fingerprint, kv=kv, kv_path=path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model", "large"), ("revision", "r2"), ("dtype", "float16"), ("block_tokens", 32), ("kv_heads", 8)],
+)
+def test_blocks_of_other_values_are_refused_by_the_field_that_differs(field, value):
+    rejected = refusal(handed(other(**{field: value})), Role.DECODE, FACTS)
+
+    assert rejected is not None
+    assert (rejected.reason, rejected.field) == (Reason.KV_MISMATCH, f"handoff.kv.{field}")
+    assert repr(value) in rejected.message
+
+
+@pytest.mark.parametrize("kv", [other(layout="LNHD"), other(tp=4), other(layout="LNHD", tp=2)])
+def test_another_layout_or_number_of_ranks_can_go_through_the_store_and_not_directly(kv):
+    assert refusal(handed(kv, KvPath.STORE), Role.DECODE, FACTS) is None
+
+    rejected = refusal(handed(kv, KvPath.DIRECT), Role.DECODE, FACTS)
+
+    assert rejected is not None
+    assert (rejected.reason, rejected.field) == (Reason.KV_MISMATCH, "handoff.kv")
+    assert f"{kv.layout} on {kv.tp} rank" in rejected.message
+
+
+def test_equal_blocks_can_go_either_way():
+    for path in KvPath:
+        assert refusal(handed(KV, path), Role.DECODE, FACTS) is None
+
+
+def test_a_worker_that_does_not_say_what_its_blocks_are_may_only_be_met_through_the_store():
+    assert refusal(handed(None, KvPath.STORE), Role.DECODE, FACTS) is None
+
+    rejected = refusal(handed(None, KvPath.DIRECT), Role.DECODE, FACTS)
+
+    assert rejected is not None
+    assert "in a way that is not told" in rejected.message

@@ -1,0 +1,128 @@
+"""Holding the chains of sessions in a KV store node, beside the worker's loop.
+
+Rules:
+
+1. Nothing here delays the engine or a router: calls go out one after the other from one thread, with the client's
+   deadlines, and at most `MAX_HOLDS` are under way. More are dropped and counted; so is what the node does not answer.
+2. An engine's last blocks reach the store some moments after the answer's end. So a chain that is not held whole is
+   asked for again after each of `PAUSES`, unless its session has gone on meanwhile.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import TypeVar
+
+from fleet.clock import SECOND
+from kvstore.block import ChainHash, chain
+from kvstore.client import StoreClient
+from kvstore.credentials import Credentials
+from kvstore.errors import StoreUnreachable
+from kvstore.fingerprint import Fingerprint
+from kvstore.messages import Held
+from workers.holds import Hold, Release
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+MAX_HOLDS = 256
+PAUSES = (0.05, 0.2, 1.0)  # seconds
+
+Answer = TypeVar("Answer")
+
+
+class StoreHolds:
+    """Implements `workers.ports.HoldKeeper`; made by `open_store_holds`."""
+
+    def __init__(self, client: StoreClient, thread: ThreadPoolExecutor, tasks: asyncio.TaskGroup) -> None:
+        self.held = 0  # chains
+        self.refused = 0  # chains of which a part exceeded what the node's holds may keep
+        self.dropped = 0  # holds that were not asked for, or not answered
+        self._client = client
+        self._thread = thread
+        self._tasks = tasks
+        self._numbers = count(1)
+        self._wanted: dict[str, int] = {}  # number of the hold that each session is to have
+        self._running: set[asyncio.Task[None]] = set()
+
+    def keep(self, asked: Iterable[Hold | Release]) -> None:
+        """In the background, in this order."""
+        for each in asked:
+            self._wanted.pop(each.session, None)
+            if len(self._running) >= MAX_HOLDS:
+                self.dropped += 1
+                continue
+            if isinstance(each, Hold):
+                number = self._wanted[each.session] = next(self._numbers)
+                task = self._tasks.create_task(self._hold(each, number))
+            else:
+                task = self._tasks.create_task(self._release(each))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    def close(self) -> None:
+        """What is held already stays so until its deadline: the session may go on at another worker."""
+        for task in self._running:
+            task.cancel()
+
+    async def _hold(self, asked: Hold, number: int) -> None:
+        names = await self._call(lambda: self._chain(asked))
+        held: Held | None = None
+        for pause in (0.0, *PAUSES):
+            await asyncio.sleep(pause)
+            if self._wanted.get(asked.session) != number:
+                return  # it has gone on, or holds anew
+            held = await self._call(lambda: self._client.hold(asked.session, names, seconds=asked.lasting / SECOND))
+            if held is None or held.refused or held.blocks == len(names):
+                break
+        if self._wanted.get(asked.session) == number:
+            del self._wanted[asked.session]
+        if held is None:
+            self.dropped += 1
+            return
+        self.held += held.blocks > 0
+        self.refused += held.refused > 0
+
+    async def _release(self, asked: Release) -> None:
+        await self._call(lambda: self._client.release_hold(asked.session))
+
+    def _chain(self, asked: Hold) -> list[ChainHash]:
+        namespace = self._client.namespace
+        return chain(asked.tokens, namespace.block_tokens, salt=asked.salt, algorithm=namespace.hash_algorithm)
+
+    async def _call(self, call: Callable[[], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+@asynccontextmanager
+async def open_store_holds(address: str, kv: Fingerprint, credentials: Credentials) -> AsyncIterator[StoreHolds | None]:
+    """Holds in the node at `address`, for an engine with blocks like `kv`; None when it does not answer any more.
+
+    Raises:
+        LayoutMismatch: The node holds blocks of this model that are not like these.
+    """
+    loop = asyncio.get_running_loop()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="store-holds")
+    try:
+        client = await loop.run_in_executor(
+            thread,
+            lambda: StoreClient.connect(address, kv.at_rest, timeout_seconds=CONNECT_SECONDS, credentials=credentials),
+        )
+    except StoreUnreachable as error:
+        log.warning("sessions will not be held", extra={"cause": str(error)})
+        thread.shutdown(wait=False)
+        yield None
+        return
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            holds = StoreHolds(client, thread, tasks)
+            try:
+                yield holds
+            finally:
+                holds.close()
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
+        client.close()

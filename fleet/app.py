@@ -85,9 +85,12 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
 
     from fleet.adapters.grpc_frontend import open_grpc_frontend  # noqa: PLC0415
     from fleet.adapters.grpc_registry import SERVICE, GrpcRegistry  # noqa: PLC0415
+    from fleet.adapters.grpc_selection import SERVICE as SELECTION  # noqa: PLC0415
+    from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService  # noqa: PLC0415
     from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
     from fleet.adapters.http_messages import HttpSettings  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
+    from fleet.adapters.router_policies import open_policy  # noqa: PLC0415
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
     from fleet.adapters.worker_streams import WorkerStreams  # noqa: PLC0415
     from fleet.control.server import RegistryServer  # noqa: PLC0415
@@ -106,7 +109,10 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     own_workers = WorkerStreams(settings, members.membership())
     foreign = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock)
     workers = MixedWorkers(own_workers, foreign)
-    router = RouterServer(RouterMachine(settings, Random(secrets.randbits(64))), workers, clock)
+    selecting = SelectingWorkers(workers)
+    machine = RouterMachine(settings, Random(secrets.randbits(64)), open_policy(settings))
+    router = RouterServer(machine, selecting, clock)
+    selection = SelectionService(router, selecting, tenant_secret=settings.tenant_secret.encode())
     tenants = Tenants(settings.tenants, clock.now())
     generation = Generation(
         router,
@@ -128,7 +134,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     )
     metrics.watch("fleet_queued_requests", "Requests that wait for room on a worker", lambda: router.status().queued)
     registry = GrpcRegistry(members)
-    services = {SERVICE: partial(add_RegistryServicer_to_server, registry)}
+    services = {SERVICE: partial(add_RegistryServicer_to_server, registry), SELECTION: selection.add}
     async with (
         _stop_requested() as stop,
         asyncio.TaskGroup() as tasks,
@@ -242,9 +248,11 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     from fleet.adapters.grpc_registry import GrpcRegistryClient  # noqa: PLC0415 - each process loads its own part only
     from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
     from fleet.adapters.router_streams import serve_routers  # noqa: PLC0415
+    from fleet.adapters.stream_tls import of_worker  # noqa: PLC0415
     from workers.registration import Registration  # noqa: PLC0415
     from workers.server import WorkerServer  # noqa: PLC0415
 
+    tls = of_worker("credentials", settings.credentials)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
         try:
@@ -253,7 +261,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             raise ConfigurationRefused(f"{error.field}: {error}") from error
         keeper = await held.enter_async_context(_holds(settings, engine.facts))
         worker = WorkerServer(settings, engine, SystemClock(), incarnation, keeper=keeper)
-        listening = await held.enter_async_context(serve_routers(worker, settings.listen))
+        listening = await held.enter_async_context(serve_routers(worker, settings.listen, tls))
         endpoints = {"stream": listening}
         if settings.control_listen:
             endpoints["grpc"] = await held.enter_async_context(serve_control(worker, settings.control_listen))
@@ -266,7 +274,8 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             )
             await held.enter_async_context(_registered(registration))
         async with asyncio.TaskGroup() as tasks, _stop_requested() as stop:
-            tasks.create_task(worker.run())  # ends with the drain, or with the engine
+            serving = tasks.create_task(worker.run())  # ends with a drain, by whomever, or with the engine
+            serving.add_done_callback(lambda _: stop.set())
             announce(endpoints)
             await stop.wait()
             await worker.drain(Nanos(settings.drain_timeout_ms * MILLISECOND))

@@ -13,6 +13,7 @@ class Reason(StrEnum):
     # The request is wrong; sending it again cannot help.
     INVALID_ARGUMENT = "invalid_argument"
     MODEL_NOT_FOUND = "model_not_found"
+    REQUEST_NOT_FOUND = "request_not_found"  # that was asked about
     TOO_LARGE = "too_large"
     KV_MISMATCH = "kv_mismatch"  # prefill and decode side do not agree on the KV layout
     UNAUTHENTICATED = "unauthenticated"  # no API key, or one that is not known

@@ -9,7 +9,15 @@ import uvloop
 
 from tests.text_model import write_model
 
-ON_BOTH_LOOPS = {"test_http_connections.py", "test_openai_client.py", "test_grpc_frontend.py", "test_frames.py"}
+ON_BOTH_LOOPS = {
+    "test_http_connections.py",
+    "test_relay.py",
+    "test_openai_client.py",
+    "test_grpc_frontend.py",
+    "test_frames.py",
+    "test_stream_tls.py",
+    "test_worker_streams.py",
+}
 """Tests of what talks to transports directly: routers run on uvloop, whose transports differ in small things."""
 
 

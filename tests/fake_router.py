@@ -10,7 +10,8 @@ from fleet.ids import RequestId
 from fleet.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.roles import Phase
 from fleet.router.messages import Arrived, Complete
-from fleet.router.snapshot import Counters, PoolSnapshot, RouterSnapshot
+from fleet.router.settings import Thresholds
+from fleet.router.snapshot import Counters, Explanation, PoolSnapshot, RouterSnapshot
 from fleet.work import Progress
 from tests.builders import BLOCK_TOKENS, MODEL, a_report
 
@@ -38,6 +39,8 @@ class FakeRouter:
         self.submitted: list[Arrived] = []
         self.completed: list[RequestId] = []
         self.cancelled: list[RequestId] = []
+        self.explanations: dict[RequestId, Explanation] = {}
+        self.in_force = Thresholds()
         self.changed = asyncio.Event()
         self.steps_taken = 0
 
@@ -54,6 +57,15 @@ class FakeRouter:
             index_overflowed=0,
             counters=Counters(completed=len(self.completed)),
         )
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        return self.explanations.get(request_id)
+
+    def thresholds(self) -> Thresholds:
+        return self.in_force
+
+    def tune(self, thresholds: Thresholds) -> None:
+        self.in_force = thresholds
 
     def submit(self, arrived: Arrived) -> "FakeStream":
         return FakeStream(self, arrived)

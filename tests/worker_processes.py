@@ -20,7 +20,7 @@ SECONDS = 30  # for a process to start or to end
 
 
 class WorkerProcess:
-    """Started by `start`; `stop`, `kill` and `freeze` are what happens to it."""
+    """Started by `start`; `terminate`, `kill`, `freeze` and `thaw` are what happens to it."""
 
     def __init__(self, folder: Path, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -50,6 +50,14 @@ class WorkerProcess:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
+
+    def freeze(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     async def ended(self) -> int:
         assert self.process is not None

@@ -107,6 +107,7 @@ class Registry(Protocol):
 
         Raises:
             RegistryUnreachable: Try again; serving goes on meanwhile.
+            Superseded: Do not try again.
         """
         ...
 
@@ -115,3 +116,7 @@ class Registry(Protocol):
 
 class RegistryUnreachable(Exception):
     """The registry did not answer in time."""
+
+
+class Superseded(Exception):
+    """A newer process has this worker's id; the message says whose mistake that may be."""

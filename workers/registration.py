@@ -6,17 +6,18 @@ Rules:
 2. A worker that drains stays registered until its last request has ended (routers already know from its streams that
    it takes no more), and then deregisters at once instead of letting the lease end.
 3. A registry that cannot be reached on the way out is no reason to stay: the lease ends by itself.
+4. Whoever was replaced by a newer process of the same id does not try again, or the two would take turns. Its streams
+   go on; nobody new will come.
 """
 
 import asyncio
 import logging
-from typing import Never
 
 from msgspec import Struct
 
 from fleet.clock import SECOND
 from fleet.ids import Incarnation, WorkerId
-from workers.ports import Registry, RegistryUnreachable
+from workers.ports import Registry, RegistryUnreachable, Superseded
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ class Registration(Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     address: str
 
-    async def run(self) -> Never:
-        """Stay registered; until cancelled."""
+    async def run(self) -> None:
+        """Stay registered; until cancelled, or replaced."""
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None
         while True:
@@ -47,6 +48,9 @@ class Registration(Struct, frozen=True, kw_only=True):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
+            except Superseded as error:
+                log.error("registered no more", extra={"worker": self.worker_id, "cause": str(error)})  # noqa: TRY400 - nothing broke
+                return
             if not reachable:
                 log.info("registered", extra={"worker": self.worker_id, "address": self.address})
             reachable = True

@@ -111,6 +111,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     listen: str = "127.0.0.1:0"
     """Where routers connect: host:port (0: any) or unix:path."""
 
+    credentials: Credentials = Credentials()
+    """TLS of `listen` where it is no Unix socket: `certificate` and `key`; with `authority`, routers have to show theirs."""
+
     control_listen: str = ""
     """Where operators connect: gRPC with the Worker service, health and reflection; host:port or unix:path. Empty: nowhere."""
 

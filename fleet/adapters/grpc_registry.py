@@ -12,7 +12,7 @@ from fleet.control.server import RegistryServer
 from fleet.ids import Incarnation, WorkerId
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
-from workers.ports import RegistryUnreachable
+from workers.ports import RegistryUnreachable, Superseded
 
 SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)
@@ -78,6 +78,8 @@ class GrpcRegistryClient:
         try:
             response = await self._stub.Register(request, timeout=self._timeout_seconds)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise Superseded(error.details()) from error
             raise RegistryUnreachable(f"{error.code().name}: {error.details()}") from error
         return Nanos(response.lease_ms * MILLISECOND)
 

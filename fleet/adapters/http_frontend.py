@@ -155,7 +155,7 @@ class HttpFrontend:
             and head.path in RELAYED_PATHS
             and head.method == "POST"
             and not self._draining
-            and _unsuitable_content(head.headers) is None
+            and (head.passed_on is not None or _unsuitable_content(head.headers) is None)
             and (serving := relay.serve(exchange)) is not None
         ):
             return serving

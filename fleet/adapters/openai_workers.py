@@ -35,6 +35,7 @@ from fleet.roles import Role
 from fleet.router.messages import (
     CacheAssumed,
     Stepped,
+    StoreChanged,
     WorkerDraining,
     WorkerEvent,
     WorkerJoined,
@@ -429,14 +430,19 @@ class MixedWorkers:
         (self._foreign if worker_id in self._foreign else self._own).cancel(worker_id, request_id)
 
     def _acceptable(self, event: WorkerEvent) -> bool:
-        worker_id = getattr(event, "worker_id", None)
-        if isinstance(event, WorkerJoined):
-            worker_id = event.description.worker_id
-            if worker_id in self._foreign or event.description.model in self._foreign.models:
-                log.error("a worker has the name or the model of one of openai_workers; it is not used",
-                          extra={"worker": worker_id, "model": event.description.model})  # fmt: skip
-                return False
-        return worker_id not in self._foreign
+        match event:
+            case WorkerJoined(description=description):
+                taken = description.worker_id in self._foreign or description.model in self._foreign.models
+                if taken:
+                    log.error(
+                        "a worker has the name or the model of one of openai_workers; it is not used",
+                        extra={"worker": description.worker_id, "model": description.model},
+                    )
+                return not taken
+            case StoreChanged():
+                return True
+            case _:
+                return event.worker_id not in self._foreign
 
 
 class _Answer:

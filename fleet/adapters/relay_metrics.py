@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from fleet.clock import SECOND
 from fleet.errors import Reason
@@ -37,7 +36,7 @@ class _Times:
         return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=self._sum / SECOND)
 
 
-class RelayMetrics(Collector):
+class RelayMetrics:
     """Register it with a `CollectorRegistry`."""
 
     def __init__(self, gauges: Callable[[], Iterable[tuple[str, str, str, Mapping[str, float]]]]) -> None:

@@ -10,6 +10,7 @@ Rules:
 """
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -32,12 +33,13 @@ HELLO_FIRST = "hello: the first message on a stream must be hello"
 
 
 @asynccontextmanager
-async def serve_routers(worker: WorkerServer, listen: str) -> AsyncIterator[str]:
+async def serve_routers(worker: WorkerServer, listen: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Listen for routers until left; yields the address, with the port that was chosen.
 
     Args:
         worker: Its `run` is the caller's affair.
         listen: host:port (0: any) or unix:path.
+        tls: Of connections that are not over a Unix socket; see `fleet.adapters.stream_tls`.
 
     Raises:
         ConfigurationRefused: The address is in use or none of this machine; nothing was started.
@@ -47,7 +49,7 @@ async def serve_routers(worker: WorkerServer, listen: str) -> AsyncIterator[str]
         return _Stream(connection, worker)
 
     try:
-        async with open_server("listen", listen, accept, limit=MAX_MESSAGE_BYTES) as address:
+        async with open_server("listen", listen, accept, limit=MAX_MESSAGE_BYTES, tls=tls) as address:
             yield address
     except StoreNotStarted as error:
         raise ConfigurationRefused(str(error)) from error

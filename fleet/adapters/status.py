@@ -19,6 +19,7 @@ class Appearance(Struct, frozen=True):
 APPEARANCES: Mapping[Reason, Appearance] = {
     Reason.INVALID_ARGUMENT: Appearance(StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
     Reason.MODEL_NOT_FOUND: Appearance(StatusCode.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.REQUEST_NOT_FOUND: Appearance(StatusCode.NOT_FOUND, 404, "invalid_request_error"),
     Reason.TOO_LARGE: Appearance(StatusCode.RESOURCE_EXHAUSTED, 413, "invalid_request_error"),
     Reason.KV_MISMATCH: Appearance(StatusCode.FAILED_PRECONDITION, 400, "invalid_request_error"),
     Reason.UNAUTHENTICATED: Appearance(StatusCode.UNAUTHENTICATED, 401, "authentication_error"),

@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
 from fleet.adapters.grpc_store_watch import GrpcStoreWatch
+from fleet.adapters.stream_tls import of_router
 from fleet.control.messages import MemberJoined, MemberLeft, MembershipChange
 from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import (
@@ -102,7 +103,11 @@ class WorkerStreams:
             settings: Deadlines, and the store node to watch.
             membership: Members as the registry knows them.
             addresses: Workers that are members for ever.
+
+        Raises:
+            ConfigurationRefused: A file of `worker_credentials` cannot be used.
         """
+        self._tls = of_router("worker_credentials", settings.worker_credentials)
         self._settings = settings
         self._membership = membership
         self._addresses = addresses
@@ -203,7 +208,7 @@ class WorkerStreams:
 
         try:
             async with asyncio.timeout(self._settings.connect_timeout_seconds):
-                await connect(member.address, accept, limit=MAX_MESSAGE_BYTES, send_limit=UNTAKEN_BYTES)
+                await connect(member.address, accept, limit=MAX_MESSAGE_BYTES, send_limit=UNTAKEN_BYTES, tls=self._tls)
                 assert member.link is not None
                 await member.link.begun.wait()
             await member.link.ended.wait()

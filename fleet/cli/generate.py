@@ -86,3 +86,4 @@ def summary(result: Result) -> Iterator[str]:
             if origin.blocks
         )
         yield f"{phase.phase} on {phase.worker_id}: {phase.report.prompt_blocks} blocks: {origins}"
+    yield f"fleet explain {result.request_id} says why there"

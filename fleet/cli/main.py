@@ -19,8 +19,10 @@ COMMANDS = {
     "up": "start a whole cluster on this machine",
     "generate": "stream an answer from a running cluster",
     "status": "show pools, workers, load and caches of a running cluster",
+    "explain": "say why a request went where it went",
     "doctor": "say which optional parts are usable on this machine, and what to do about the others",
     "kv": "measure the KV store, or replay recorded traffic through its policies",
+    "router": "list placement policies, or set the thresholds of a running router",
     "serve": "run one process of a cluster: router, worker or kvstore",
 }
 

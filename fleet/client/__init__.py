@@ -16,12 +16,22 @@ from fleet.client.errors import (
     FleetError,
     InvalidRequest,
     ModelNotFound,
+    RequestNotFound,
     ServerError,
     TooLarge,
     Unauthenticated,
     Unavailable,
 )
-from fleet.client.results import ClusterStatus, PoolStatus, Result, RouterStatus, StoreStatus, WorkerStatus
+from fleet.client.results import (
+    CandidateCost,
+    ClusterStatus,
+    PlacementExplained,
+    PoolStatus,
+    Result,
+    RouterStatus,
+    StoreStatus,
+    WorkerStatus,
+)
 from fleet.client.sync import Client, Stream
 from fleet.requests import Delta, Finish, KvOrigin, KvPhase, Logprobs, ModelCard, Source, Usage
 from fleet.roles import KvPath, Placement
@@ -30,6 +40,7 @@ __all__ = [
     "AsyncClient",
     "AsyncStream",
     "Cancelled",
+    "CandidateCost",
     "Client",
     "ClusterStatus",
     "DeadlineExceeded",
@@ -44,7 +55,9 @@ __all__ = [
     "ModelCard",
     "ModelNotFound",
     "Placement",
+    "PlacementExplained",
     "PoolStatus",
+    "RequestNotFound",
     "Result",
     "RouterStatus",
     "ServerError",

@@ -10,6 +10,7 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId
 from fleet.requests import ChatMessage, ChatPrompt, GenerateRequest, Prompt, Sampling, TextPrompt, TokenPrompt
 from fleet.roles import KvPath, Placement
+from fleet.v1 import control_pb2
 from fleet.v1 import inference_pb2 as pb
 from fleet.validation import prompt_field
 from fleet.wire.public import encode_request
@@ -48,6 +49,22 @@ class Options(TypedDict, total=False):
 def proof_of(api_key: str) -> tuple[tuple[str, str], ...]:
     """Metadata of a call that shows a key; none without one."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def tuning(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
+    """The message that sets thresholds.
+
+    Raises:
+        InvalidRequest: There is no such threshold, or it is no such number.
+    """
+    message = control_pb2.TuneRequest()
+    for name, value in thresholds.items():
+        try:
+            setattr(message, name, value)
+        except (AttributeError, TypeError, ValueError) as error:
+            cause = "there is no such threshold" if isinstance(error, AttributeError) else error
+            raise InvalidRequest(f"{name}: {cause}", Reason.INVALID_ARGUMENT, field=name) from error
+    return message
 
 
 def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:

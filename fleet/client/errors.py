@@ -41,6 +41,10 @@ class ModelNotFound(InvalidRequest):
     """No such model is served; `Client.models` lists those that are."""
 
 
+class RequestNotFound(InvalidRequest):
+    """Nothing is remembered of a request with this id."""
+
+
 class Unauthenticated(InvalidRequest):
     """The cluster knows its tenants by API keys, and this client has shown none that it knows."""
 
@@ -89,6 +93,7 @@ _CODES: Mapping[
 _REASONS: Mapping[Reason, type[FleetError]] = {
     Reason.INVALID_ARGUMENT: InvalidRequest,
     Reason.MODEL_NOT_FOUND: ModelNotFound,
+    Reason.REQUEST_NOT_FOUND: RequestNotFound,
     Reason.TOO_LARGE: TooLarge,
     Reason.KV_MISMATCH: InvalidRequest,
     Reason.UNAUTHENTICATED: Unauthenticated,

@@ -1,5 +1,7 @@
 """What callers get: the collected answer, and the state of a cluster."""
 
+from collections.abc import Iterable
+
 from msgspec import Struct
 
 from fleet.client.errors import ServerError
@@ -157,3 +159,56 @@ def decode_status(message: control_pb2.StatusResponse) -> ClusterStatus:
     if message.HasField("store"):
         store = StoreStatus(**{name: getattr(message.store, name) for name in StoreStatus.__struct_fields__})
     return ClusterStatus(pools=pools, router=RouterStatus(models=tuple(message.router.models), **counts), store=store)
+
+
+class CandidateCost(Struct, frozen=True, kw_only=True):
+    """A worker that a request could have gone to."""
+
+    worker_id: str
+    cost: float  # the lowest is preferred
+    parts: dict[str, float]  # add up to the cost
+
+
+class PlacementExplained(Struct, frozen=True, kw_only=True):
+    """One decision where a request goes."""
+
+    decode: str  # worker that answers
+    prefill: str  # worker that computes the prompt; empty: the one that answers
+    kv_path: str  # of the blocks between them
+    why: str  # one worker or two
+    policy: str  # that chose the worker that answers
+    prefill_policy: str
+    uncached_tokens: int  # of the prompt, that the worker that answers would have to compute
+    prefill_tokens: int  # that whoever computes the prompt has to compute
+    candidates: tuple[CandidateCost, ...]
+    prefill_candidates: tuple[CandidateCost, ...]
+    unfit: dict[str, str]  # why the others were no candidates, by worker
+
+
+def thresholds_of(message: control_pb2.Thresholds) -> dict[str, float]:
+    """All thresholds of a router, by name."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def decode_explanation(message: control_pb2.ExplainResponse) -> tuple[PlacementExplained, ...]:
+    """All decisions about a request, the first one first."""
+    return tuple(
+        PlacementExplained(
+            candidates=_costs(placed.candidates),
+            prefill_candidates=_costs(placed.prefill_candidates),
+            unfit=dict(placed.unfit),
+            **{
+                name: getattr(placed, name)
+                for name in PlacementExplained.__struct_fields__
+                if name not in ("candidates", "prefill_candidates", "unfit")
+            },
+        )
+        for placed in message.placements
+    )
+
+
+def _costs(costs: Iterable[control_pb2.CandidateCost]) -> tuple[CandidateCost, ...]:
+    return tuple(
+        CandidateCost(worker_id=cost.worker_id, cost=cost.cost, parts={part.name: part.value for part in cost.parts})
+        for cost in costs
+    )

@@ -7,9 +7,17 @@ from typing import Self, Unpack
 import grpc
 
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
-from fleet.client.asking import Options, PromptLike, build_message, proof_of
+from fleet.client.asking import Options, PromptLike, build_message, proof_of, tuning
 from fleet.client.errors import error_of
-from fleet.client.results import ClusterStatus, Collected, Result, decode_status
+from fleet.client.results import (
+    ClusterStatus,
+    Collected,
+    PlacementExplained,
+    Result,
+    decode_explanation,
+    decode_status,
+    thresholds_of,
+)
 from fleet.requests import Delta, ModelCard
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from fleet.wire.public import decode_model
@@ -97,6 +105,35 @@ class Client:
         """
         try:
             return decode_status(self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+    def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
+        """Why a request went where it went, placement by placement.
+
+        Raises:
+            RequestNotFound: This router has not placed it, or too many others since.
+            FleetError: The cluster cannot be asked.
+        """
+        try:
+            request = control_pb2.ExplainRequest(request_id=request_id)
+            return decode_explanation(self._cluster.Explain(request, timeout=CALL_SECONDS))
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+    def tune(self, **thresholds: float) -> dict[str, float]:
+        """Set thresholds of the router, from the next request on; returns all that are in force.
+
+        Args:
+            thresholds: By name; ``fleet.router.settings.Thresholds`` has them all. None: only ask.
+
+        Raises:
+            InvalidRequest: There is no such threshold, or it cannot have this value; nothing was changed.
+            FleetError: The cluster cannot be asked.
+        """
+        request = tuning(thresholds)
+        try:
+            return thresholds_of(self._cluster.Tune(request, timeout=CALL_SECONDS))
         except grpc.RpcError as error:
             raise error_of(error) from error
 

@@ -84,7 +84,12 @@ class Candidates:
         self.even = even  # all speeds are 1
 
     def __len__(self) -> int:
-        return self.columns.shape[1]
+        count: int = self.columns.shape[1]
+        return count
+
+    def _row(self, quantity: int) -> Floats:
+        row: Floats = self.columns[quantity]
+        return row
 
     @property
     def worker_ids(self) -> Sequence[WorkerId]:
@@ -94,71 +99,76 @@ class Candidates:
 
     @property
     def backlog_tokens(self) -> Floats:
-        return self.columns[BACKLOG_TOKENS]
+        return self._row(BACKLOG_TOKENS)
 
     @property
     def active_blocks(self) -> Floats:
-        return self.columns[ACTIVE_BLOCKS]
+        return self._row(ACTIVE_BLOCKS)
 
     @property
     def new_blocks(self) -> Floats:
-        return self.columns[NEW_BLOCKS]
+        return self._row(NEW_BLOCKS)
 
     @property
     def requests(self) -> Floats:
-        return self.columns[REQUESTS]
+        return self._row(REQUESTS)
 
     @property
     def max_running(self) -> Floats:
-        return self.columns[MAX_RUNNING]
+        return self._row(MAX_RUNNING)
 
     @property
     def kv_blocks(self) -> Floats:
-        return self.columns[KV_BLOCKS]
+        return self._row(KV_BLOCKS)
 
     @property
     def block_tokens(self) -> Floats:
-        return self.columns[BLOCK_TOKENS]
+        return self._row(BLOCK_TOKENS)
 
     @property
     def prefill_speed(self) -> Floats:
-        return self.columns[PREFILL_SPEED]
+        return self._row(PREFILL_SPEED)
 
     @property
     def decode_speed(self) -> Floats:
-        return self.columns[DECODE_SPEED]
+        return self._row(DECODE_SPEED)
 
     @property
     def token_seconds(self) -> Floats:
-        return self.columns[TOKEN_SECONDS]
+        return self._row(TOKEN_SECONDS)
 
     @property
     def engine_blocks(self) -> Floats:
-        return self.columns[ENGINE_BLOCKS]
+        return self._row(ENGINE_BLOCKS)
 
     @property
     def coming_blocks(self) -> Floats:
-        return self.columns[COMING_BLOCKS]
+        return self._row(COMING_BLOCKS)
 
     @property
     def store_blocks(self) -> Floats:
-        return self.columns[STORE_BLOCKS]
+        return self._row(STORE_BLOCKS)
 
     @property
     def below_blocks(self) -> Floats:
-        return self.columns[BELOW_BLOCKS]
+        return self._row(BELOW_BLOCKS)
 
     @property
     def conversion(self) -> Floats:
-        return self.columns[CONVERSION]
+        return self._row(CONVERSION)
 
     def held_blocks(self) -> Floats:
         """Leading blocks that need no computing, wherever they are."""
-        return self.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1].sum(axis=0)
+        held: Floats = self.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1].sum(axis=0)
+        return held
 
     def uncached_tokens(self, prompt_tokens: int) -> Floats:
         """Prompt tokens that each would have to compute: at least one, since the last one yields the first answer."""
         return np.maximum(1.0, prompt_tokens - self.held_blocks() * self.block_tokens)
+
+    def copy(self) -> "Candidates":
+        """For those who cannot be trusted to leave the arrays as they are."""
+        return Candidates(self._everybody, self.columns.copy(), rows=self._rows, warm=self.warm, even=self.even)
 
     def only(self, rows: Rows) -> "Candidates":
         """Some of them, in the order of `rows`."""

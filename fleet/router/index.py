@@ -65,7 +65,12 @@ def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]
         return []
     if len(keys) > WORTH_BISECTING:
         keys = keys[: bisect_left(keys, True, key=lambda key: key not in masks)]  # held sorts before not held
-    running = list(accumulate(map(masks.get, keys, repeat(0)), and_))
+    holders = list(map(masks.get, keys, repeat(0)))
+    held = holders.index(0) if 0 in holders else len(holders)
+    first = holders[0]
+    if holders.count(first) == held:  # all who hold the first block hold as many
+        return [(held, first)]
+    running = list(accumulate(holders[:held], and_))
     ends = []
     depth = 0
     *distinct, last = dict.fromkeys(running)  # in order: each is a part of the one before

@@ -43,6 +43,7 @@ from fleet.router.messages import (
     Stepped,
     StoreChanged,
     Ticked,
+    Tuned,
     Undelivered,
     WorkerDraining,
     WorkerJoined,
@@ -58,7 +59,7 @@ from fleet.router.pool import KnownWorker
 from fleet.router.ranked import Ranked
 from fleet.router.roster import Roster
 from fleet.router.sessions import Sessions
-from fleet.router.settings import RouterSettings
+from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Counters, Explanation, RouterSnapshot
 from fleet.router.waiting import Waiting, WaitingRoom, rank
 from fleet.work import Handoff, Progress, Rejected, Start
@@ -129,6 +130,8 @@ class RouterMachine:
                 self._cancelled(event.request_id, out)
             case Ticked():
                 self._ticked(now, out)
+            case Tuned():
+                self._tuned(event.thresholds)
             case WorkerJoined():
                 self._joined(event, now, out)
             case WorkerLeft():
@@ -276,6 +279,9 @@ class RouterMachine:
 
     def _record(self, live: LiveRequest, placed: Decision) -> None:
         counters = self._counters
+        counters.policy_fallbacks += (placed.policy is not self._policy) + (
+            placed.prefill_policy is not None and placed.prefill_policy is not self._policy
+        )
         counters.placements[placed.why] = counters.placements.get(placed.why, 0) + 1
         if placed.prefill is None:
             counters.aggregated += 1
@@ -330,6 +336,11 @@ class RouterMachine:
             session=arrived.session,
         )
         out.append(Dispatch(worker_id=worker_id, start=start))
+
+    def _tuned(self, thresholds: Thresholds) -> None:
+        self._settings = structs.replace(self._settings, **structs.asdict(thresholds))
+        self._roster.tune(self._settings)
+        self._freed.update(dict.fromkeys(self._waiting.models()))  # there may be room now
 
     # Progress.
 
@@ -557,6 +568,20 @@ class RouterMachine:
 
     def models(self) -> tuple[ModelCard, ...]:
         return self._roster.cards()
+
+    def thresholds(self) -> Thresholds:
+        """Those in force."""
+        return Thresholds(**{name: getattr(self._settings, name) for name in Thresholds.__struct_fields__})
+
+    def decision(self, request_id: RequestId) -> Decision | None:
+        """The latest decision where a request goes; None for one too long ago, or never placed."""
+        placements = self._explained.get(request_id)
+        return placements[-1] if placements else None
+
+    def address(self, worker_id: WorkerId) -> str:
+        """Where a worker is; empty for one that has left."""
+        worker = self._roster.get(worker_id)
+        return "" if worker is None else worker.address
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         """Why a request went where it went; None for one too long ago, or never placed."""

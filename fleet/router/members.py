@@ -1,6 +1,6 @@
 """The workers of one model: what is fixed until the next one joins or leaves, worked out once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -16,7 +16,7 @@ class Partners(Struct, frozen=True):
 
     pool: Rows  # that would compute prompts for it, compatible or not
     rows: Rows  # of those, the compatible ones
-    paths: tuple[KvPath, ...]  # for the blocks, of each
+    paths: Mapping[int, KvPath]  # for the blocks, by row
 
 
 class Members:
@@ -38,6 +38,15 @@ class Members:
     def __len__(self) -> int:
         return len(self.descriptions)
 
+    def all_fit(self, prompt_tokens: int, answer_tokens: int) -> bool:
+        """Whether `fit` is true of all."""
+        return prompt_tokens + answer_tokens <= self.shortest and prompt_tokens < self.smallest
+
+    def fit(self, prompt_tokens: int, answer_tokens: int) -> Flags:
+        """Whether prompt and answer fit into the model's length, and the prompt and one token into the cache."""
+        fit: Flags = (prompt_tokens + answer_tokens <= self.lengths) & (prompt_tokens < self.capacities)
+        return fit
+
     def partners(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> Partners:
         """Prefill workers that pair with a decode worker (rules 3 and 4 of `fleet.router.placement`)."""
         key = (decode_row, placement is Placement.DISAGGREGATED, kv_path)
@@ -47,15 +56,15 @@ class Members:
 
     def _found(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> Partners:
         decode = self.descriptions[decode_row]
-        pool, rows, paths = [], [], []
+        pool, rows, paths = [], [], {}
         for row, prefill in enumerate(self.descriptions):
             if row == decode_row or not _prefills_for(prefill.role, decode.role, placement):
                 continue
             pool.append(row)
             if (path := common_path(prefill, decode, kv_path, self._settings)) is not None:
                 rows.append(row)
-                paths.append(path)
-        return Partners(np.array(pool, dtype=np.intp), np.array(rows, dtype=np.intp), tuple(paths))
+                paths[row] = path
+        return Partners(np.array(pool, dtype=np.intp), np.array(rows, dtype=np.intp), paths)
 
 
 def common_path(
@@ -90,23 +99,40 @@ def limit(description: Description, settings: RouterSettings) -> int:
     return max(1, int(description.max_running * settings.oversubscribe))
 
 
+class Serving(Struct, frozen=True):
+    """Who takes requests, until the next one drains."""
+
+    draining: Flags
+    able: Flags  # not draining
+    answering: Flags  # of those, who decode
+
+    @classmethod
+    def of(cls, members: Members, draining: Flags) -> "Serving":
+        return cls(draining, ~draining, ~draining & members.decodes)
+
+
 class Standings:
     """All workers of a model as they stand for one request. Nothing in it changes any more, so that it can be explained."""
 
-    __slots__ = ("able", "columns", "draining", "failed", "members", "warm")
+    __slots__ = ("able", "answering", "columns", "failed", "members", "serving", "warm")
 
     def __init__(
-        self, members: Members, columns: Floats, draining: Flags, failed: Flags | None = None, *, warm: bool = True
+        self, members: Members, columns: Floats, serving: "Serving", failed: Flags | None = None, *, warm: bool = True
     ):
         self.members = members
         self.columns = columns  # see `fleet.router.candidates`
-        self.draining = draining
+        self.serving = serving
         self.failed = failed  # on this request, in this incarnation; None: nobody
         self.warm = warm  # somebody may hold something of the prompt
-        self.able: Flags = ~draining if failed is None else ~(draining | failed)
+        self.able: Flags = serving.able if failed is None else serving.able & ~failed
+        self.answering: Flags = serving.answering if failed is None else serving.answering & ~failed
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @property
+    def draining(self) -> Flags:
+        return self.serving.draining
 
     def candidates(self, rows: Rows) -> Candidates:
         """Some of them, in the order of `rows`, each once."""

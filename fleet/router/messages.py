@@ -5,7 +5,7 @@ id of its own, made by the machine and used once. `Start`, `Progress`, `Rejected
 the id of the work; `Arrived`, `Cancelled`, `Emit`, `Complete` and `Refuse` that of the request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -14,6 +14,7 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.requests import Finish, KvPhase, Sampling, TokenBytes
 from fleet.roles import KvPath, Placement
+from fleet.router.settings import Thresholds
 from fleet.work import Description, KvEvent, Load, Progress, Rejected, Start
 from kvstore.messages import POOL_TIER
 
@@ -50,7 +51,7 @@ class CacheAssumed(Struct, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     stored: Sequence[int] = ()
-    removed: Sequence[int] = ()
+    removed: Collection[int] = ()
 
 
 class StoreChanged(Struct, frozen=True, kw_only=True):
@@ -126,7 +127,13 @@ class Ticked(Struct, frozen=True, kw_only=True):
     """Time passed: deadlines may have."""
 
 
-RouterEvent = WorkerEvent | Arrived | Cancelled | Undelivered | Ticked
+class Tuned(Struct, frozen=True, kw_only=True):
+    """An operator has set thresholds anew."""
+
+    thresholds: Thresholds
+
+
+RouterEvent = WorkerEvent | Arrived | Cancelled | Undelivered | Ticked | Tuned
 
 
 class Dispatch(Struct, frozen=True, kw_only=True):

@@ -184,27 +184,25 @@ def decide(
         splitting, why = False, Why.ASKED_BY_CLIENT
     else:
         partners = members.partners(row, asked.placement, asked.kv_path)
-        alive = partners.pool[~standings.draining[partners.pool]]
-        paired = standings.able[partners.rows] & _fits(asked, members, answer_tokens=1)[partners.rows]
-        free = (paired & (columns[REQUESTS] < columns[LIMIT])[partners.rows]).nonzero()[0]
+        paired = _paired(asked, standings, row)
+        prefill_rows = paired[columns[REQUESTS, paired] < columns[LIMIT, paired]] if len(paired) else paired
         splitting, why = split(
             asked.placement,
             uncached,
             settings.remote_prefill_min_tokens,
-            pool=_pool(standings, alive),
-            paired=bool(paired.any()),
-            free=len(free) > 0,
+            pool=_pool(standings, partners.pool),
+            paired=len(paired) > 0,
+            free=len(prefill_rows) > 0,
         )
         if why is Why.NO_COMPATIBLE_PAIR and asked.kv_path is not None:
             return _no_pair(asked)
         if splitting:
-            prefill_rows = partners.rows[free]
             place, prefill_by = policy.choose(asked, standings.candidates(prefill_rows), Phase.PREFILL, chance)
             prefill_row = int(prefill_rows[place])
             return Decision(
                 decode=members.worker_ids[row],
                 prefill=members.worker_ids[prefill_row],
-                kv_path=partners.paths[int(free[place])],
+                kv_path=partners.paths[prefill_row],
                 why=why,
                 uncached_tokens=uncached,
                 prefill_tokens=_uncached(asked, standings, prefill_row, coming=True),
@@ -241,7 +239,7 @@ def decide_decode(
     Limits give way here: the work is already under way, and a queue would only keep its blocks from being freed.
     """
     members, columns = standings.members, standings.columns
-    able = standings.able & members.decodes & _fits(asked, members, asked.answer_tokens)
+    able = standings.answering & members.fit(asked.prompt_tokens, asked.answer_tokens)
     reads = [
         row
         for row in able.nonzero()[0].tolist()
@@ -297,10 +295,9 @@ def split(
 def _able(asked: Asked, standings: Standings) -> Flags:
     """Who is a candidate."""
     members, columns = standings.members, standings.columns
-    able = standings.able & members.decodes
-    able &= columns[REQUESTS] < columns[LIMIT]
-    if asked.prompt_tokens + asked.answer_tokens > members.shortest or asked.prompt_tokens >= members.smallest:
-        able &= _fits(asked, members, asked.answer_tokens)
+    able: Flags = standings.answering & (columns[REQUESTS] < columns[LIMIT])
+    if not members.all_fit(asked.prompt_tokens, asked.answer_tokens):
+        able &= members.fit(asked.prompt_tokens, asked.answer_tokens)
     if asked.pin is not None or asked.labels or asked.must_keep:
         able &= np.array([_excluded(asked, members, row) is None for row in range(len(members))], dtype=np.bool_)
     if asked.placement is Placement.DISAGGREGATED:
@@ -309,26 +306,26 @@ def _able(asked: Asked, standings: Standings) -> Flags:
     return able
 
 
-def _fits(asked: Asked, members: Members, answer_tokens: int) -> Flags:
-    """Whether prompt and answer fit into the model's length, and the prompt and one token into the cache."""
-    fits: Flags = (asked.prompt_tokens + answer_tokens <= members.lengths) & (
-        asked.prompt_tokens + 1 <= members.capacities
-    )
-    return fits
-
-
 def _paired(asked: Asked, standings: Standings, decode_row: int) -> Rows:
     """Prefill workers that pair with a decode worker and could take the prompt, had they room."""
     rows = standings.members.partners(decode_row, asked.placement, asked.kv_path).rows
-    return rows[standings.able[rows] & _fits(asked, standings.members, answer_tokens=1)[rows]]
+    if len(rows) == 0:
+        return rows
+    able = standings.able[rows]
+    if not standings.members.all_fit(asked.prompt_tokens, 1):
+        able &= standings.members.fit(asked.prompt_tokens, 1)[rows]
+    paired: Rows = rows[able]
+    return paired
 
 
 def _free_partners(asked: Asked, standings: Standings, decode_row: int) -> Rows:
     rows = _paired(asked, standings, decode_row)
-    return rows[standings.columns[REQUESTS, rows] < standings.columns[LIMIT, rows]]
+    free: Rows = rows[standings.columns[REQUESTS, rows] < standings.columns[LIMIT, rows]]
+    return free
 
 
-def _pool(standings: Standings, alive: Rows) -> Pool:
+def _pool(standings: Standings, rows: Rows) -> Pool:
+    alive = rows[~standings.draining[rows]] if len(rows) else rows
     if len(alive) == 0:
         return Pool.EMPTY
     if standings.failed is not None and bool(standings.failed[alive].all()):
@@ -363,7 +360,7 @@ def _excluded(asked: Asked, members: Members, row: int) -> Unfit | None:
 def _unfit(asked: Asked, standings: Standings, candidates: set[WorkerId]) -> dict[WorkerId, Unfit]:
     """Why each of the others was no candidate."""
     members, columns = standings.members, standings.columns
-    fits = _fits(asked, members, asked.answer_tokens)
+    fits = members.fit(asked.prompt_tokens, asked.answer_tokens)
     causes = {}
     for row in members.decodes.nonzero()[0].tolist():
         worker_id = members.worker_ids[row]

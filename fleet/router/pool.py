@@ -6,6 +6,7 @@ A request then costs one copy of the table, and as much more as there are worker
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec import Struct
 
 from fleet.ids import WorkerId
 from fleet.roles import KvPath, Role
@@ -31,7 +32,7 @@ from fleet.router.candidates import (
 )
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, runs, store_namespace
 from fleet.router.live import LiveRequest
-from fleet.router.members import Members, Standings
+from fleet.router.members import Members, Serving, Standings, limit
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import WorkerSnapshot
 from fleet.work import Description, Load
@@ -101,6 +102,15 @@ class Holding:
         return known
 
 
+class BlockSize(Struct, frozen=True, kw_only=True):
+    """The workers of one block size: prompts have other keys for each."""
+
+    block_tokens: int
+    rows: Rows | slice
+    engines: Holding  # by their bits in the index
+    live: Holding  # by their bits in `WorkerPool.holders`
+
+
 class WorkerPool:
     """All workers of one model, in order of joining."""
 
@@ -128,19 +138,27 @@ class WorkerPool:
         self._bits &= ~worker.bit
         self._arrange()
 
+    def tune(self, settings: RouterSettings) -> None:
+        """Settings have changed."""
+        self._settings = settings
+        for worker in self.workers.values():
+            worker.request_limit = limit(worker.description, settings)
+        self._arrange()
+
     def drain(self, worker_id: WorkerId) -> None:
         self.workers[worker_id].draining = True
-        self._draining = self._flags_of_draining()
+        self._serving = self._now_serving()
 
-    def _flags_of_draining(self) -> Flags:
-        return np.array([worker.draining for worker in self.workers.values()], dtype=np.bool_)
+    def _now_serving(self) -> Serving:
+        draining = np.array([worker.draining for worker in self.workers.values()], dtype=np.bool_)
+        return Serving.of(self.members, draining)
 
     def _arrange(self) -> None:
         """Lay the table out anew: somebody joined or left."""
         workers = list(self.workers.values())
         descriptions = [worker.description for worker in workers]
         self.members = Members(descriptions, self._settings)
-        self._draining = self._flags_of_draining()
+        self._serving = self._now_serving()
         columns: Floats = np.zeros((QUANTITIES, len(workers)))
         for row, worker in enumerate(workers):
             each = worker.description
@@ -152,14 +170,10 @@ class WorkerPool:
             columns[DECODE_SPEED, row] = each.decode_speed
             worker.bookings.keep_in(columns[:, row])
         self._columns = columns
-        self._live = Holding({worker.bit: row for row, worker in enumerate(workers)})
-        self._engines = Holding(
-            {self._index.bit(engine_cache(each.worker_id)): row for row, each in enumerate(descriptions)}
-        )
-        self._sizes = {
-            size: self._rows_of("block_tokens", size)
-            for size in dict.fromkeys(each.block_tokens for each in descriptions)
-        }
+        rows_of: dict[int, list[int]] = {}
+        for row, each in enumerate(descriptions):
+            rows_of.setdefault(each.block_tokens, []).append(row)
+        self._sizes = [self._size(block_tokens, rows) for block_tokens, rows in rows_of.items()]
         self._stores: list[tuple[Namespace, int, Rows]] = []  # namespace, block size, who loads from it
         self._converts: Floats = np.array(
             [float(each.kv is not None and not each.kv.is_at_rest) for each in descriptions], dtype=np.float64
@@ -181,38 +195,37 @@ class WorkerPool:
         """
         columns = self._columns.copy()
         warm = False
-        for size, rows in self._sizes.items():
-            keys = live.keys(size)
-            columns[NEW_BLOCKS, rows] = blocks_for(live.prompt_tokens, size)
+        prompt_tokens = live.prompt_tokens
+        for size in self._sizes:
+            keys = live.keys(size.block_tokens)
+            columns[NEW_BLOCKS, size.rows] = blocks_for(prompt_tokens, size.block_tokens)
             booked = runs(self.holders, keys)
             held = self._index.runs(keys)
             if not booked and not held:
                 continue
             warm = True
-            self._note_engines(columns, held)
+            for depth, mask in held:
+                if bits := mask & size.engines.mask:
+                    columns[ENGINE_BLOCKS, size.engines.rows(bits)] = depth
             if booked:
-                self._note_booked(columns, booked, rows)
+                self._note_booked(columns, booked, size)
             if self._stores and tiers:
-                self._note_stores(columns, held, size, tiers)
+                self._note_stores(columns, held, size.block_tokens, tiers)
         failed: Flags | None = None
         if live.failed_on:
             failed = np.array(
                 [(each.worker_id, each.incarnation) in live.failed_on for each in self.members.descriptions], np.bool_
             )
-        return Standings(self.members, columns, self._draining, failed, warm=warm)
+        return Standings(self.members, columns, self._serving, failed, warm=warm)
 
-    def _note_engines(self, columns: Floats, held: list[tuple[int, int]]) -> None:
-        for depth, mask in held:
-            if bits := mask & self._engines.mask:
-                columns[ENGINE_BLOCKS, self._engines.rows(bits)] = depth
-
-    def _note_booked(self, columns: Floats, booked: list[tuple[int, int]], rows: Rows | slice) -> None:
+    def _note_booked(self, columns: Floats, booked: list[tuple[int, int]], size: "BlockSize") -> None:
         """What live requests hold need not be held twice, and is there or coming."""
         for depth, mask in booked:
-            columns[LIVE_BLOCKS, self._live.rows(mask)] = depth
-        live = columns[LIVE_BLOCKS, rows]
-        columns[NEW_BLOCKS, rows] -= live
-        columns[COMING_BLOCKS, rows] = np.maximum(live - columns[ENGINE_BLOCKS, rows], 0.0)
+            if bits := mask & size.live.mask:
+                columns[LIVE_BLOCKS, size.live.rows(bits)] = depth
+        live = columns[LIVE_BLOCKS, size.rows]
+        columns[NEW_BLOCKS, size.rows] -= live
+        columns[COMING_BLOCKS, size.rows] = np.maximum(live - columns[ENGINE_BLOCKS, size.rows], 0.0)
 
     def _note_stores(
         self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[Namespace, Sequence[str]]
@@ -234,9 +247,15 @@ class WorkerPool:
             columns[BELOW_BLOCKS, rows] = fetched
             columns[CONVERSION, rows] = self._settings.conversion_cost * self._converts[rows] * (loaded + fetched)
 
-    def _rows_of(self, field: str, value: int) -> Rows | slice:
-        rows = [row for row, each in enumerate(self.members.descriptions) if getattr(each, field) == value]
-        return slice(None) if len(rows) == len(self.members) else np.array(rows, dtype=np.intp)
+    def _size(self, block_tokens: int, rows: list[int]) -> "BlockSize":
+        workers = list(self.workers.values())
+        engines = {self._index.bit(engine_cache(workers[row].description.worker_id)): row for row in rows}
+        return BlockSize(
+            block_tokens=block_tokens,
+            rows=slice(None) if len(rows) == len(workers) else np.array(rows, dtype=np.intp),
+            engines=Holding(engines),
+            live=Holding({workers[row].bit: row for row in rows}),
+        )
 
     def check(self) -> None:
         """Assert that map and table are those of the bookings."""
@@ -244,5 +263,5 @@ class WorkerPool:
         for bits in self.holders.values():
             assert bits, "a block that nobody holds"
             union |= bits
-        assert union & ~self._live.mask == 0
+        assert union & ~self._bits == 0
         assert len({worker.bit for worker in self.workers.values()}) == len(self.workers)

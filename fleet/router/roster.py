@@ -57,6 +57,12 @@ class Roster:
             del self._pools[model]
         self.index.remove(engine_cache(worker_id))
 
+    def tune(self, settings: RouterSettings) -> None:
+        """Settings have changed."""
+        self._settings = settings
+        for pool in self._pools.values():
+            pool.tune(settings)
+
     def drain(self, worker_id: WorkerId) -> None:
         """A worker takes no more work."""
         self._pools[self._workers[worker_id].description.model].drain(worker_id)

@@ -11,9 +11,11 @@ from collections import deque
 from types import TracebackType
 from typing import Never, Protocol, Self, assert_never
 
+from msgspec import structs
+
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.errors import Reason, Refused
-from fleet.ids import RequestId
+from fleet.ids import RequestId, WorkerId
 from fleet.requests import KvPhase, ModelCard
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
@@ -27,10 +29,13 @@ from fleet.router.messages import (
     Refuse,
     RouterEvent,
     Ticked,
+    Tuned,
     Undelivered,
     WorkerEvent,
 )
+from fleet.router.placement import Decision
 from fleet.router.ports import Workers, WorkerUnreachable
+from fleet.router.settings import Thresholds
 from fleet.router.snapshot import Explanation, RouterSnapshot
 from fleet.work import Progress
 
@@ -143,6 +148,20 @@ class RouterServer:
 
     def status(self) -> RouterSnapshot:
         return self._machine.snapshot()
+
+    def thresholds(self) -> Thresholds:
+        return self._machine.thresholds()
+
+    def tune(self, thresholds: Thresholds) -> None:
+        """Set them from the next request on; those that wait are looked at again."""
+        log.info("thresholds set", extra=structs.asdict(thresholds))
+        self._absorb(Tuned(thresholds=thresholds))
+
+    def decision(self, request_id: RequestId) -> Decision | None:
+        return self._machine.decision(request_id)
+
+    def address(self, worker_id: WorkerId) -> str:
+        return self._machine.address(worker_id)
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self._machine.explain(request_id)

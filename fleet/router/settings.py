@@ -70,7 +70,35 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("kv_events: needs tokenizer, since they name blocks by their tokens")
 
 
-class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may be changed while a router runs; from the next request on the new value counts."""
+
+    remote_prefill_min_tokens: Annotated[int, Meta(ge=0)] = 512
+    """Prompt tokens that a decode worker would have to compute from which on a prefill worker does it instead.
+
+    A chunk of prefill that long delays every stream of the decode worker by about one whole step, while the hand-off
+    costs a few milliseconds; from there on the hand-off is the lesser evil."""
+
+    oversubscribe: Annotated[float, Meta(gt=0)] = 2.0
+    """Requests given to a worker, over its batch size. Above 1, so that a batch refills without a round trip; a request
+    that waits here instead can still be placed better, or be refused in time."""
+
+    max_queued: Annotated[int, Meta(ge=0)] = 1024
+    """Requests that wait when every worker is at its limit; with one more, the last of the tenant that has most waiting
+    is refused with `queue_full`."""
+
+    max_queue_seconds: PositiveSeconds = 60.0
+    """A request that would wait longer, at the pace at which others have been leaving the queue, is refused at once."""
+
+    priority_seconds: Annotated[float, Meta(ge=0)] = 10.0
+    """What a step of priority is worth in waiting: a request goes before those of one step less that came up to so much
+    earlier. Very much makes priority strict, 0 makes it nothing."""
+
+    size_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """By how much each thousand prompt tokens put a request back in the queue. 0: first come, first served."""
+
+
+class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     router_id: Annotated[str, Meta(min_length=1)] = "router"
     """Told to workers; two routers of one cluster must differ."""
 
@@ -92,36 +120,16 @@ class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     store_credentials: Credentials = Credentials()
     """What proves to a store node on another host that this router may watch it."""
 
+    worker_credentials: Credentials = Credentials()
+    """TLS of the streams to workers on other hosts: `authority` signs their certificates; `certificate` and `key` are shown
+    to workers that ask."""
+
     tenant_secret: str = ""
     """Key of the salts that keep tenants' blocks apart; equal on all routers of a cluster."""
-
-    remote_prefill_min_tokens: Annotated[int, Meta(ge=0)] = 512
-    """Prompt tokens that a decode worker would have to compute from which on a prefill worker does it instead.
-
-    A chunk of prefill that long delays every stream of the decode worker by about one whole step, while the hand-off
-    costs a few milliseconds; from there on the hand-off is the lesser evil."""
 
     prefer_direct: bool = False
     """Send blocks from engine memory to engine memory where both ways are open. Off: on CPUs the store is faster and
     steadier, and what went through it can be used again by everybody."""
-
-    oversubscribe: Annotated[float, Meta(gt=0)] = 2.0
-    """Requests given to a worker, over its batch size. Above 1, so that a batch refills without a round trip; a request
-    that waits here instead can still be placed better, or be refused in time."""
-
-    max_queued: Annotated[int, Meta(ge=0)] = 1024
-    """Requests that wait when every worker is at its limit; with one more, the last of the tenant that has most waiting
-    is refused with `queue_full`."""
-
-    max_queue_seconds: PositiveSeconds = 60.0
-    """A request that would wait longer, at the pace at which others have been leaving the queue, is refused at once."""
-
-    priority_seconds: Annotated[float, Meta(ge=0)] = 10.0
-    """What a step of priority is worth in waiting: a request goes before those of one step less that came up to so much
-    earlier. Very much makes priority strict, 0 makes it nothing."""
-
-    size_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """By how much each thousand prompt tokens put a request back in the queue. 0: first come, first served."""
 
     tenants: dict[str, TenantSettings] = {}
     """Keys, shares and limits by tenant. Where one has a key, every request needs one."""
@@ -150,8 +158,8 @@ class RouterSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     conversion_cost: Annotated[float, Meta(ge=0)] = 0.1
     """What a block from the store costs a worker that has to convert it, since its layout or number of ranks differs from
-    the store's, in blocks of prefill. A core converts 2 GB/s or more; a block of an 8-billion model is 4 MB and takes as
-    long as a tenth of a block's prefill at 1,600 tokens a second."""
+    the store's, in blocks of prefill. A core converts at half the speed of a copy or faster: a block of 32 tokens of an
+    8-billion model, 4 MB, at 6 GB/s takes a tenth of what its prefill takes at 5,000 tokens a second."""
 
     policy: Annotated[str, Meta(min_length=1)] = "fleet"
     """How workers are chosen: a name that `fleet router policies` lists."""

@@ -18,6 +18,7 @@ class Counters(Struct, kw_only=True):
     disaggregated: int = 0  # placements on a pair
     placements: dict[Why, int] = {}
     impossible: dict[Cause, int] = {}  # requests that nobody could serve, finer than `refused`
+    policy_fallbacks: int = 0  # decisions that the default policy made because the chosen one did not
     retried: int = 0  # attempts that failed and were followed by another
     fallbacks: int = 0  # prompts computed by the decode worker because a prefill worker had failed
     continued: int = 0  # streams that went on, on another worker, after tokens had been sent

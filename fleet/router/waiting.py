@@ -256,6 +256,10 @@ class WaitingRoom:
         queue = self._queues.get(model)
         return None if queue is None else queue.seconds_to_wait(tenant, now)
 
+    def models(self) -> list[ModelName]:
+        """That somebody waits for."""
+        return [model for model, queue in self._queues.items() if queue.first is not None]
+
     def ids(self) -> list[RequestId]:
         return list(self._waiting)
 

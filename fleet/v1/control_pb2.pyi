@@ -265,6 +265,275 @@ class RouterStatus(_message.Message):
 Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
 
 @_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementExplained]:
+        """a request is placed again after a failure"""
+
+    def __init__(
+        self,
+        *,
+        placements: _abc.Iterable[Global___PlacementExplained] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placements", b"placements"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class PlacementExplained(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class UnfitEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DECODE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    KV_PATH_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    PREFILL_POLICY_FIELD_NUMBER: _builtins.int
+    UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    PREFILL_CANDIDATES_FIELD_NUMBER: _builtins.int
+    UNFIT_FIELD_NUMBER: _builtins.int
+    decode: _builtins.str
+    """worker that answers"""
+    prefill: _builtins.str
+    """worker that computes the prompt; empty: the one that answers"""
+    kv_path: _builtins.str
+    """of the blocks between them"""
+    why: _builtins.str
+    """one worker or two: a value of fleet.router.placement.Why"""
+    policy: _builtins.str
+    """that chose the worker that answers"""
+    prefill_policy: _builtins.str
+    """that chose the other one"""
+    uncached_tokens: _builtins.int
+    """of the prompt, that the worker that answers would have to compute"""
+    prefill_tokens: _builtins.int
+    """that whoever computes the prompt has to compute"""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateCost]:
+        """for the answer"""
+
+    @_builtins.property
+    def prefill_candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateCost]: ...
+    @_builtins.property
+    def unfit(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """why the other workers were none, by worker"""
+
+    def __init__(
+        self,
+        *,
+        decode: _builtins.str = ...,
+        prefill: _builtins.str = ...,
+        kv_path: _builtins.str = ...,
+        why: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        prefill_policy: _builtins.str = ...,
+        uncached_tokens: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        candidates: _abc.Iterable[Global___CandidateCost] | None = ...,
+        prefill_candidates: _abc.Iterable[Global___CandidateCost] | None = ...,
+        unfit: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "decode", b"decode", "kv_path", b"kv_path", "policy", b"policy", "prefill", b"prefill", "prefill_candidates", b"prefill_candidates", "prefill_policy", b"prefill_policy", "prefill_tokens", b"prefill_tokens", "uncached_tokens", b"uncached_tokens", "unfit", b"unfit", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementExplained: _TypeAlias = PlacementExplained  # noqa: Y015
+
+@_typing.final
+class CandidateCost(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    cost: _builtins.float
+    """the lowest is preferred"""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CostPart]:
+        """add up to the cost"""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        cost: _builtins.float = ...,
+        parts: _abc.Iterable[Global___CostPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "parts", b"parts", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CandidateCost: _TypeAlias = CandidateCost  # noqa: Y015
+
+@_typing.final
+class CostPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostPart: _TypeAlias = CostPart  # noqa: Y015
+
+@_typing.final
+class TuneRequest(_message.Message):
+    """What may be changed while a router runs; see fleet.router.settings for what each means."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_QUEUED_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    OVERSUBSCRIBE_FIELD_NUMBER: _builtins.int
+    REMOTE_PREFILL_MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_SECONDS_FIELD_NUMBER: _builtins.int
+    SIZE_SECONDS_FIELD_NUMBER: _builtins.int
+    max_queued: _builtins.int
+    max_queue_seconds: _builtins.float
+    oversubscribe: _builtins.float
+    remote_prefill_min_tokens: _builtins.int
+    priority_seconds: _builtins.float
+    size_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        max_queued: _builtins.int | None = ...,
+        max_queue_seconds: _builtins.float | None = ...,
+        oversubscribe: _builtins.float | None = ...,
+        remote_prefill_min_tokens: _builtins.int | None = ...,
+        priority_seconds: _builtins.float | None = ...,
+        size_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_queue_seconds", b"_max_queue_seconds", "_max_queued", b"_max_queued", "_oversubscribe", b"_oversubscribe", "_priority_seconds", b"_priority_seconds", "_remote_prefill_min_tokens", b"_remote_prefill_min_tokens", "_size_seconds", b"_size_seconds", "max_queue_seconds", b"max_queue_seconds", "max_queued", b"max_queued", "oversubscribe", b"oversubscribe", "priority_seconds", b"priority_seconds", "remote_prefill_min_tokens", b"remote_prefill_min_tokens", "size_seconds", b"size_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_queue_seconds", b"_max_queue_seconds", "_max_queued", b"_max_queued", "_oversubscribe", b"_oversubscribe", "_priority_seconds", b"_priority_seconds", "_remote_prefill_min_tokens", b"_remote_prefill_min_tokens", "_size_seconds", b"_size_seconds", "max_queue_seconds", b"max_queue_seconds", "max_queued", b"max_queued", "oversubscribe", b"oversubscribe", "priority_seconds", b"priority_seconds", "remote_prefill_min_tokens", b"remote_prefill_min_tokens", "size_seconds", b"size_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_queue_seconds: _TypeAlias = _typing.Literal["max_queue_seconds"]  # noqa: Y015
+    _WhichOneofArgType__max_queue_seconds: _TypeAlias = _typing.Literal["_max_queue_seconds", b"_max_queue_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__max_queued: _TypeAlias = _typing.Literal["max_queued"]  # noqa: Y015
+    _WhichOneofArgType__max_queued: _TypeAlias = _typing.Literal["_max_queued", b"_max_queued"]  # noqa: Y015
+    _WhichOneofReturnType__oversubscribe: _TypeAlias = _typing.Literal["oversubscribe"]  # noqa: Y015
+    _WhichOneofArgType__oversubscribe: _TypeAlias = _typing.Literal["_oversubscribe", b"_oversubscribe"]  # noqa: Y015
+    _WhichOneofReturnType__priority_seconds: _TypeAlias = _typing.Literal["priority_seconds"]  # noqa: Y015
+    _WhichOneofArgType__priority_seconds: _TypeAlias = _typing.Literal["_priority_seconds", b"_priority_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__remote_prefill_min_tokens: _TypeAlias = _typing.Literal["remote_prefill_min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__remote_prefill_min_tokens: _TypeAlias = _typing.Literal["_remote_prefill_min_tokens", b"_remote_prefill_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__size_seconds: _TypeAlias = _typing.Literal["size_seconds"]  # noqa: Y015
+    _WhichOneofArgType__size_seconds: _TypeAlias = _typing.Literal["_size_seconds", b"_size_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queue_seconds) -> _WhichOneofReturnType__max_queue_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queued) -> _WhichOneofReturnType__max_queued | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oversubscribe) -> _WhichOneofReturnType__oversubscribe | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority_seconds) -> _WhichOneofReturnType__priority_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remote_prefill_min_tokens) -> _WhichOneofReturnType__remote_prefill_min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__size_seconds) -> _WhichOneofReturnType__size_seconds | None: ...
+
+Global___TuneRequest: _TypeAlias = TuneRequest  # noqa: Y015
+
+@_typing.final
+class Thresholds(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_QUEUED_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    OVERSUBSCRIBE_FIELD_NUMBER: _builtins.int
+    REMOTE_PREFILL_MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_SECONDS_FIELD_NUMBER: _builtins.int
+    SIZE_SECONDS_FIELD_NUMBER: _builtins.int
+    max_queued: _builtins.int
+    max_queue_seconds: _builtins.float
+    oversubscribe: _builtins.float
+    remote_prefill_min_tokens: _builtins.int
+    priority_seconds: _builtins.float
+    size_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        max_queued: _builtins.int = ...,
+        max_queue_seconds: _builtins.float = ...,
+        oversubscribe: _builtins.float = ...,
+        remote_prefill_min_tokens: _builtins.int = ...,
+        priority_seconds: _builtins.float = ...,
+        size_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_queue_seconds", b"max_queue_seconds", "max_queued", b"max_queued", "oversubscribe", b"oversubscribe", "priority_seconds", b"priority_seconds", "remote_prefill_min_tokens", b"remote_prefill_min_tokens", "size_seconds", b"size_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Thresholds: _TypeAlias = Thresholds  # noqa: Y015
+
+@_typing.final
 class StoreStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -156,6 +156,16 @@ class ClusterStub:
                 request_serializer=fleet_dot_v1_dot_control__pb2.StatusRequest.SerializeToString,
                 response_deserializer=fleet_dot_v1_dot_control__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/fleet.v1.Cluster/Explain',
+                request_serializer=fleet_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=fleet_dot_v1_dot_control__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.Tune = channel.unary_unary(
+                '/fleet.v1.Cluster/Tune',
+                request_serializer=fleet_dot_v1_dot_control__pb2.TuneRequest.SerializeToString,
+                response_deserializer=fleet_dot_v1_dot_control__pb2.Thresholds.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -167,6 +177,20 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request went where it went; NOT_FOUND for one that was never placed here, or too long ago.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tune(self, request, context):
+        """Sets the thresholds that are given, from the next request on, and answers with all that are in force.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -174,6 +198,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=fleet_dot_v1_dot_control__pb2.StatusRequest.FromString,
                     response_serializer=fleet_dot_v1_dot_control__pb2.StatusResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=fleet_dot_v1_dot_control__pb2.ExplainRequest.FromString,
+                    response_serializer=fleet_dot_v1_dot_control__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Tune': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tune,
+                    request_deserializer=fleet_dot_v1_dot_control__pb2.TuneRequest.FromString,
+                    response_serializer=fleet_dot_v1_dot_control__pb2.Thresholds.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -203,6 +237,60 @@ class Cluster:
             '/fleet.v1.Cluster/Status',
             fleet_dot_v1_dot_control__pb2.StatusRequest.SerializeToString,
             fleet_dot_v1_dot_control__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleet.v1.Cluster/Explain',
+            fleet_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
+            fleet_dot_v1_dot_control__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tune(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleet.v1.Cluster/Tune',
+            fleet_dot_v1_dot_control__pb2.TuneRequest.SerializeToString,
+            fleet_dot_v1_dot_control__pb2.Thresholds.FromString,
             options,
             channel_credentials,
             insecure,

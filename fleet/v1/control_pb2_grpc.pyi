@@ -69,11 +69,19 @@ class ClusterStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClusterAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusResponse]
+    Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainResponse]
+    """Why a request went where it went; NOT_FOUND for one that was never placed here, or too long ago."""
+    Tune: _grpc.UnaryUnaryMultiCallable[_control_pb2.TuneRequest, _control_pb2.Thresholds]
+    """Sets the thresholds that are given, from the next request on, and answers with all that are in force."""
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.StatusResponse]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Why a request went where it went; NOT_FOUND for one that was never placed here, or too long ago."""
+    Tune: _aio.UnaryUnaryMultiCallable[_control_pb2.TuneRequest, _control_pb2.Thresholds]  # type: ignore[assignment]
+    """Sets the thresholds that are given, from the next request on, and answers with all that are in force."""
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -82,5 +90,21 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StatusResponse, _abc.Awaitable[_control_pb2.StatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _control_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ExplainResponse, _abc.Awaitable[_control_pb2.ExplainResponse]]:
+        """Why a request went where it went; NOT_FOUND for one that was never placed here, or too long ago."""
+
+    @_abc_1.abstractmethod
+    def Tune(
+        self,
+        request: _control_pb2.TuneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.Thresholds, _abc.Awaitable[_control_pb2.Thresholds]]:
+        """Sets the thresholds that are given, from the next request on, and answers with all that are in force."""
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -28,7 +28,7 @@ from loadtests.router.scenarios import SCENARIOS, quick
 from loadtests.router.targets import KNOWN, Setting, targets
 
 DEFAULT_TARGETS = (
-    "relay,fleet,sglang-router:round_robin,sglang-router,smg:round_robin,smg,vllm-router:round_robin,vllm-router"
+    "relay,fleet,sglang-router:round_robin,sglang-router,smg:round_robin,smg,vllm-router:round_robin,vllm-router,dynamo"
 )
 PACKAGES = ("fleet-serving", "uvloop", "msgspec", "fastokens", "httptools", "xxhash")
 ALL_SCENARIOS = (*SCENARIOS, grpc_stream.NAME)
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             setting = Setting(
                 workers=(),
                 cache_blocks=0,
+                gap_seconds=0.0,
                 model_dir=model_dir,
                 folder=folder / scenario,
                 cache=(arguments.cache or default_cache_dir() / "bench").resolve(),

@@ -59,7 +59,12 @@ def contest(
         _, ready = stack.enter_context(
             started_module(workers.__name__, arguments, setting.folder, setting.cores.others)
         )
-        here = msgspec.structs.replace(setting, workers=tuple(ready["ports"]), cache_blocks=scenario.cache_blocks)
+        here = msgspec.structs.replace(
+            setting,
+            workers=tuple(ready["ports"]),
+            cache_blocks=scenario.cache_blocks,
+            gap_seconds=scenario.gap_seconds,
+        )
         running: dict[str, Running] = {}
         for target in contestants:
             try:

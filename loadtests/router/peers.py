@@ -6,12 +6,36 @@ from pathlib import Path
 from loadtests.environments import Distribution
 from loadtests.kvstore.nodes import free_port
 
+BLOCK_TOKENS = 64  # where a router counts tokens
 CommandOf = Callable[[Path, int, Sequence[str], str], Sequence[str]]
 """From its interpreter, the port to listen at, the workers' URLs and the policy to what starts it."""
 
 SGLANG = Distribution(name="sglang-router", version="0.3.2", steps=((("sglang-router==0.3.2",),),))
 SMG = Distribution(name="smg", version="1.13.0", steps=((("smg==1.13.0",),),))
 VLLM = Distribution(name="vllm-router", version="0.1.17", steps=((("vllm-router==0.1.17",),),))
+
+DYNAMO = Distribution(
+    name="dynamo",
+    version="1.6.1",
+    steps=(
+        (("ai-dynamo-runtime==1.6.1",),),
+        (("--no-deps", "ai-dynamo==1.6.1"),),  # one thing that it requires is a stub on PyPI, which does not install
+        (
+            (
+                "aiohttp==3.14.5",
+                "certifi==2026.10.18",
+                "kubernetes==32.0.1",
+                "msgspec==0.22.0",
+                "prometheus-client==0.26.0",
+                "pyzmq==27.3.0",
+                "redis==8.1.0",
+                "tqdm==4.70.1",
+                "transformers==5.23.0",
+                "zstandard==0.25.0",
+            ),
+        ),
+    ),
+)
 
 
 def sglang_command(python: Path, port: int, workers: Sequence[str], policy: str) -> Sequence[str]:
@@ -30,6 +54,35 @@ def vllm_command(python: Path, port: int, workers: Sequence[str], policy: str) -
     command = [str(python), "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--worker-urls", *workers, "--policy", policy, "--log-level", "error"]
     return [*command, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+
+
+def dynamo_environment(folder: Path) -> dict[str, str]:
+    """Its parts find each other through files in a folder; it logs every decision unless it is told not to."""
+    known = {"DYN_FILE_KV": str(folder / "dynamo-discovery"), "DYN_DISCOVERY_BACKEND": "file"}
+    return {**known, "DYN_LOG": "error", "HF_HUB_OFFLINE": "1"}
+
+
+def dynamo_command(python: Path, port: int, policy: str) -> Sequence[str]:
+    """Its frontend, with the fastest of its tokenizers."""
+    command = [str(python), "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
+    return [*command, "--router-mode", policy, "--tokenizer", "fastokens"]
+
+
+def dynamo_workers(python: Path, model_dir: Path, model: str, speed: float, workers: int, blocks: int) -> Sequence[str]:
+    """Its simulated engines, `speed` times as fast as they are made (about 7 ms a token), in one process.
+
+    Args:
+        python: Its interpreter.
+        model_dir: With tokenizer and configuration.
+        model: As clients name it.
+        speed: Where 0 does not mean what it is said to; large values do.
+        workers: How many.
+        blocks: Of each one's cache; 0 leaves that to it.
+    """
+    command = [str(python), "-m", "dynamo.mocker", "--model-path", str(model_dir), "--model-name", model]
+    command += ["--num-workers", str(workers), "--speedup-ratio", str(speed)]
+    command += ["--block-size", str(BLOCK_TOKENS), "--max-num-seqs", "256"]
+    return [*command, *(["--num-gpu-blocks-override", str(blocks)] if blocks else [])]
 
 
 PEERS = (

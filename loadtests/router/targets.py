@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
@@ -21,7 +22,8 @@ from loadtests.router.processes import Cores, Server, started, started_module, w
 from loadtests.router.prompts import MODEL, PATH
 
 START_SECONDS = 90.0
-BLOCK_TOKENS = 64
+DYNAMO_AT_ONCE = 1000.0  # times the speed of its simulated engine
+DYNAMO_PACED = 0.007  # seconds a token at speed 1
 
 
 class Setting(Struct, frozen=True, kw_only=True):
@@ -32,6 +34,9 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     cache_blocks: int
     """What a worker remembers, in blocks of about 64 tokens; 0: it was not told."""
+
+    gap_seconds: float
+    """Between the tokens of an answer; 0: there is none."""
 
     model_dir: Path
     """With the tokenizer of the model."""
@@ -118,7 +123,7 @@ def _fleet(setting: Setting, policy: str) -> Iterator[Running]:
             f'url = "http://127.0.0.1:{worker}"',
             f'model = "{MODEL}"',
             f"tokenizer = {json.dumps(str(setting.model_dir))}",
-            f"block_tokens = {BLOCK_TOKENS}",
+            f"block_tokens = {peers.BLOCK_TOKENS}",
             *([f"kv_blocks = {setting.cache_blocks}"] if setting.cache_blocks else []),
         ]
     config = setting.folder / f"fleet{policy and '-'}{policy}.toml"
@@ -139,6 +144,24 @@ def _peer(name: str, distribution: Distribution, command_of: peers.CommandOf, de
             yield running
 
     return start
+
+
+@contextmanager
+def _dynamo(setting: Setting, policy: str) -> Iterator[Running]:
+    """Frontend on the router's core, mocker on the others'."""
+    python = python_of(peers.DYNAMO, setting.cache)
+    port = free_port()
+    more = peers.dynamo_environment(setting.folder)
+    speed = DYNAMO_AT_ONCE if not setting.gap_seconds else DYNAMO_PACED / setting.gap_seconds
+    simulated = peers.dynamo_workers(
+        python, setting.model_dir, MODEL, speed, len(setting.workers), setting.cache_blocks
+    )
+    command = peers.dynamo_command(python, port, policy or "kv")
+    with (
+        started("dynamo-mocker", simulated, setting.folder, setting.cores.others, more),
+        _serving("dynamo", policy, command, port, setting, more) as running,
+    ):
+        yield msgspec.structs.replace(running, own_workers=True)
 
 
 @contextmanager
@@ -163,4 +186,5 @@ KNOWN: Mapping[str, tuple[str, Start]] = {
         distribution.name: (distribution.version, _peer(distribution.name, distribution, command_of, default))
         for distribution, command_of, default in peers.PEERS
     },
+    peers.DYNAMO.name: (peers.DYNAMO.version, _dynamo),
 }

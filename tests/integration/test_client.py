@@ -17,9 +17,11 @@ from fleet.client import (
     InvalidRequest,
     ModelNotFound,
     Placement,
+    RequestNotFound,
     ServerError,
     Source,
     TooLarge,
+    Unauthenticated,
     Unavailable,
 )
 from fleet.client.errors import _CODES, _REASONS
@@ -267,7 +269,9 @@ def test_every_reason_is_an_error_that_says_what_to_do():
     assert set(_REASONS.values()) | {ServerError} == {
         InvalidRequest,
         ModelNotFound,
+        RequestNotFound,
         TooLarge,
+        Unauthenticated,
         Unavailable,
         DeadlineExceeded,
         Cancelled,

@@ -9,7 +9,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fleet.adapters.grpc_frontend import MAX_REQUEST_BYTES, open_grpc_frontend
+from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
+from fleet.adapters.grpc_frontend import open_grpc_frontend
 from fleet.errors import ConfigurationRefused, Reason, Refused
 from fleet.requests import Logprobs
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc

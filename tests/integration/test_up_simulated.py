@@ -197,6 +197,41 @@ def test_generate_says_in_one_line_what_was_refused(cluster):
     assert done.stderr.count("\n") == 1
 
 
+def test_explain_says_why_a_request_went_where_it_went_in_terms_that_add_up(cluster):
+    with Client(cluster.grpc) as client:
+        asked = client.complete(PROMPT, max_tokens=2, placement=Placement.DISAGGREGATED)
+    done = run_fleet("explain", asked.request_id, "--address", cluster.grpc, "--json")
+    shown = run_fleet("explain", asked.request_id, "--address", cluster.grpc)
+
+    (placed,) = json.loads(done.stdout)["placements"]
+    assert (placed["decode"], placed["prefill"], placed["why"]) == ("decode-0", "prefill-0", "asked_by_client")
+    for candidate in placed["candidates"] + placed["prefill_candidates"]:
+        assert sum(candidate["parts"].values()) == pytest.approx(candidate["cost"])
+    assert "prefill on prefill-0, decode on decode-0, blocks by store: asked by client" in shown.stdout
+    assert "decode-0" in shown.stdout
+
+
+def test_a_request_that_nobody_remembers_is_one_line(cluster):
+    done = run_fleet("explain", "nobody", "--address", cluster.grpc)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "request_id: 'nobody'" in done.stderr
+
+
+def test_thresholds_of_a_running_router_are_shown_set_and_checked(cluster):
+    before = json.loads(run_fleet("router", "thresholds", "--address", cluster.grpc, "--json").stdout)
+    changed = run_fleet("router", "thresholds", "max_queued=7", "--address", cluster.grpc, "--json")
+    after = json.loads(run_fleet("router", "thresholds", "--address", cluster.grpc, "--json").stdout)
+    wrong = run_fleet("router", "thresholds", "oversubscribe=-1", "--address", cluster.grpc)
+    unknown = run_fleet("router", "thresholds", "colour=1", "--address", cluster.grpc)
+
+    assert json.loads(changed.stdout) == after == before | {"max_queued": 7}
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
+    assert "oversubscribe: expected" in wrong.stderr
+    assert "colour: there is no such threshold" in unknown.stderr
+    run_fleet("router", "thresholds", f"max_queued={before['max_queued']}", "--address", cluster.grpc)
+
+
 def test_status_shows_pools_workers_and_store(cluster):
     status = json.loads(run_fleet("status", "--address", cluster.grpc, "--json").stdout)
 

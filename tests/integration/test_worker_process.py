@@ -13,6 +13,7 @@ from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_options import SERVER_OPTIONS
 from fleet.adapters.grpc_registry import GrpcRegistry, GrpcRegistryClient
 from fleet.adapters.router_streams import serve_routers
+from fleet.adapters.worker_streams import WorkerStreams
 from fleet.clock import MILLISECOND
 from fleet.control.messages import MemberJoined, MemberLeft
 from fleet.control.server import RegistryServer
@@ -21,6 +22,8 @@ from fleet.errors import Reason
 from fleet.ids import Incarnation, ModelName, WorkerId
 from fleet.requests import Finish, Source
 from fleet.roles import KvPath, Phase, Role
+from fleet.router.messages import WorkerJoined, WorkerLeft
+from fleet.router.settings import RouterSettings
 from fleet.v1 import control_pb2_grpc
 from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
@@ -30,9 +33,10 @@ from kvstore.frames import HEAD
 from tests.builders import token_bytes
 from tests.engine_driving import blocks_from, fresh_prompt, greedy, work
 from tests.kv_builders import a_short_folder
+from tests.stream_peers import Heard
 from tests.worker_processes import StreamEnded, a_mute_stream, a_stream, a_worker_process, raw
 from workers.engines.simulated import open_engine
-from workers.ports import RegistryUnreachable
+from workers.ports import RegistryUnreachable, Superseded
 from workers.server import WorkerServer
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -315,12 +319,15 @@ async def test_sigterm_finishes_what_runs_then_deregisters_and_exits_with_0(fold
             assert await worker.ended() == 0
 
 
-async def test_a_drain_by_rpc_answers_when_done_and_says_what_did_not_finish(folder):
+async def test_a_drain_by_rpc_answers_when_done_and_ends_the_process(folder):
     async with (
-        a_worker_process(folder, settings(speedup=1)) as worker,
+        a_registry() as registry,
+        a_worker_process(folder, settings(speedup=1, registry=registry.address)) as worker,
         a_stream(worker.address) as stream,
         grpc.aio.insecure_channel(worker.control) as channel,
     ):
+        changes = registry.server.membership()
+        await next_change(changes)
         start = work(fresh_prompt(10), 3000)
         await stream.say(start)
         await stream.next(Step)
@@ -331,8 +338,31 @@ async def test_a_drain_by_rpc_answers_when_done_and_says_what_did_not_finish(fol
         _, end = await stream.end_of(start.request_id)
         assert end.reason is Reason.DRAINING
         assert await stream.ended() == "", "as it should be"
-        worker.terminate()
+        assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
         assert await worker.ended() == 0
+
+
+async def test_a_frozen_worker_is_lost_to_its_router_and_found_again(folder):
+    heard = Heard()
+    impatient = RouterSettings(heartbeat_timeout_seconds=0.5, connect_timeout_seconds=0.5, max_reconnect_seconds=0.1)
+
+    async def until(kind: type) -> None:
+        while not isinstance(await heard.take(), kind):
+            pass
+
+    async with a_worker_process(folder, settings()) as worker, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(WorkerStreams(impatient, addresses=[worker.address]).run(heard))
+        await until(WorkerJoined)
+        loop = asyncio.get_running_loop()
+        worker.freeze()
+        began = loop.time()
+        try:
+            await until(WorkerLeft)
+            assert loop.time() - began < 3
+        finally:
+            worker.thaw()
+        await until(WorkerJoined)
+        running.cancel()
 
 
 async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
@@ -381,7 +411,7 @@ async def test_an_older_process_of_the_same_name_is_told_so():
         assert await client.register(WorkerId("w"), older, "127.0.0.1:1") == 600 * MILLISECOND
         await client.register(WorkerId("w"), newer, "127.0.0.1:2")
 
-        with pytest.raises(RegistryUnreachable, match="an id of its own"):
+        with pytest.raises(Superseded, match="an id of its own"):
             await client.register(WorkerId("w"), older, "127.0.0.1:1")
         with pytest.raises(RegistryUnreachable, match="address: is empty"):
             await client.register(WorkerId("w"), newer, "")

@@ -51,10 +51,9 @@ class LeastLoaded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class BoundedRing:
-    """Consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, SODA 2018): the first worker clockwise from
-    the key that has fewer than `ceil(load_factor · (requests + 1) / workers)` requests.
+    """Consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, SODA 2018).
 
-    The key is the session, else the prompt's first block, else chance.
+    The first worker clockwise from the key that has fewer than `ceil(load_factor · (requests + 1) / workers)` requests. The key is the session, else the prompt's first block, else chance.
     """
 
     def __init__(self, load_factor: float):

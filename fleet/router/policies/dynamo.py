@@ -1,4 +1,6 @@
-"""NVIDIA Dynamo's cost function, as release 1.6 ships it (lib/kv-router/src/scheduling/selector/default.rs), in KV blocks:
+"""NVIDIA Dynamo's cost function, in KV blocks, as release 1.6 ships it.
+
+Source: lib/kv-router/src/scheduling/selector/default.rs.
 
     excess = (active prefill tokens - the least of them) / block
     credit = overlap_score_credit / (1 + overlap_score_credit_decay · excess / prompt blocks) · blocks on the device

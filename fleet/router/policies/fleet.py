@@ -62,7 +62,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
         columns = candidates.columns
-        total = columns[BACKLOG_TOKENS] + asked.prompt_tokens
+        total: Floats = columns[BACKLOG_TOKENS] + asked.prompt_tokens
         total /= columns[BLOCK_TOKENS]
         if candidates.warm:
             total -= self._credit(candidates)
@@ -99,20 +99,21 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _credit(self, candidates: Candidates) -> Floats:
         """In blocks of prefill on this very worker."""
         columns = candidates.columns
-        credit = self.engine_hit_credit * columns[ENGINE_BLOCKS]
+        credit: Floats = self.engine_hit_credit * columns[ENGINE_BLOCKS]
         coming = columns[COMING_BLOCKS]
         if np.count_nonzero(coming):
             credit += self.engine_hit_credit * coming
             credit += np.minimum(coming, columns[BACKLOG_TOKENS] / columns[BLOCK_TOKENS])
         if np.count_nonzero(columns[STORE_BLOCKS : BELOW_BLOCKS + 1]):
-            credit -= columns[CONVERSION]
             if candidates.even:
                 credit += self.store_hit_credit * columns[STORE_BLOCKS]
                 credit += self.lower_tier_hit_credit * columns[BELOW_BLOCKS]
+                credit -= columns[CONVERSION]
             else:
                 speed = columns[PREFILL_SPEED]
                 credit += np.maximum(0.0, 1 - (1 - self.store_hit_credit) * speed) * columns[STORE_BLOCKS]
                 credit += np.maximum(0.0, 1 - (1 - self.lower_tier_hit_credit) * speed) * columns[BELOW_BLOCKS]
+                credit -= columns[CONVERSION] * speed
         if self.spread:
             full = columns[REQUESTS] >= columns[MAX_RUNNING]
             if np.count_nonzero(full):
@@ -122,7 +123,8 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @staticmethod
     def _at_speed(blocks: Floats, candidates: Candidates) -> Floats:
-        return blocks / candidates.columns[PREFILL_SPEED]
+        scaled: Floats = blocks / candidates.columns[PREFILL_SPEED]
+        return scaled
 
     def _session(self, asked: Asked, candidates: Candidates) -> Floats:
         preferred = np.zeros(len(candidates))
@@ -139,9 +141,12 @@ class Headroom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def keep(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
         if self.ttft_goal_seconds == 0 and asked.seconds_left is None:
             return None
-        goals = [goal for goal in (self.ttft_goal_seconds, asked.seconds_left) if goal]
+        goals = [self.ttft_goal_seconds] if self.ttft_goal_seconds else []
+        if asked.seconds_left is not None:
+            goals.append(asked.seconds_left)
         tokens = candidates.backlog_tokens + candidates.uncached_tokens(asked.prompt_tokens)
-        return tokens * candidates.token_seconds <= min(goals)
+        in_time: Flags = tokens * candidates.token_seconds <= min(goals)
+        return in_time
 
 
 class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

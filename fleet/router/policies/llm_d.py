@@ -1,4 +1,6 @@
-"""llm-d's default scorers (llm-d-router v0.10, pkg/plugins/scorer), each between 0 and 1, higher is better there:
+"""llm-d's default scorers.
+
+Source: llm-d-router v0.10, pkg/plugins/scorer. Each is between 0 and 1, and higher is better there.
 
     queue   (most waiting - waiting) / (most - least), over the candidates; weight 2
     kv      1 - share of the KV cache in use; weight 2
@@ -14,6 +16,7 @@ from msgspec import Struct
 from fleet.roles import Phase
 from fleet.router.candidates import Asked, Candidates, Floats
 from fleet.router.policies.pipeline import Pipeline
+from fleet.router.policies.ports import Scorer
 
 
 class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,7 +32,8 @@ class KvUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """llm-d's KV utilisation scorer: the share in use."""
 
     def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
-        return np.minimum(1.0, candidates.active_blocks / candidates.kv_blocks)
+        used: Floats = np.minimum(1.0, candidates.active_blocks / candidates.kv_blocks)
+        return used
 
 
 class Prefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +41,8 @@ class Prefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         blocks = np.ceil(asked.prompt_tokens / candidates.block_tokens)
-        return 1 - np.minimum(1.0, candidates.engine_blocks / blocks)
+        missing: Floats = 1 - np.minimum(1.0, candidates.engine_blocks / blocks)
+        return missing
 
 
 class LlmD(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,5 +53,9 @@ class LlmD(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefix: float = 3.0
 
     def policy(self) -> Pipeline:
-        scorers = [("queue", self.queue, Queue()), ("kv", self.kv, KvUse()), ("prefix", self.prefix, Prefix())]
+        scorers: list[tuple[str, float, Scorer]] = [
+            ("queue", self.queue, Queue()),
+            ("kv", self.kv, KvUse()),
+            ("prefix", self.prefix, Prefix()),
+        ]
         return Pipeline("llm_d", scorers=scorers)

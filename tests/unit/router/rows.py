@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.roles import Phase, Role
 from fleet.router import candidates as quantity
 from fleet.router.candidates import Asked, Candidates, Chance
-from fleet.router.members import Members, Standings, limit
+from fleet.router.members import Members, Serving, Standings, limit
 from fleet.router.placement import Decision, Impossible, Placed, Terms, Wait
 from fleet.router.placement import decide as decide_in_table
 from fleet.router.policies.built_in import parameters, policy
@@ -43,7 +43,9 @@ class Standing(Struct, frozen=True, kw_only=True):
 def a_standing(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_tokens: int = 100, **fields) -> Standing:
     own = {name: fields.pop(name) for name in tuple(fields) if name in Standing.__struct_fields__}
     own.setdefault("new_blocks", blocks_for(prompt_tokens, fields.get("block_tokens", BLOCK_TOKENS)))
-    return Standing(description=a_description(worker_id=worker_id, role=role, **fields), **own)
+    seldom = {name: fields.pop(name) for name in ("prefill_speed", "decode_speed", "labels") if name in fields}
+    description = structs.replace(a_description(worker_id=worker_id, role=role, **fields), **seldom)
+    return Standing(description=description, **own)
 
 
 def table(standings: Sequence[Standing], settings: RouterSettings) -> Standings:
@@ -73,7 +75,7 @@ def table(standings: Sequence[Standing], settings: RouterSettings) -> Standings:
     members = Members([each.description for each in standings], settings)
     draining = np.array([each.draining for each in standings], dtype=bool)
     failed = np.array([each.failed for each in standings], dtype=bool)
-    return Standings(members, columns, draining, failed if failed.any() else None)
+    return Standings(members, columns, Serving.of(members, draining), failed if failed.any() else None)
 
 
 def decide(

@@ -1,10 +1,12 @@
 """What the router's machine does with requests that find no room: who waits, who is refused, who is next."""
 
+from msgspec import structs
+
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import Reason
 from fleet.requests import Finish, Sampling
 from fleet.roles import Role
-from fleet.router.messages import Ticked
+from fleet.router.messages import Ticked, Tuned
 from fleet.router.tenants import TenantSettings
 from fleet.router.waiting import EVIDENCE
 from tests.builders import an_arrival
@@ -120,3 +122,27 @@ def test_a_request_whose_worker_was_lost_keeps_its_place_when_the_queue_is_full(
     assert refusal.request_id == "new"
     router.finish()
     assert router.served == ["second"]
+
+
+def test_thresholds_that_are_set_count_for_the_next_request_and_read_back():
+    router = Busy(max_queued=1)
+    router.arrive("a")
+    tuned = structs.replace(router.machine.thresholds(), max_queued=2)
+
+    router.send(Tuned(thresholds=tuned))
+
+    assert router.machine.thresholds() == tuned
+    assert not router.arrive("b")
+    assert the(Refuse, router.arrive("c")).reason is Reason.QUEUE_FULL
+
+
+def test_a_higher_limit_moves_who_waits_at_once_and_survives_workers_that_leave_and_join():
+    router = Busy(max_queued=9)
+    for name in "abcd":
+        router.arrive(name)
+
+    started = router.send(Tuned(thresholds=structs.replace(router.machine.thresholds(), oversubscribe=3.0)))
+
+    assert [command.start.request_id.partition("#")[0] for command in started] == ["a", "b"]
+    joined = router.join("d2", Role.DECODE, max_running=1)
+    assert [command.start.request_id.partition("#")[0] for command in joined] == ["c", "d"]

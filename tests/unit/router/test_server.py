@@ -13,7 +13,7 @@ from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish
 from fleet.roles import Phase, Role
 from fleet.router.machine import RouterMachine
-from fleet.router.messages import Complete
+from fleet.router.messages import Complete, WorkerLeft
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.work import Cancel, Progress, Start, Step
@@ -285,3 +285,20 @@ async def test_status_models_and_explanations_come_from_the_machine():
             assert router.server.status().active == 1
             assert [card.name for card in router.server.models()] == ["tiny"]
             assert router.server.explain(RequestId("r1")).placements[0].decode == "d1"
+
+
+async def test_a_bug_met_while_hearing_a_worker_ends_the_router_and_not_only_that_worker_s_connection(monkeypatch):
+    router = Router()
+
+    async def run() -> None:
+        with pytest.raises(ExceptionGroup) as ended:
+            await router.server.run()
+        assert ended.group_contains(ZeroDivisionError)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        tasks.create_task(run())
+        await asyncio.sleep(0)
+        monkeypatch.setattr(router.machine, "handle", lambda event, now: 1 / 0)
+
+        with pytest.raises(ZeroDivisionError):
+            router.server.hear(WorkerLeft(worker_id=WorkerId("w1")))

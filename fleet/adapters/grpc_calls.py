@@ -1,0 +1,82 @@
+"""What all services of a router's gRPC ports do with a call: parse it, refuse it with details, survive its bugs.
+
+Requests are taken as bytes, because the library answers what it cannot parse with INTERNAL; a client that sends invalid
+UTF-8 or too much gets a typed error like everybody else.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Never, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from fleet.adapters.grpc_errors import grpc_status_of
+from fleet.errors import Reason, Refused
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 8 << 20  # as over HTTP
+
+Context = Any
+"""`grpc.aio.ServicerContext` of bytes: its stubs want message types, which these calls do not have."""
+
+Answer = TypeVar("Answer")
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+async def answered(call: Awaitable[Answer], context: Context) -> Answer:
+    """What a call answers; where it is refused, or has a bug, the client is told in its way."""
+    try:
+        return await call
+    except Refused as refused:
+        await abort(context, refused)
+    except grpc.aio.AbortError:
+        raise
+    except Exception:  # supervisor: a bug in one call does not end the others
+        log.exception("call failed")
+        await abort(context, Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
+
+
+def unary(method: Callable[[bytes], Awaitable[Message]]) -> Any:
+    """A method that takes bytes and gives one answer."""
+
+    async def handle(content: bytes, context: Context) -> Message:
+        return await answered(method(content), context)
+
+    handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
+    return handler(handle, response_serializer=serialize)
+
+
+def parse(kind: type[AnyMessage], content: bytes) -> AnyMessage:
+    """The message in `content`.
+
+    Raises:
+        Refused: It is too large, or no such message.
+    """
+    if len(content) > MAX_REQUEST_BYTES:
+        raise Refused(
+            Reason.TOO_LARGE, f"the message has {len(content)} bytes, and {MAX_REQUEST_BYTES} are allowed in one"
+        )
+    try:
+        return kind.FromString(content)
+    except DecodeError as error:
+        cause = "the message cannot be parsed: it is no such message, or a string in it is not UTF-8"
+        raise Refused(Reason.INVALID_ARGUMENT, cause) from error
+
+
+def serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def authorization(context: Context) -> str:
+    """What a call says to prove its tenant; empty: nothing."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            return str(value)
+    return ""
+
+
+async def abort(context: Context, refused: Refused) -> Never:
+    await context.abort_with_status(grpc_status_of(refused))
+    raise AssertionError  # aborting raises

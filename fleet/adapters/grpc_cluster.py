@@ -1,0 +1,166 @@
+"""`fleet.v1.Cluster`: what operators ask of a running router."""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
+
+import grpc
+import msgspec
+from google.protobuf.message import Message
+from msgspec import structs
+
+from fleet.adapters.grpc_calls import parse, unary
+from fleet.errors import Reason, Refused, invalid
+from fleet.ids import RequestId
+from fleet.requests import ModelCard
+from fleet.router.placement import Placed, Terms
+from fleet.router.settings import Thresholds
+from fleet.router.snapshot import Explanation, PoolSnapshot, RouterSnapshot
+from fleet.v1 import control_pb2 as pb
+from kvstore.v1 import blocks_pb2, blocks_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+STORE_SECONDS = 1.0  # for the store node to say how full it is
+
+AskStore = Callable[[], Awaitable[blocks_pb2.StatsResponse | None]]
+
+
+class Router(Protocol):
+    """What is needed of `fleet.router.server.RouterServer`."""
+
+    def status(self) -> RouterSnapshot: ...
+
+    def models(self) -> tuple[ModelCard, ...]: ...
+
+    def explain(self, request_id: RequestId) -> Explanation | None: ...
+
+    def tune(self, thresholds: Thresholds) -> None: ...
+
+    def thresholds(self) -> Thresholds: ...
+
+
+class ClusterService:
+    """The service over one router."""
+
+    def __init__(self, router: Router, ask_store: AskStore | None) -> None:
+        self._router = router
+        self._ask_store = ask_store
+
+    def methods(self) -> dict[str, Any]:
+        return {"Status": unary(self._status), "Explain": unary(self._explain), "Tune": unary(self._tune)}
+
+    async def _status(self, content: bytes) -> Message:
+        parse(pb.StatusRequest, content)
+        snapshot = self._router.status()
+        counters = snapshot.counters
+        response = pb.StatusResponse(
+            pools=[_encode_pool(pool) for pool in snapshot.pools],
+            router=pb.RouterStatus(
+                requests=counters.ended,
+                aggregated=counters.aggregated,
+                disaggregated=counters.disaggregated,
+                refused=sum(counters.refused.values()),
+                active=snapshot.active,
+                queued=snapshot.queued,
+                index_blocks=snapshot.index_blocks,
+                models=[card.name for card in self._router.models()],
+            ),
+        )
+        if self._ask_store is not None and (stats := await self._ask_store()) is not None:
+            response.store.CopyFrom(
+                pb.StoreStatus(
+                    store_id=stats.store_id,
+                    blocks=stats.blocks,
+                    bytes=stats.bytes,
+                    capacity_bytes=stats.capacity_bytes,
+                    hits=stats.hits,
+                    misses=stats.misses,
+                    corrupt=stats.corrupt,
+                )
+            )
+        return response
+
+    async def _explain(self, content: bytes) -> Message:
+        request_id = parse(pb.ExplainRequest, content).request_id
+        if (explanation := self._router.explain(RequestId(request_id))) is None:
+            message = f"request_id: {request_id[:100]!r} was not placed here, or others have been since"
+            raise Refused(Reason.REQUEST_NOT_FOUND, message, field="request_id")
+        return pb.ExplainResponse(placements=[_encode_placed(placed) for placed in explanation.placements])
+
+    async def _tune(self, content: bytes) -> Message:
+        asked = parse(pb.TuneRequest, content)
+        changes = {field.name: value for field, value in asked.ListFields()}
+        if changes:
+            self._router.tune(_checked(structs.asdict(self._router.thresholds()) | changes))
+        return pb.Thresholds(**structs.asdict(self._router.thresholds()))
+
+
+def asking_store(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> AskStore:
+    """Asks a store node how full it is."""
+
+    async def ask() -> blocks_pb2.StatsResponse | None:
+        try:
+            return await stub.Stats(blocks_pb2.StatsRequest(), timeout=STORE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            log.warning("the store node does not answer", extra={"code": error.code().name})
+            return None
+
+    return ask
+
+
+def _checked(values: dict[str, Any]) -> Thresholds:
+    try:
+        return msgspec.convert(values, Thresholds)
+    except msgspec.ValidationError as error:
+        cause, _, where = str(error).partition(" - at `$.")
+        raise invalid(where.rstrip("`"), cause[0].lower() + cause[1:]) from error
+
+
+def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
+    return pb.PoolStatus(
+        model=pool.model,
+        role=pool.role,
+        workers=[
+            pb.WorkerStatus(
+                worker_id=worker.worker_id,
+                state=worker.state,
+                engine=worker.engine,
+                address=worker.address,
+                running=worker.running,
+                waiting=worker.waiting,
+                kv_blocks_used=worker.kv_blocks_used,
+                kv_blocks=worker.kv_blocks,
+                cached_blocks=worker.cached_blocks,
+                booked_requests=worker.booked_requests,
+            )
+            for worker in pool.workers
+        ],
+    )
+
+
+def _encode_placed(placed: Placed) -> pb.PlacementExplained:
+    return pb.PlacementExplained(
+        decode=placed.decode,
+        prefill=placed.prefill or "",
+        kv_path=placed.kv_path or "",
+        why=placed.why,
+        policy=placed.policy,
+        prefill_policy=placed.prefill_policy,
+        uncached_tokens=placed.uncached_tokens,
+        prefill_tokens=placed.prefill_tokens,
+        candidates=_encode_terms(placed.candidates),
+        prefill_candidates=_encode_terms(placed.prefill_candidates),
+        unfit=dict(placed.unfit),
+    )
+
+
+def _encode_terms(terms: Iterable[Terms]) -> list[pb.CandidateCost]:
+    return [
+        pb.CandidateCost(
+            worker_id=term.worker_id,
+            cost=term.cost,
+            parts=[pb.CostPart(name=name, value=value) for name, value in term.parts.items()],
+        )
+        for term in terms
+    ]

@@ -1,0 +1,249 @@
+"""`fleet.v1.Selection`: the router's brain for other proxies, which send the requests themselves.
+
+Rules:
+
+1. To the router a selected request is one like any other: it is placed and booked in one step, waits when it must, is
+   explained, and counts as load. Only the work is never sent: `SelectingWorkers` keeps it back.
+2. A booking is held by a lease. Whoever reports renews it; one that is not renewed ends as if its client had gone.
+3. When a worker of it is lost the booking ends: where the request really runs, only its proxy knows.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from fleet.adapters.grpc_calls import parse, unary
+from fleet.clock import MILLISECOND, SECOND
+from fleet.errors import Reason, Refused, invalid
+from fleet.ids import ModelName, RequestId, WorkerId
+from fleet.requests import TOKEN_BYTES, Finish, ModelCard, Sampling
+from fleet.roles import Phase, Placement
+from fleet.router.messages import Arrived, Complete, Emit, Stepped, WorkerEvent, request_of
+from fleet.router.placement import Decision
+from fleet.router.ports import Workers
+from fleet.router.server import Listener
+from fleet.v1 import selection_pb2 as pb
+from fleet.work import Handoff, Progress, Start
+from kvstore.block import salt_for
+
+SERVICE = "fleet.v1.Selection"
+
+DEFAULT_LEASE_MS = 30_000
+LONGEST_LEASE_MS = 600_000
+DEFAULT_WAIT_MS = 10_000
+MAX_LEASES = 65_536
+MAX_REPORTED = 65_536  # tokens at once
+RETRY_AFTER_MS = 1000
+TOKEN = 0  # stands for each of an answer, which only the proxy knows
+
+
+class Router(Protocol):
+    """What is needed of `fleet.router.server.RouterServer`."""
+
+    def open(self, arrived: Arrived, stream: Listener) -> None: ...
+
+    def close(self, request_id: RequestId, stream: Listener) -> None: ...
+
+    def hear(self, event: WorkerEvent) -> None: ...
+
+    def models(self) -> tuple[ModelCard, ...]: ...
+
+    def decision(self, request_id: RequestId) -> Decision | None: ...
+
+    def address(self, worker_id: WorkerId) -> str: ...
+
+
+class Booking:
+    """One selected request. Implements `fleet.router.server.Listener`."""
+
+    def __init__(self, request_id: RequestId, lease_seconds: float, end: Callable[["Booking"], None]) -> None:
+        self.request_id = request_id
+        self.lease_seconds = lease_seconds
+        self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.work: tuple[WorkerId, Start] | None = None
+        self._end = end
+        self._handed_over = False
+        self._lease: asyncio.TimerHandle | None = None
+
+    def put(self, item: Emit | Complete | Refused) -> None:
+        if isinstance(item, Refused) and not self.placed.done():
+            self.placed.set_exception(item)
+        elif not isinstance(item, Emit):
+            self._end(self)
+
+    def begun(self, worker_id: WorkerId, start: Start) -> None:
+        """The router has placed it, or goes on with it."""
+        lost = self.work is not None and not self._handed_over
+        self.work, self._handed_over = (worker_id, start), False
+        if lost:
+            asyncio.get_running_loop().call_soon(self._end, self)  # the machine is in the middle of a decision
+        elif not self.placed.done():
+            self.placed.set_result(None)
+
+    def renew(self) -> None:
+        self.stop_lease()
+        self._lease = asyncio.get_running_loop().call_later(self.lease_seconds, self._end, self)
+
+    def stop_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+
+    def prefilled(self, decision: Decision) -> Stepped | None:
+        """What its prefill worker would have told at the end, had the router sent it there; None if it has none, or had."""
+        assert self.work is not None
+        worker_id, start = self.work
+        if start.phase is not Phase.PREFILL:
+            return None
+        self._handed_over = True
+        assert decision.kv_path is not None, "there is a way between the workers of a pair"
+        handoff = Handoff(kv_path=decision.kv_path, prefill_worker=worker_id, fingerprint="", num_tokens=0)
+        done = Progress(request_id=start.request_id, token_ids=(TOKEN,), finish=Finish.LENGTH, handoff=handoff)
+        return Stepped(worker_id=worker_id, progress=(done,))
+
+    def answered(self, tokens: int) -> Stepped:
+        """What the worker that answers would have told."""
+        assert self.work is not None
+        worker_id, start = self.work
+        progress = Progress(request_id=start.request_id, token_ids=(TOKEN,) * tokens)
+        return Stepped(worker_id=worker_id, progress=(progress,))
+
+
+class SelectingWorkers:
+    """Workers, except that what was only selected is not sent. Implements `fleet.router.ports.Workers`."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.bookings: dict[RequestId, Booking] = {}
+
+    def start(self, worker_id: WorkerId, start: Start) -> None:
+        booking = self.bookings.get(request_of(start.request_id)) if self.bookings else None
+        if booking is None:
+            self._workers.start(worker_id, start)
+        else:
+            booking.begun(worker_id, start)
+
+    def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
+        if request_of(request_id) not in self.bookings:
+            self._workers.cancel(worker_id, request_id)
+
+
+class SelectionService:
+    """The service over one router."""
+
+    def __init__(self, router: Router, workers: SelectingWorkers, *, tenant_secret: bytes) -> None:
+        self._router = router
+        self._bookings = workers.bookings
+        self._tenant_secret = tenant_secret
+
+    def add(self, server: grpc.aio.Server) -> None:
+        methods = {
+            "Select": unary(self._select),
+            "Report": unary(self._report),
+            "Release": unary(self._release),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+    async def _select(self, content: bytes) -> Message:
+        asked = parse(pb.SelectRequest, content)
+        arrived = self._arrived(asked)
+        lease_ms = asked.lease_ms or DEFAULT_LEASE_MS
+        if lease_ms > LONGEST_LEASE_MS:
+            raise invalid("lease_ms", f"must be at most {LONGEST_LEASE_MS}, not {lease_ms}")
+        if len(self._bookings) >= MAX_LEASES:
+            raise Refused(
+                Reason.QUEUE_FULL, "too many requests are selected and not released", retry_after_ms=RETRY_AFTER_MS
+            )
+        booking = Booking(arrived.request_id, lease_ms * MILLISECOND / SECOND, self._end)
+        self._bookings[arrived.request_id] = booking
+        try:
+            self._router.open(arrived, booking)
+            async with asyncio.timeout((asked.timeout_ms or DEFAULT_WAIT_MS) * MILLISECOND / SECOND):
+                await booking.placed
+        except TimeoutError:
+            self._end(booking)
+            message = "timeout_ms: all workers have been busy for so long"
+            raise Refused(Reason.DEADLINE_PASSED, message, field="timeout_ms", retry_after_ms=RETRY_AFTER_MS) from None
+        except BaseException:  # refused, or the caller has gone
+            self._end(booking)
+            raise
+        booking.renew()
+        decision = self._router.decision(arrived.request_id)
+        assert decision is not None, "it was placed just now"
+        response = pb.SelectResponse(
+            lease_id=arrived.request_id,
+            decode=self._worker(decision.decode),
+            kv_path=decision.kv_path or "",
+            why=decision.why,
+            uncached_tokens=decision.uncached_tokens,
+            lease_ms=lease_ms,
+        )
+        if decision.prefill is not None:
+            response.prefill.CopyFrom(self._worker(decision.prefill))
+        return response
+
+    async def _report(self, content: bytes) -> Message:
+        report = parse(pb.ReportRequest, content)
+        booking = self._bookings.get(RequestId(report.lease_id))
+        decision = None if booking is None else self._router.decision(booking.request_id)
+        if booking is None or decision is None:
+            message = f"lease_id: {report.lease_id[:100]!r} has ended, or a worker of it was lost; select again"
+            raise Refused(Reason.REQUEST_NOT_FOUND, message, field="lease_id")
+        if report.answer_tokens > MAX_REPORTED:
+            raise invalid("answer_tokens", f"must be at most {MAX_REPORTED} since the last report")
+        booking.renew()
+        if (report.prefilled or report.answer_tokens) and (done := booking.prefilled(decision)) is not None:
+            self._router.hear(done)
+        if report.answer_tokens:
+            self._router.hear(booking.answered(report.answer_tokens))
+        return pb.ReportResponse(lease_ms=int(booking.lease_seconds * SECOND / MILLISECOND))
+
+    async def _release(self, content: bytes) -> Message:
+        lease_id = RequestId(parse(pb.ReleaseRequest, content).lease_id)
+        if (booking := self._bookings.get(lease_id)) is not None:
+            self._end(booking)
+        return pb.ReleaseResponse()
+
+    def _arrived(self, asked: pb.SelectRequest) -> Arrived:
+        tokens = len(asked.tokens) // TOKEN_BYTES
+        if not tokens or len(asked.tokens) % TOKEN_BYTES:
+            raise invalid("tokens", f"must be token ids of {TOKEN_BYTES} bytes each, and at least one")
+        if asked.placement not in ("", *Placement):
+            raise invalid("placement", f"must be one of {', '.join(Placement)}")
+        return Arrived(
+            request_id=RequestId(f"select-{secrets.token_hex(8)}"),
+            model=self._model(asked.model),
+            tokens=asked.tokens,
+            salt=salt_for(self._tenant_secret, asked.tenant),
+            tenant=asked.tenant,
+            sampling=Sampling(max_tokens=max(1, asked.max_tokens), seed=0),  # nobody else could go on with the answer
+            priority=asked.priority,
+            session=asked.session,
+            expected_tokens=asked.expected_tokens,
+            pin=WorkerId(asked.pin) if asked.pin else None,
+            labels=tuple(asked.labels),
+            placement=Placement(asked.placement) if asked.placement else Placement.AUTO,
+        )
+
+    def _model(self, name: str) -> ModelName:
+        names = [card.name for card in self._router.models()]
+        if name in names:
+            return ModelName(name)
+        if name or len(names) != 1:
+            raise Refused(
+                Reason.MODEL_NOT_FOUND,
+                f"model: {name[:100]!r} is not served now; served: {', '.join(names) or 'none'}",
+                field="model",
+            )
+        return names[0]
+
+    def _worker(self, worker_id: WorkerId) -> pb.SelectedWorker:
+        return pb.SelectedWorker(worker_id=worker_id, address=self._router.address(worker_id))
+
+    def _end(self, booking: Booking) -> None:
+        booking.stop_lease()
+        self._router.close(booking.request_id, booking)
+        self._bookings.pop(booking.request_id, None)

@@ -1,0 +1,259 @@
+"""The port of a router that speaks the Open Inference Protocol, as KServe's and Triton's clients do.
+
+Rules:
+
+1. In a stream each request ends by itself: with its final response, or with an error that carries its id. Neither ends the
+   stream, nor does a message that is none.
+2. Requests of a stream run side by side, `MAX_IN_STREAM` at most; the next one is not read before one has ended, so that a
+   client that sends more is slowed down by its connection.
+3. When a call is cancelled, so is all that it asked for.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from importlib.metadata import version
+from typing import Any, Protocol
+from uuid import uuid4
+
+import grpc
+from google.protobuf.message import Message
+
+from fleet.adapters.grpc_calls import Context, abort, answered, authorization, parse, serialize, unary
+from fleet.adapters.grpc_options import SERVER_OPTIONS
+from fleet.adapters.grpc_port import open_port
+from fleet.adapters.status import renamed
+from fleet.clock import SECOND, Clock, Nanos
+from fleet.errors import Reason, Refused, invalid
+from fleet.ids import RequestId
+from fleet.requests import Admitted, Delta, Finished, Logprobs, ModelCard
+from fleet.router.generation import Generation
+from fleet.v1 import kserve_pb2 as pb
+from fleet.wire.kserve import (
+    VERSION,
+    Inference,
+    Part,
+    check_version,
+    decode_infer,
+    encode_model,
+    encode_part,
+    encode_refusal,
+    encode_streamed,
+)
+
+log = logging.getLogger(__name__)
+
+SERVICE = "inference.GRPCInferenceService"
+
+MAX_IN_STREAM = 256
+
+Messages = AsyncIterator[bytes]
+
+
+@asynccontextmanager
+async def open_kserve_frontend(listen: str, generation: Generation, clock: Clock) -> AsyncIterator["KserveFrontend"]:
+    """Listen and serve until the context ends; then running calls are cancelled.
+
+    Args:
+        listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
+        generation: Serves the requests.
+        clock: For deadlines.
+
+    Raises:
+        ConfigurationRefused: Nobody can listen there; the message says why.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    frontend = KserveFrontend(generation, clock)
+    server.add_generic_rpc_handlers(frontend.handlers())
+    async with open_port(server, listen, (SERVICE,), frontend.ready) as frontend.address:
+        yield frontend
+
+
+class KserveFrontend:
+    """Made by `open_kserve_frontend`."""
+
+    def __init__(self, generation: Generation, clock: Clock) -> None:
+        self.address = ""  # as clients write it, with the port that was taken
+        self._generation = generation
+        self._clock = clock
+        self._draining = False
+
+    def drain(self) -> None:
+        """Take no more requests; running ones go on."""
+        self._draining = True
+
+    def ready(self) -> bool:
+        """Whether a request sent now would find a worker."""
+        return bool(self._generation.models()) and not self._draining
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """The service's methods, all of which take bytes, and what answers its other ones."""
+        whole: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
+        stream: Any = grpc.stream_stream_rpc_method_handler
+        methods = {
+            "ServerLive": unary(self._server_live),
+            "ServerReady": unary(self._server_ready),
+            "ModelReady": unary(self._model_ready),
+            "ServerMetadata": unary(self._server_metadata),
+            "ModelMetadata": unary(self._model_metadata),
+            "ModelInfer": whole(self._model_infer, response_serializer=serialize),
+            "ModelStreamInfer": stream(self._model_stream_infer, response_serializer=serialize),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods), _NotServed(tuple(methods))
+
+    async def _server_live(self, content: bytes) -> Message:
+        parse(pb.ServerLiveRequest, content)
+        return pb.ServerLiveResponse(live=True)
+
+    async def _server_ready(self, content: bytes) -> Message:
+        parse(pb.ServerReadyRequest, content)
+        return pb.ServerReadyResponse(ready=self.ready())
+
+    async def _model_ready(self, content: bytes) -> Message:
+        asked = parse(pb.ModelReadyRequest, content)
+        known = self._card(asked.name) is not None and asked.version in ("", VERSION)
+        return pb.ModelReadyResponse(ready=known and not self._draining)
+
+    async def _server_metadata(self, content: bytes) -> Message:
+        parse(pb.ServerMetadataRequest, content)
+        return pb.ServerMetadataResponse(name="fleet", version=version("fleet-serving"), extensions=["parameters"])
+
+    async def _model_metadata(self, content: bytes) -> Message:
+        asked = parse(pb.ModelMetadataRequest, content)
+        check_version("version", asked.version)
+        if (card := self._card(asked.name)) is None:
+            served = ", ".join(sorted(card.name for card in self._generation.models())) or "none"
+            raise Refused(Reason.MODEL_NOT_FOUND, f"name: is not served here; served: {served}", field="name")
+        return encode_model(card)
+
+    async def _model_infer(self, content: bytes, context: Context) -> Message:
+        return await answered(self._infer(content, context), context)
+
+    async def _infer(self, content: bytes, context: Context) -> Message:
+        inference = self._read(parse(pb.ModelInferRequest, content), context)
+        if inference.stream:
+            raise invalid("stream", "must be false in ModelInfer, which gives whole answers; ModelStreamInfer streams")
+        last: pb.ModelInferResponse | None = None
+
+        async def keep(response: pb.ModelInferResponse, *, final: bool) -> None:
+            nonlocal last
+            assert final
+            last = response
+
+        await self._serve(inference, authorization(context), keep)
+        assert last is not None
+        return last
+
+    async def _model_stream_infer(self, messages: Messages, context: Context) -> None:
+        await answered(self._stream(messages, context), context)
+
+    async def _stream(self, messages: Messages, context: Context) -> None:
+        room = asyncio.Semaphore(MAX_IN_STREAM)
+        writing = asyncio.Lock()  # one message at a time
+
+        async def write(message: pb.ModelStreamInferResponse) -> None:
+            async with writing:
+                await context.write(message)
+
+        async def answer(content: bytes) -> None:
+            try:
+                await self._answer(content, context, write)
+            finally:
+                room.release()
+
+        async with asyncio.TaskGroup() as tasks:
+            async for content in messages:
+                tasks.create_task(answer(content))
+                await room.acquire()
+
+    async def _answer(
+        self, content: bytes, context: Context, write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]]
+    ) -> None:
+        """One request of a stream (rule 1)."""
+        message = pb.ModelInferRequest()
+
+        async def send(response: pb.ModelInferResponse, *, final: bool) -> None:
+            await write(encode_streamed(response, final=final))
+
+        try:
+            message = parse(pb.ModelInferRequest, content)
+            await self._serve(self._read(message, context), authorization(context), send)
+        except Refused as refused:
+            failure = refused
+        except grpc.aio.BaseError:
+            raise
+        except Exception:  # supervisor: a bug in one request does not end the others
+            log.exception("request failed", extra={"method": "ModelStreamInfer"})
+            failure = Refused(Reason.INTERNAL, "internal error; the router's log has the details")
+        else:
+            return
+        await write(encode_refusal(failure, message.id, message.model_name))
+
+    def _read(self, message: pb.ModelInferRequest, context: Context) -> Inference:
+        if self._draining:
+            raise Refused(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
+        now, remaining = self._clock.now(), context.time_remaining()
+        latest = None if remaining is None else Nanos(now + int(remaining * SECOND))
+        return decode_infer(message, RequestId(uuid4().hex), now, latest)
+
+    async def _serve(self, inference: Inference, authorized: str, send: "Send") -> None:
+        try:
+            await self._generate(inference, authorized, send)
+        except Refused as refused:
+            raise renamed(refused, inference.names) from refused
+
+    async def _generate(self, inference: Inference, authorized: str, send: "Send") -> None:
+        request, form = inference.request, inference.form
+        model = request.model
+        text: list[str] = []  # of an answer that is sent whole
+        token_ids: list[int] = []
+        logprobs: list[Logprobs] = []
+
+        def token_text(token_id: int) -> str:
+            return self._generation.token_text(model, token_id)
+
+        async with aclosing(self._generation.generate(request, authorized)) as events:
+            async for event in events:
+                match event:
+                    case Admitted():
+                        model = event.model
+                    case Delta() if inference.stream:
+                        part = Part(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
+                        await send(encode_part(part, form, request.id, model, token_text), final=False)
+                    case Delta():
+                        text.append(event.text)
+                        token_ids.extend(event.token_ids)
+                        logprobs.extend(event.logprobs)
+                    case Finished():
+                        text.append(event.text)
+                        part = Part(text="".join(text), token_ids=token_ids, logprobs=logprobs, finished=event)
+                        await send(encode_part(part, form, request.id, model, token_text), final=True)
+
+    def _card(self, name: str) -> ModelCard | None:
+        return next((card for card in self._generation.models() if card.name == name), None)
+
+
+class Send(Protocol):
+    async def __call__(self, response: pb.ModelInferResponse, *, final: bool) -> None: ...
+
+
+class _NotServed(grpc.GenericRpcHandler):
+    """Answers the protocol's other methods: repositories, configurations, statistics, shared memory."""
+
+    def __init__(self, served: tuple[str, ...]) -> None:
+        self._served = ", ".join(served)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        service, _, method = handler_call_details.method.removeprefix("/").rpartition("/")
+        if service != SERVICE:
+            return None
+
+        async def refuse(_: bytes, context: Context) -> Message:
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, f"{method[:100]} is not served by Fleet; served: {self._served}"
+            )
+            raise AssertionError  # aborting raises
+
+        handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
+        return handler(refuse)

@@ -1,0 +1,68 @@
+"""`fleet explain`: why a request went where it went."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from fleet.cli.exits import DONE, FAILED
+from fleet.cli.status import add_address
+from fleet.client import CandidateCost, Client, FleetError, PlacementExplained
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "request", metavar="REQUEST", help="id of a request that was placed lately: x-request-id, --json"
+    )
+    add_address(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        with Client(arguments.address) as client:
+            placements = client.explain(arguments.request)
+    except FleetError as error:
+        print(f"fleet: {arguments.address}: {error.message}", file=sys.stderr)
+        return FAILED
+    if arguments.json:
+        print(msgspec.json.encode({"request_id": arguments.request, "placements": placements}).decode())
+        return DONE
+    for number, placed in enumerate(placements, start=1):
+        if number > 1:
+            print("\nplaced again:")
+        print("\n".join(_lines(placed)))
+    return DONE
+
+
+def _lines(placed: PlacementExplained) -> Iterator[str]:
+    where = f"on {placed.decode}"
+    if placed.prefill:
+        where = f"prefill on {placed.prefill}, decode on {placed.decode}, blocks by {placed.kv_path}"
+    yield f"{where}: {placed.why.replace('_', ' ')}; {placed.prefill_tokens} prompt tokens to compute"
+    yield from _table(f"decode, by {placed.policy}", placed.candidates, placed.decode)
+    if placed.prefill_candidates:
+        yield from _table(f"prefill, by {placed.prefill_policy}", placed.prefill_candidates, placed.prefill)
+    for worker, cause in placed.unfit.items():
+        yield f"  {worker:14} no candidate: {cause.replace('_', ' ')}"
+
+
+def _table(title: str, candidates: Sequence[CandidateCost], chosen: str) -> Iterator[str]:
+    """One line a candidate, the cheapest first: its cost, and the parts that add up to it."""
+    parts: dict[str, None] = {}
+    for candidate in candidates:
+        parts |= dict.fromkeys(candidate.parts)
+    yield f"{title}:"
+    yield f"  {'':14} {'cost':>10}" + "".join(f" {name:>{_width(name)}}" for name in parts)
+    for candidate in sorted(candidates, key=lambda candidate: candidate.cost):
+        mark = " <" if candidate.worker_id == chosen else ""
+        yield f"  {candidate.worker_id:14} {candidate.cost:>10.2f}{_values(candidate.parts, parts)}{mark}"
+
+
+def _values(values: Mapping[str, float], parts: Mapping[str, None]) -> str:
+    return "".join(f" {values.get(name, 0.0):>{_width(name)}.2f}" for name in parts)
+
+
+def _width(name: str) -> int:
+    return max(10, len(name))

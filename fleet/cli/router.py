@@ -1,0 +1,96 @@
+"""`fleet router`: what concerns the router alone."""
+
+import argparse
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from fleet.cli.exits import DONE, FAILED
+from fleet.cli.status import add_address
+from fleet.client import Client, FleetError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="router_command", required=True, metavar="COMMAND", parser_class=type(parser))
+    policies = commands.add_parser(
+        "policies",
+        help="list the placement policies, ours and installed ones",
+        description="List the placement policies, ours and installed ones.",
+    )
+    policies.add_argument(
+        "--json", action="store_true", help="print one JSON object, with parameters and their defaults"
+    )
+    thresholds = commands.add_parser(
+        "thresholds",
+        help="show the thresholds of a running router, or set some",
+        description="Show the thresholds of a running router, or set some: they count from the next request on, and "
+        "until the router ends.",
+    )
+    thresholds.add_argument("changes", nargs="*", type=_change, metavar="NAME=NUMBER", help="as in max_queued=100")
+    add_address(thresholds)
+    thresholds.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.router_command == "thresholds":
+        return _tune(arguments)
+    from fleet.adapters.router_policies import catalogue  # noqa: PLC0415 - numpy is for those who ask
+    from fleet.router.settings import RouterSettings  # noqa: PLC0415
+
+    policies = catalogue().policies
+    default = RouterSettings().policy
+    if arguments.json:
+        print(msgspec.json.encode({"default": default, "policies": _described(policies)}).decode())
+        return DONE
+    width = max(map(len, policies))
+    for name, kind in policies.items():
+        print(f"{name:{width}}  {_summary(kind)}{' (default)' if name == default else ''}")
+    return DONE
+
+
+def _change(text: str) -> tuple[str, float]:
+    name, separator, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = None
+    if not separator or number is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=NUMBER")
+    return name.replace("-", "_"), int(number) if number.is_integer() else number
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    try:
+        with Client(arguments.address) as client:
+            in_force = client.tune(**dict(arguments.changes))
+    except FleetError as error:
+        print(f"fleet: {arguments.address}: {error.message}", file=sys.stderr)
+        return FAILED
+    if arguments.json:
+        print(msgspec.json.encode(in_force).decode())
+        return DONE
+    width = max(map(len, in_force))
+    for name, value in in_force.items():
+        print(f"{name:{width}}  {value:g}")
+    return DONE
+
+
+def _described(policies: Mapping[str, type[Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "summary": _summary(kind),
+            "parameters": {
+                field.name: None if field.default is msgspec.NODEFAULT else msgspec.to_builtins(field.default)
+                for field in msgspec.structs.fields(kind)
+            },
+        }
+        for name, kind in policies.items()
+    ]
+
+
+def _summary(kind: type[Any]) -> str:
+    return (inspect.getdoc(kind) or "").partition("\n")[0]

@@ -1,0 +1,3 @@
+# Of `chain.c`.
+
+def extend(parent: bytes, tokens: bytes | memoryview, size: int) -> list[bytes]: ...

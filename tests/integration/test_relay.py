@@ -1,0 +1,649 @@
+"""The router in front of foreign OpenAI-compatible servers, over real sockets, as clients and servers see it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from hashlib import sha256
+
+import openai
+import pytest
+
+from fleet.adapters.http_messages import HttpSettings
+from fleet.router.tenants import TenantSettings
+from tests.integration.test_http_connections import Peer, error_of, post
+from tests.openai_servers import EVENTS, MODEL, Answering, OpenAiServer, RelayWorld, a_relay, chunk, token, until
+
+pytestmark = pytest.mark.integration
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "say five letters"}]
+ASKED = {"model": MODEL, "prompt": "say five letters", "stream": True}
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[list[OpenAiServer]]:
+    servers = [OpenAiServer(), OpenAiServer()]
+    for server in servers:
+        await server.start()
+    yield servers
+    for server in servers:
+        await server.stop()
+
+
+@pytest.fixture
+async def server(servers) -> OpenAiServer:
+    return servers[0]
+
+
+@asynccontextmanager
+async def a_client(world: RelayWorld, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=key, max_retries=0, timeout=10) as client:
+        yield client
+
+
+@asynccontextmanager
+async def connected(world: RelayWorld, **options: int) -> AsyncIterator[Peer]:
+    host, _, port = world.http.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), **options)
+    try:
+        yield Peer(reader, writer)
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def texts(stream) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+async def hold(answering: Answering) -> None:
+    """Give one token, and then nothing."""
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await asyncio.sleep(60)
+
+
+async def say_nothing(answering: Answering) -> None:
+    await asyncio.sleep(60)
+
+
+# The official client
+
+
+async def test_a_stream_arrives_as_the_server_gave_it(server):
+    async with a_relay(server) as world, a_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+
+        assert await texts(stream) == "abcde"
+        await world.settled()
+
+
+async def test_an_answer_in_one_piece_arrives_whole(server):
+    async with a_relay(server) as world, a_client(world) as client:
+        completion = await client.completions.create(model=MODEL, prompt="say", max_tokens=5)
+
+        assert completion.choices[0].text == "abcde"
+        assert completion.usage.completion_tokens == 5
+        await world.settled()
+
+
+async def test_fields_that_we_do_not_know_arrive_at_the_server(server):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    async with a_relay(server) as world, a_client(world) as client:
+        await client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, tools=tools, response_format={"type": "json_object"}, logprobs=True
+        )
+
+        assert server.seen[0].json["tools"] == tools
+        assert server.seen[0].json["response_format"] == {"type": "json_object"}
+        assert server.seen[0].json["logprobs"] is True
+
+
+async def test_the_clients_own_bytes_go_on(server):
+    body = b'{ "model":"mock",\n\t"prompt" : "Gr\\u00f6\xc3\x9fe", "unknown": [1e400, {"a": 1, "a": 2}] }'
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, body, "user-agent: t/1", "connection: keep-alive, x-mine", "x-mine: 1"))
+        assert (await peer.answer())[0] == 200
+
+    assert server.seen[0].body == body
+    assert server.seen[0].headers["user-agent"] == "t/1"
+    assert "x-mine" not in server.seen[0].headers
+    assert server.seen[0].headers["host"] == server.url.removeprefix("http://")
+
+
+async def test_embeddings_pass_through(server):
+    async def embed(answering: Answering) -> None:
+        data = [{"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}]
+        await answering.respond(200, json.dumps({"object": "list", "model": MODEL, "data": data}).encode())
+
+    server.play = embed
+    async with a_relay(server) as world, a_client(world) as client:
+        answer = await client.embeddings.create(model=MODEL, input="x", encoding_format="float")
+
+        assert answer.data[0].embedding == [0.5, 0.25]
+        assert server.seen[0].start == "POST /v1/embeddings HTTP/1.1"
+        assert world.router.status().index_blocks == 0
+        await world.settled()
+
+
+async def test_models_are_listed(server):
+    async with a_relay(server) as world, a_client(world) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+async def test_what_the_server_refuses_arrives_as_it_is(server):
+    async def refuse(answering: Answering) -> None:
+        error = {"message": "no such thing", "type": "invalid_request_error", "param": "top_k", "code": None}
+        await answering.respond(422, json.dumps({"error": error}).encode())
+
+    server.play = refuse
+    async with a_relay(server) as world, a_client(world) as client:
+        with pytest.raises(openai.UnprocessableEntityError, match="no such thing"):
+            await client.completions.create(model=MODEL, prompt="say", extra_body={"top_k": -5})
+        assert world.serving() == 1
+        await world.settled()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b'{"model": "other", "prompt": "x"}', 404, "'other' is not served here; served: mock"),
+        (b'{"model": ', 400, "not valid JSON"),
+        (b'{"model": 5, "prompt": "x"}', 400, "model"),
+        (b'{"model": "mock", "prompt": "x", "fleet": {"priority": "high"}}', 400, "fleet.priority"),
+        (b'{"model": "mock", "x": ' + b"[" * 100_000, 400, "nested too deeply"),
+    ],
+)
+async def test_what_cannot_be_placed_is_refused_and_the_connection_lives_on(server, body, status, said):
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(2):
+            await peer.send(post(COMPLETIONS, body))
+            answered, _, content = await peer.answer()
+
+            assert answered == status
+            assert said in error_of(content)["message"]
+        await world.settled()
+
+
+async def test_the_api_key_of_the_worker_takes_the_place_of_the_clients(server):
+    async with a_relay(server, api_key="sk-upstream") as world, a_client(world, "sk-client") as client:
+        await client.completions.create(model=MODEL, prompt="say")
+
+    assert server.seen[0].headers["authorization"] == "Bearer sk-upstream"
+
+
+async def test_without_a_key_of_its_own_the_server_gets_the_clients(server):
+    async with a_relay(server) as world, a_client(world, "sk-client") as client:
+        await client.completions.create(model=MODEL, prompt="say")
+
+    assert server.seen[0].headers["authorization"] == "Bearer sk-client"
+
+
+async def test_keys_of_tenants_are_asked_for_and_shown_to_nobody(server):
+    tenants = {"a": TenantSettings(api_key_sha256=(sha256(b"fk-1").hexdigest(),), requests_per_minute=2)}
+    async with a_relay(server, tenants=tenants) as world, a_client(world, "fk-1") as client:
+        await client.completions.create(model=MODEL, prompt="say")
+        async with a_client(world, "fk-2") as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.completions.create(model=MODEL, prompt="say")
+        await client.completions.create(model=MODEL, prompt="say")
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model=MODEL, prompt="say")
+        await world.settled()
+
+    assert len(server.seen) == 2
+    assert "authorization" not in server.seen[0].headers
+
+
+# Connections
+
+
+async def test_head_and_first_event_arrive_in_one_piece(server):
+    async def in_pieces(answering: Answering) -> None:
+        await answering.send(b"HTTP/1.1 200 OK\r\ncontent-ty")
+        await asyncio.sleep(0.02)
+        await answering.send(EVENTS.removeprefix(b"content-ty") + b"\r\n")
+        await asyncio.sleep(0.02)
+        await answering.event(token("a"))
+        await asyncio.sleep(0.02)
+        await answering.end()
+
+    server.play = in_pieces
+    async with a_relay(server) as world:
+        loop = asyncio.get_running_loop()
+        first = loop.create_future()
+
+        class Client(asyncio.Protocol):
+            def connection_made(self, transport):
+                transport.write(post(COMPLETIONS, ASKED))
+
+            def data_received(self, data):
+                first.done() or first.set_result(data)
+
+        host, _, port = world.http.address.rpartition(":")
+        transport, _ = await loop.create_connection(Client, host, int(port))
+        async with asyncio.timeout(10):
+            data = await first
+        transport.close()
+
+    assert data.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"data: {" in data
+
+
+async def test_connections_to_the_server_are_used_again(server):
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(20):
+            await peer.send(post(COMPLETIONS, ASKED))
+            assert b"[DONE]" in (await peer.answer())[2]
+
+    assert (len(server.seen), server.connections) == (20, 1)
+
+
+async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_request(servers):
+    async def and_close(answering: Answering) -> None:
+        await answering.respond(200, b"{}")
+        answering.writer.transport.close()
+
+    for server in servers:
+        server.play = and_close
+    async with a_relay(*servers) as world, connected(world) as peer:
+        for _ in range(20):
+            await peer.send(post(COMPLETIONS, ASKED))
+            assert (await peer.answer())[0] == 200
+        assert world.router.status().counters.retried == 0
+
+
+async def test_pipelined_requests_are_answered_in_order(server):
+    async def echo(answering: Answering) -> None:
+        await answering.respond(200, answering.seen.body)
+
+    server.play = echo
+    bodies = [{**ASKED, "n": number} for number in range(30)]
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, bodies[0]))
+        assert json.loads((await peer.answer())[2]) == bodies[0]  # from here on the head is known
+        await peer.send(b"".join(post(COMPLETIONS, body) for body in bodies))
+
+        for body in bodies:
+            assert json.loads((await peer.answer())[2]) == body
+        await world.settled()
+
+
+async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
+    async def echo(answering: Answering) -> None:
+        await answering.respond(200, answering.seen.body)
+
+    server.play = echo
+    request = post(COMPLETIONS, {**ASKED, "prompt": "x" * 500})
+    async with a_relay(server) as world, connected(world) as peer:
+        for cut in (len(request), 40, request.index(b"\r\n\r\n") + 4, request.index(b"\r\n\r\n") + 2, 300, 301):
+            await peer.send(request[:cut])
+            await asyncio.sleep(0.002)
+            await peer.send(request[cut:] + request[:10])  # the next one begins in the same piece
+            assert json.loads((await peer.answer())[2])["prompt"] == "x" * 500
+            await peer.send(request[10:])
+            assert json.loads((await peer.answer())[2])["prompt"] == "x" * 500
+        await world.settled()
+    assert {seen.body for seen in server.seen} == {request.partition(b"\r\n\r\n")[2]}
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_clients_that_close_get_a_connection_that_closes(server, version):
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED, "connection: close", version=version))
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"]) == (200, "close")
+        assert ("transfer-encoding" in headers) == (version == "1.1")
+        assert body.count(b"data: ") == 6
+        assert body.endswith(b"data: [DONE]\n\n")  # without the signs between chunks
+        assert await peer.rest() == b""
+
+
+async def test_an_answer_that_ends_with_its_connection_is_whole(server):
+    async def until_close(answering: Answering) -> None:
+        await answering.send(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
+        answering.writer.close()
+
+    server.play = until_close
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"], body) == (200, "close", b"{}")
+        await world.settled()
+        assert world.router.status().counters.completed == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 8388609\r\n\r\n", 413),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello", 400),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
+    ],
+)
+async def test_what_is_no_request_or_too_large_never_gets_to_the_server(server, sent, status):
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(sent)
+        assert (await peer.answer())[0] == status
+        assert server.seen == []
+
+
+# Failures
+
+
+async def test_a_server_that_dies_before_the_first_byte_is_replaced(servers):
+    async def die(answering: Answering) -> None:
+        await servers[0].stop()
+
+    servers[0].play = die
+    async with a_relay(*servers) as world, a_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+
+        assert await texts(stream) == "abcde"
+        assert (len(servers[0].seen), len(servers[1].seen)) == (1, 1)
+        await world.settled()
+        await until(lambda: world.serving() == 1)
+
+
+async def test_a_head_without_content_counts_as_nothing(servers):
+    async def die_after_the_head(answering: Answering) -> None:
+        await answering.begin_events()
+        answering.writer.transport.abort()
+
+    servers[0].play = die_after_the_head
+    async with a_relay(*servers) as world, a_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+
+        assert await texts(stream) == "abcde"
+        assert world.router.status().counters.retried == 1
+        await world.settled()
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+async def test_a_server_error_is_tried_elsewhere(servers, status):
+    async def fail(answering: Answering) -> None:
+        await answering.respond(status, b'{"error": "out of memory"}')
+
+    servers[0].play = fail
+    async with a_relay(*servers) as world, a_client(world) as client:
+        assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
+        await world.settled()
+
+
+async def test_a_server_error_everywhere_is_told(server):
+    async def fail(answering: Answering) -> None:
+        await answering.respond(500, b'{"error": "out of memory"}')
+
+    server.play = fail
+    async with a_relay(server) as world, a_client(world) as client:
+        with pytest.raises(openai.InternalServerError, match="has failed the request"):
+            await client.completions.create(model=MODEL, prompt="say")
+        await world.settled()
+
+
+async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event(server):
+    async def die(answering: Answering) -> None:
+        await answering.begin_events()
+        await answering.event(token("a"))
+        answering.writer.transport.abort() if answering.seen.json.get("now") else answering.writer.close()
+
+    server.play = die
+    async with a_relay(server) as world, a_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        assert (await anext(stream)).choices[0].delta.content == "a"
+        with pytest.raises(openai.APIError, match="w0"):
+            await anext(stream)
+        await world.settled()
+
+
+async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(server):
+    async def die(answering: Answering) -> None:
+        await answering.begin_events()
+        await answering.event(token("a"))
+        await answering.send(b"400\r\ndata: {")
+        answering.writer.close()
+
+    server.play = die
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert (await peer.head())[0] == 200
+        rest = await peer.rest()
+
+        assert rest.endswith(b"400\r\ndata: {")
+        await world.settled()
+
+
+async def test_what_is_no_http_is_a_failure_of_the_server(server):
+    async def babble(answering: Answering) -> None:
+        await answering.send(b"hello\r\n\r\n")
+
+    server.play = babble
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert (await peer.answer())[0] == 503
+        await world.settled()
+
+
+async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server):
+    async def twice(answering: Answering) -> None:
+        answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+        await answering.send(answer + b"{}" + answer + b"[]")
+
+    server.play = twice
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        status, _, body = await peer.answer()
+
+        assert status == 503
+        assert b"[]" not in body
+        await world.settled()
+
+
+async def test_a_silent_server_is_given_up(server):
+    server.play = say_nothing
+    async with a_relay(server, silence_timeout_seconds=0.3) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert (await peer.answer())[0] == 503
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_a_deadline_ends_a_request_wherever_it_is(server):
+    server.play = say_nothing
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, {**ASKED, "fleet": {"timeout_ms": 100}}))
+        assert (await peer.answer())[0] == 504
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_a_dead_server_leaves_and_returns(servers):
+    async with a_relay(*servers) as world, a_client(world) as client:
+        await servers[0].stop()
+        await until(lambda: world.serving() == 1)
+        assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
+
+        await servers[0].start()
+        await until(lambda: world.serving() == 2)
+        await world.settled()
+
+
+async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(servers):
+    async def fail(answering: Answering) -> None:
+        await answering.respond(500, b"{}")
+
+    servers[0].play = fail
+    async with a_relay(*servers) as world, a_client(world) as client:
+        for _ in range(10):
+            await client.completions.create(model=MODEL, prompt="say")
+        assert len(servers[0].seen) == 5
+        assert world.serving() == 1
+        await world.settled()
+
+
+async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
+    go_on = asyncio.Event()
+
+    async def slowly(answering: Answering) -> None:
+        await answering.begin_events()
+        while not go_on.is_set():
+            await answering.event(token("a"))
+            await asyncio.sleep(0.01)
+        await answering.event(b"[DONE]")
+        await answering.end()
+
+    server.play = slowly
+    async with a_relay(server) as world, a_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        await anext(stream)
+        server.health_status = 500
+        await asyncio.sleep(0.6)
+        assert world.serving() == 1
+
+        go_on.set()
+        assert set(await texts(stream)) == {"a"}
+        await until(lambda: world.serving() == 0)
+
+
+async def test_no_server_is_a_refusal_that_says_so(server):
+    async with a_relay(server) as world, a_client(world) as client:
+        await server.stop()
+        await until(lambda: world.serving() == 0)
+        with pytest.raises(openai.InternalServerError, match="no worker serves"):
+            await client.completions.create(model=MODEL, prompt="say")
+
+
+# Clients
+
+
+@pytest.mark.parametrize("play", [say_nothing, hold])
+async def test_a_client_that_goes_takes_its_request_with_it(server, play):
+    server.play = play
+    async with a_relay(server) as world:
+        async with connected(world) as peer:
+            await peer.send(post(COMPLETIONS, ASKED))
+            await until(lambda: len(server.seen) == 1)
+            assert world.running("w0") == 1
+        await until(lambda: server.cut == 1)
+        await world.settled()
+        assert world.router.status().counters.cancelled == 1
+
+
+async def test_a_client_that_closes_its_side_is_taken_to_be_gone(server):
+    server.play = hold
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.head()
+        peer.writer.write_eof()
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_a_client_that_does_not_read_stops_the_server_and_memory_stays_flat(server):
+    sent = 0
+
+    async def flood(answering: Answering) -> None:
+        nonlocal sent
+        answering.writer.transport.set_write_buffer_limits(high=0)
+        await answering.begin_events()
+        for _ in range(2000):
+            await answering.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
+            sent += 1
+        await answering.end()
+
+    server.play = flood
+    async with a_relay(server) as world, connected(world, limit=1000) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.head()
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.2)
+        assert sent < 400  # 20 MB: what the kernel's buffers of four sockets take at most
+
+        received = 0
+        async for each in peer.chunks():
+            received += len(each)
+        assert received == 2000 * 50_008
+        await world.settled()
+
+
+async def test_a_client_that_never_reads_is_cut_off(server):
+    async def flood(answering: Answering) -> None:
+        await answering.begin_events()
+        while True:
+            await answering.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
+
+    server.play = flood
+    async with a_relay(server, http=HttpSettings(write_timeout_seconds=0.3)) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+# Placement
+
+
+async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir):
+    beginnings = [f"{name} " * 60 for name in ("alpha", "beta", "gamma", "delta")]
+    async with a_relay(*servers, model_dir=model_dir) as world, connected(world) as peer:
+        went: dict[str, set[int]] = {}
+        for number in range(20):
+            for beginning in beginnings:
+                before = len(servers[0].seen)
+                await peer.send(post(COMPLETIONS, {**ASKED, "prompt": f"{beginning} and {number}"}))
+                await peer.answer()
+                went.setdefault(beginning, set()).add(len(servers[0].seen) - before)
+        await world.settled()
+
+    assert all(len(places) == 1 for places in went.values()), went
+    assert {place for places in went.values() for place in places} == {0, 1}
+
+
+async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
+    async with a_relay(server, kv_blocks=100) as world, connected(world) as peer:
+        for number in range(40):
+            await peer.send(post(COMPLETIONS, {**ASKED, "prompt": f"{number} " * 200}))
+            await peer.answer()
+            assert world.router.status().index_blocks <= 100
+        assert world.router.status().index_blocks >= 50
+        assert world.router.status().index_overflowed == 0
+        await world.settled()
+
+
+async def test_what_was_sent_long_ago_is_believed_to_be_gone(server):
+    async with a_relay(server, cache_ttl_seconds=0.2) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, {**ASKED, "prompt": "x" * 1000}))
+        await peer.answer()
+        assert world.router.status().index_blocks > 10
+        await until(lambda: world.router.status().index_blocks == 0)
+
+
+async def test_an_answer_that_grows_weighs_more(server):
+    async def many(answering: Answering) -> None:
+        await answering.begin_events()
+        for _ in range(100):
+            await answering.event(token("a"))
+        await asyncio.sleep(60)
+
+    server.play = many
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        await until(lambda: world.router.status().pools[0].workers[0].booked_blocks >= 100 // 16)
+
+
+async def test_metrics_count_what_was_relayed(server):
+    async with a_relay(server) as world, a_client(world) as client:
+        await client.completions.create(model=MODEL, prompt="say")
+        with suppress(openai.NotFoundError):
+            await client.completions.create(model="other", prompt="say")
+        await world.settled()
+        assert world.registry.get_sample_value("fleet_relayed_requests_total", {"outcome": "served"}) == 1
+        assert world.registry.get_sample_value("fleet_relayed_ttft_seconds_count") == 1

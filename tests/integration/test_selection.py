@@ -1,0 +1,169 @@
+"""The select-and-book service over a real port: what it books, and when bookings end."""
+
+import random
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService
+from fleet.client.errors import error_of
+from fleet.errors import Reason
+from fleet.ids import WorkerId
+from fleet.roles import Role
+from fleet.router.machine import RouterMachine
+from fleet.router.messages import WorkerLeft
+from fleet.router.server import RouterServer
+from fleet.router.settings import RouterSettings
+from fleet.v1 import selection_pb2 as pb
+from fleet.v1.selection_pb2_grpc import SelectionStub
+from tests.builders import a_joined_worker, a_prompt
+from tests.openai_servers import until
+
+pytestmark = pytest.mark.integration
+
+PROMPT = a_prompt(100)
+LONG = a_prompt(1000)
+
+
+class Untouched:
+    """Workers that must not be asked for anything."""
+
+    def start(self, worker_id, start):
+        raise AssertionError("work was sent")
+
+    def cancel(self, worker_id, request_id):
+        raise AssertionError("work was cancelled that was never sent")
+
+
+class Brain:
+    def __init__(self, server, stub):
+        self.server = server
+        self._stub = stub
+
+    async def select(self, tokens=PROMPT, **fields):
+        return await self._stub.Select(pb.SelectRequest(tokens=tokens, **fields), timeout=10)
+
+    async def report(self, lease_id, **fields):
+        return await self._stub.Report(pb.ReportRequest(lease_id=lease_id, **fields), timeout=10)
+
+    async def release(self, lease_id):
+        await self._stub.Release(pb.ReleaseRequest(lease_id=lease_id), timeout=10)
+
+    def booked(self):
+        """Requests and prefill tokens by worker."""
+        return {
+            worker.worker_id: (worker.booked_requests, worker.booked_prefill_tokens)
+            for pool in self.server.status().pools
+            for worker in pool.workers
+        }
+
+    async def refused(self, call):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        return error_of(caught.value)
+
+
+@asynccontextmanager
+async def a_brain(*workers, **settings):
+    selecting = SelectingWorkers(Untouched())
+    server = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, SystemClock())
+    for worker_id, role, fields in workers:
+        server.hear(a_joined_worker(worker_id, role, **fields))
+    service = SelectionService(server, selecting, tenant_secret=b"")
+    port = grpc.aio.server()
+    service.add(port)
+    address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"
+    await port.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield Brain(server, SelectionStub(channel))
+    await port.stop(0)
+
+
+def decode(worker_id, **fields):
+    return worker_id, Role.DECODE, fields
+
+
+async def test_a_selection_is_booked_in_one_step_and_given_back_at_release():
+    async with a_brain(decode("d1"), decode("d2")) as brain:
+        first = await brain.select()
+        second = await brain.select(tokens=a_prompt(100, first=5000))
+
+        assert {first.decode.worker_id, second.decode.worker_id} == {"d1", "d2"}
+        assert first.decode.address
+        assert first.uncached_tokens == 100
+        assert brain.booked() == {"d1": (1, 100), "d2": (1, 100)}
+        for selected in (first, second, first):
+            await brain.release(selected.lease_id)
+        assert brain.booked() == {"d1": (0, 0), "d2": (0, 0)}
+
+
+async def test_the_first_tokens_give_the_prefill_back_and_later_ones_count_as_load():
+    async with a_brain(decode("d1")) as brain:
+        selected = await brain.select()
+        await brain.report(selected.lease_id, answer_tokens=1)
+        assert brain.booked() == {"d1": (1, 0)}
+        blocks = brain.server.status().pools[0].workers[0].booked_blocks
+        await brain.report(selected.lease_id, answer_tokens=64)
+        assert brain.server.status().pools[0].workers[0].booked_blocks == blocks + 2
+
+
+async def test_a_long_prompt_gets_a_pair_and_each_share_is_given_back_in_its_turn():
+    async with a_brain(("p1", Role.PREFILL, {}), decode("d1")) as brain:
+        selected = await brain.select(tokens=LONG, max_tokens=10)
+        assert (selected.prefill.worker_id, selected.decode.worker_id) == ("p1", "d1")
+        assert selected.kv_path == "store"
+        assert brain.booked() == {"p1": (1, 1000), "d1": (1, 0)}
+
+        await brain.report(selected.lease_id, prefilled=True)
+        assert brain.booked() == {"p1": (0, 0), "d1": (1, 0)}
+        await brain.report(selected.lease_id, answer_tokens=3)
+        await brain.release(selected.lease_id)
+        assert brain.booked() == {"p1": (0, 0), "d1": (0, 0)}
+
+
+async def test_a_lease_that_is_not_renewed_ends_and_one_that_is_goes_on():
+    async with a_brain(decode("d1")) as brain:
+        forgotten = await brain.select(lease_ms=300)
+        kept = await brain.select(tokens=a_prompt(50, first=9000), lease_ms=60_000)
+
+        await until(lambda: brain.booked() == {"d1": (1, 50)})
+        gone = await brain.refused(brain.report(forgotten.lease_id, answer_tokens=1))
+        assert gone.reason is Reason.REQUEST_NOT_FOUND
+        assert (await brain.report(kept.lease_id)).lease_ms == 60_000
+
+
+async def test_a_booking_ends_with_its_worker():
+    async with a_brain(decode("d1"), decode("d2")) as brain:
+        selected = await brain.select()
+        brain.server.hear(WorkerLeft(worker_id=WorkerId(selected.decode.worker_id)))
+        gone = await brain.refused(brain.report(selected.lease_id))
+        assert gone.reason is Reason.REQUEST_NOT_FOUND
+        assert set(brain.booked().values()) == {(0, 0)}
+
+
+async def test_a_caller_that_stops_waiting_has_booked_nothing():
+    async with a_brain(decode("d1", max_running=1), oversubscribe=1.0) as brain:
+        await brain.select()
+        late = await brain.refused(brain.select(tokens=a_prompt(9, first=700), timeout_ms=100))
+        assert late.reason is Reason.DEADLINE_PASSED
+        assert brain.server.status().queued == 0
+        assert brain.booked() == {"d1": (1, 100)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tokens": b""}, "tokens"),
+        ({"tokens": b"12345"}, "tokens"),
+        ({"placement": "nowhere"}, "placement"),
+        ({"model": "other"}, "model"),
+        ({"lease_ms": 10**7}, "lease_ms"),
+    ],
+)
+async def test_wrong_fields_are_named_and_book_nothing(fields, field):
+    async with a_brain(decode("d1")) as brain:
+        refused = await brain.refused(brain.select(**fields))
+        assert refused.field == field
+        assert brain.booked() == {"d1": (0, 0)}

@@ -1,0 +1,261 @@
+"""Foreign servers that speak the OpenAI API, played by a test over real sockets, and a router in front of them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from random import Random
+
+from msgspec import Struct
+from prometheus_client import CollectorRegistry
+
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
+from fleet.adapters.http_messages import HttpSettings
+from fleet.adapters.openai_workers import OpenAiWorkers
+from fleet.adapters.prompt_keys import PromptReader
+from fleet.adapters.relay import Relay
+from fleet.adapters.relay_metrics import RelayMetrics
+from fleet.adapters.text_codec import load_codec
+from fleet.ids import ModelName
+from fleet.router.generation import Generation
+from fleet.router.machine import RouterMachine
+from fleet.router.server import RouterServer
+from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
+from fleet.router.tenants import Tenants, TenantSettings
+from fleet.telemetry import Metrics
+
+MODEL = ModelName("mock")
+EVENTS = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+
+
+class Seen(Struct):
+    """A request as the server got it."""
+
+    start: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> dict:
+        return json.loads(self.body)
+
+
+class Answering(Struct):
+    """One request, to be answered."""
+
+    seen: Seen
+    writer: asyncio.StreamWriter
+
+    async def send(self, content: bytes) -> None:
+        self.writer.write(content)
+        await self.writer.drain()
+
+    async def respond(self, status: int, content: bytes, *headers: str) -> None:
+        lines = [f"HTTP/1.1 {status} Whatever", "content-type: application/json", f"content-length: {len(content)}"]
+        await self.send("\r\n".join([*lines, *headers, "", ""]).encode() + content)
+
+    async def begin_events(self) -> None:
+        await self.send(b"HTTP/1.1 200 OK\r\n" + EVENTS + b"connection: keep-alive\r\n\r\n")
+
+    async def event(self, content: bytes) -> None:
+        await self.send(chunk(b"data: " + content + b"\n\n"))
+
+    async def end(self) -> None:
+        await self.send(b"0\r\n\r\n")
+
+
+Play = Callable[[Answering], Awaitable[None]]
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n" % len(content) + content + b"\r\n"
+
+
+def token(text: str, *, chat: bool = True) -> bytes:
+    choice = {"index": 0, "finish_reason": None, **({"delta": {"content": text}} if chat else {"text": text})}
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    return json.dumps({"id": "x", "object": kind, "created": 1, "model": MODEL, "choices": [choice]}).encode()
+
+
+async def five_tokens(answering: Answering) -> None:
+    """Streams if asked to; else one object."""
+    chat = "chat" in answering.seen.start
+    if not answering.seen.json.get("stream"):
+        message = {"message": {"role": "assistant", "content": "abcde"}} if chat else {"text": "abcde"}
+        answer = {
+            "id": "x", "object": "chat.completion" if chat else "text_completion", "created": 1, "model": MODEL,
+            "choices": [{"index": 0, "finish_reason": "stop", **message}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
+        }  # fmt: skip
+        await answering.respond(200, json.dumps(answer).encode())
+        return
+    await answering.begin_events()
+    for text in "abcde":
+        await answering.event(token(text, chat=chat))
+    await answering.event(b"[DONE]")
+    await answering.end()
+
+
+class OpenAiServer:
+    """One server. Answers questions for its health by itself."""
+
+    def __init__(self) -> None:
+        self.play: Play = five_tokens
+        self.health_status = 200
+        self.seen: list[Seen] = []
+        self.connections = 0  # that were ever made, those for its health aside
+        self.open = 0  # connections that requests came over
+        self.cut = 0  # requests whose connection was closed before they were answered
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """As when its process is killed."""
+        if self._server is not None:
+            self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        counted = False
+        try:
+            while (seen := await _read(reader)) is not None:
+                if seen.start.startswith("GET"):
+                    await Answering(seen, writer).respond(self.health_status, b"{}", "connection: close")
+                    break
+                if not counted:
+                    counted = True
+                    self.connections += 1
+                    self.open += 1
+                self.seen.append(seen)
+                await self._answer(Answering(seen, writer), reader)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self.open -= counted
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _answer(self, answering: Answering, reader: asyncio.StreamReader) -> None:
+        """Stops when the other side has closed, as servers of engines do."""
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(self._until_gone(answering))
+            while not answer.done():
+                await asyncio.wait([answer], timeout=0.005)
+                if (reader.at_eof() or answering.writer.transport.is_closing()) and not answer.done():
+                    answer.cancel()
+                    break
+        if answer.cancelled() or answer.result():
+            self.cut += 1
+            raise ConnectionResetError
+
+    async def _until_gone(self, answering: Answering) -> bool:
+        try:
+            await self.play(answering)
+        except ConnectionError:
+            return True
+        return False
+
+
+async def _read(reader: asyncio.StreamReader) -> Seen | None:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except asyncio.IncompleteReadError:
+        return None
+    start, *lines = head[:-4].split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    return Seen(start, headers, await reader.readexactly(int(headers.get("content-length", 0))))
+
+
+class RelayWorld(Struct):
+    http: HttpFrontend
+    router: RouterServer
+    machine: RouterMachine
+    workers: OpenAiWorkers
+    registry: CollectorRegistry
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.http.address}"
+
+    async def settled(self) -> None:
+        """Wait until nothing is under way; then nothing is booked anywhere."""
+        await until(lambda: self.router.status().active == 0)
+        self.machine.check()
+        for pool in self.router.status().pools:
+            for worker in pool.workers:
+                assert (worker.booked_requests, worker.booked_blocks, worker.booked_prefill_tokens) == (0, 0, 0)
+
+    def running(self, worker_id: str) -> int:
+        return next(
+            (w.booked_requests for p in self.router.status().pools for w in p.workers if w.worker_id == worker_id), -1
+        )
+
+    def serving(self) -> int:
+        return sum(w.state == "serving" for p in self.router.status().pools for w in p.workers)
+
+
+@asynccontextmanager
+async def a_relay(
+    *servers: OpenAiServer,
+    model_dir: Path | None = None,
+    http: HttpSettings | None = None,
+    tenants: dict[str, TenantSettings] | None = None,
+    limits: dict[str, object] | None = None,
+    **worker: object,
+) -> AsyncIterator[RelayWorld]:
+    """A router in front of servers `w0`, `w1` and so on, all of which have joined."""
+    clock = SystemClock()
+    fields = {"model": MODEL, "probe_seconds": 0.1, "tokenizer": str(model_dir or ""), **worker}
+    settings = RouterSettings(
+        openai_workers=tuple(
+            OpenAiWorkerSettings(worker_id=f"w{index}", url=server.url, **fields)
+            for index, server in enumerate(servers)
+        ),
+        connect_timeout_seconds=1.0,
+        **(limits or {}),
+    )
+    machine = RouterMachine(settings, Random(1))
+    workers = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock)
+    router = RouterServer(machine, workers, clock)
+    registry = CollectorRegistry()
+    shared = Tenants(tenants or {}, clock.now())
+    codec = load_codec(model_dir) if model_dir else None
+    reader = PromptReader(MODEL, [each.block_tokens for each in settings.openai_workers], codec, clock)
+    metrics = RelayMetrics(lambda: ())
+    registry.register(metrics)
+    relay = Relay(router, workers, {MODEL: reader}, shared, metrics, clock, id_prefix="t", only=True)
+    generation = Generation(router, {}, clock=clock, tenants=shared, tenant_secret=b"", metrics=Metrics(registry))
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        async with open_http_frontend(
+            "127.0.0.1:0", http or HttpSettings(), generation, registry, clock, relay
+        ) as front:
+            running = [tasks.create_task(router.run()), tasks.create_task(workers.run(router.hear))]
+            world = RelayWorld(front, router, machine, workers, registry)
+            await until(lambda: world.serving() == len(servers))
+            yield world
+        for task in running:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait(running)
+    relay.close()
+    generation.close()
+
+
+async def until(what: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not what():
+            await asyncio.sleep(0.002)

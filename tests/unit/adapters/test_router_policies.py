@@ -1,0 +1,199 @@
+"""Policies from other packages: found by name, and replaced by the default one when they fail (row R20)."""
+
+import random
+import threading
+import time
+from importlib.metadata import EntryPoint, EntryPoints
+
+import numpy as np
+import pytest
+from msgspec import Struct
+
+from fleet.adapters import router_policies
+from fleet.adapters.router_policies import GuardedPolicy, catalogue, open_policy
+from fleet.errors import ConfigurationRefused
+from fleet.ids import RequestId
+from fleet.roles import Phase, Role
+from fleet.router.candidates import Asked
+from fleet.router.machine import RouterMachine
+from fleet.router.policies.built_in import BUILT_IN, policy
+from fleet.router.policies.pipeline import Pipeline
+from fleet.router.settings import RouterSettings
+from tests.builders import a_joined_worker, an_arrival
+from tests.unit.router.driver import START, Dispatch, the
+from tests.unit.router.rows import a_standing, candidates_of
+
+ASKED = Asked(prompt_tokens=100)
+
+
+class Last(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The worker that joined last, with a bonus."""
+
+    bonus: float = 1.0
+
+    def costs(self, asked, candidates, phase, /):
+        return -self.bonus * np.arange(len(candidates), dtype=np.float64)
+
+
+class LastPolicy(Last, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    def policy(self):
+        return Pipeline("last", scorers=[("last", 1.0, self)])
+
+
+NO_STRUCT = object()
+
+
+def found(monkeypatch, **values: str) -> None:
+    """As if a package with these entry points were installed."""
+    points = EntryPoints(
+        EntryPoint(name=name, value=value, group=f"fleet.{group}")
+        for group in ("policies", "scorers")
+        for name, value in values.items()
+        if value.endswith("Policy") == (group == "policies") or value.endswith(("NO_STRUCT", "missing"))
+    )
+    monkeypatch.setattr(router_policies, "entry_points", lambda group: points.select(group=group))
+
+
+class Misbehaving:
+    """A policy that does what a test wants."""
+
+    name = "misbehaving"
+
+    def __init__(self, act):
+        self.act = act
+
+    def choose(self, asked, candidates, phase, chance, /):
+        return self.act(candidates), self
+
+    def costs(self, asked, candidates, phase, /):
+        raise RuntimeError("no terms")
+
+
+def raising(candidates):
+    raise RuntimeError("a bug")
+
+
+def greedy(candidates):
+    candidates.columns[:] = 1e9
+    return 1
+
+
+STANDINGS = [a_standing("d1"), a_standing("d2", requests=3)]
+
+
+def guarded(act, budget_seconds: float = 1.0) -> GuardedPolicy:
+    return GuardedPolicy(Misbehaving(act), policy("fleet", {}), budget_seconds)
+
+
+def choose(chosen: GuardedPolicy) -> str:
+    candidates = candidates_of(STANDINGS, RouterSettings())
+    place, _ = chosen.choose(ASKED, candidates, Phase.AGGREGATED, random.Random(0))
+    return candidates.worker_ids[place]
+
+
+def test_our_policies_are_there_without_any_entry_point(monkeypatch):
+    found(monkeypatch)
+
+    assert catalogue().policies == BUILT_IN.policies
+
+
+def test_an_installed_policy_is_used_with_its_parameters_and_explained(monkeypatch):
+    found(monkeypatch, last=f"{__name__}:LastPolicy")
+    settings = RouterSettings(policy="last", policies={"last": {"bonus": 2.0}}, policy_budget_ms=5000)
+    machine = RouterMachine(settings, random.Random(0), open_policy(settings))
+    for name in ("d1", "d2", "d3"):
+        machine.handle(a_joined_worker(name, Role.BOTH), START)
+
+    assert the(Dispatch, machine.handle(an_arrival(), START)).worker_id == "d3"
+    (placed,) = machine.explain(RequestId("r1")).placements
+    assert (placed.policy, [terms.cost for terms in placed.candidates]) == ("last", [0, -2, -4])
+    assert machine.snapshot().counters.policy_fallbacks == 0
+
+
+def test_an_installed_scorer_can_be_composed(monkeypatch):
+    found(monkeypatch, last=f"{__name__}:Last")
+    parts = {"scorers": [{"name": "last", "weight": 3.0, "parameters": {"bonus": 2.0}}, {"name": "requests"}]}
+    settings = RouterSettings(policy="composed", policies={"composed": parts}, policy_budget_ms=5000)
+
+    chosen = open_policy(settings)
+
+    assert isinstance(chosen, GuardedPolicy)
+    assert choose(chosen) == "d2"
+
+
+def test_what_is_ours_is_not_guarded(monkeypatch):
+    found(monkeypatch)
+    composed = {"composed": {"scorers": [{"name": "prefix"}]}}
+
+    assert not isinstance(open_policy(RouterSettings()), GuardedPolicy)
+    assert not isinstance(open_policy(RouterSettings(policy="composed", policies=composed)), GuardedPolicy)
+
+
+def test_a_name_of_ours_keeps_its_meaning(monkeypatch):
+    found(monkeypatch, dynamo=f"{__name__}:LastPolicy")
+
+    assert catalogue().policies["dynamo"] is BUILT_IN.policies["dynamo"]
+
+
+@pytest.mark.parametrize("value", [f"{__name__}:NO_STRUCT", f"{__name__}:missing"])
+def test_an_entry_point_that_is_no_plug_in_is_refused_by_name(monkeypatch, value):
+    found(monkeypatch, bad=value)
+
+    with pytest.raises(ConfigurationRefused, match=r"entry point bad of fleet\.policies"):
+        open_policy(RouterSettings())
+
+
+@pytest.mark.parametrize(
+    ("act", "cause"),
+    [(raising, "raised"), (lambda _: 2, "nobody"), (lambda _: -1, "nobody"), (lambda _: "d1", "nobody")],
+)
+def test_a_policy_that_fails_is_replaced_for_this_decision_and_counted(act, cause):
+    chosen = guarded(act)
+
+    assert [choose(chosen) for _ in range(3)] == ["d1"] * 3
+    assert chosen.fallbacks == {cause: 3}
+
+
+def test_a_policy_that_hangs_costs_its_budget_once_and_is_asked_again_when_it_is_back():
+    release = threading.Event()
+    hangs = guarded(lambda _: release.wait() and 1, budget_seconds=0.02)
+
+    began = time.monotonic()
+    assert [choose(hangs) for _ in range(50)] == ["d1"] * 50
+    assert time.monotonic() - began < 1.0, "it is waited for once, not fifty times"
+    assert hangs.fallbacks == {"late": 1, "busy": 49}
+
+    release.set()
+    deadline = time.monotonic() + 10
+    while choose(hangs) != "d2":
+        assert time.monotonic() < deadline
+
+
+def test_a_policy_gets_copies_and_cannot_change_what_is_decided_on():
+    candidates = candidates_of(STANDINGS, RouterSettings())
+    before = candidates.columns.copy()
+
+    guarded(greedy).choose(ASKED, candidates, Phase.AGGREGATED, random.Random(0))
+
+    assert (candidates.columns == before).all()
+
+
+def test_the_machine_counts_and_explains_who_decided():
+    machine = RouterMachine(RouterSettings(), random.Random(0), guarded(raising))
+    machine.handle(a_joined_worker("d1", Role.BOTH), START)
+
+    machine.handle(an_arrival(), START)
+
+    (placed,) = machine.explain(RequestId("r1")).placements
+    assert placed.policy == "fleet"
+    assert machine.snapshot().counters.policy_fallbacks == 1
+
+
+def test_terms_that_cannot_be_had_leave_the_rest_of_an_explanation():
+    machine = RouterMachine(RouterSettings(), random.Random(0), guarded(lambda _: 0))
+    machine.handle(a_joined_worker("d1", Role.BOTH), START)
+    machine.handle(an_arrival(), START)
+
+    (placed,) = machine.explain(RequestId("r1")).placements
+
+    assert (placed.policy, placed.decode, placed.candidates[0].parts) == ("misbehaving", "d1", {})

@@ -1,0 +1,62 @@
+"""Names of blocks from the native module against those from Python's hashlib."""
+
+import hashlib
+import random
+
+import pytest
+
+from kvstore import block
+from kvstore.block import HashAlgorithm, chain, extend, root
+
+native = pytest.mark.skipif(block._chain is None, reason="not built, or the processor has no SHA instructions")
+
+
+def by_hashlib(parent: bytes, tokens: bytes, size: int) -> list[bytes]:
+    names = []
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = hashlib.sha256(parent + tokens[start : start + size]).digest()[:16]
+        names.append(parent)
+    return names
+
+
+@native
+@pytest.mark.parametrize("block_tokens", [1, 9, 10, 11, 12, 13, 16, 25, 26, 27, 32, 64, 100, 256, 1000])
+def test_native_names_are_those_of_hashlib_wherever_the_padding_falls(block_tokens):
+    """The end of a message goes into its last 64 bytes where 9 are left, else into 64 more."""
+    rng = random.Random(block_tokens)
+    for num_tokens in (0, 1, block_tokens - 1, block_tokens, block_tokens + 1, 7 * block_tokens + 3):
+        tokens, parent = rng.randbytes(4 * num_tokens), rng.randbytes(16)
+        expected = by_hashlib(parent, tokens, 4 * block_tokens)
+
+        assert extend(parent, tokens, block_tokens) == expected
+        assert extend(parent, memoryview(tokens), block_tokens) == expected
+
+
+@native
+def test_a_long_prompt_hashed_without_the_lock_has_the_same_names():
+    tokens = random.Random(1).randbytes(4 * 40_000)
+
+    assert extend(root(), tokens, 64) == by_hashlib(root(), tokens, 256)
+
+
+@native
+@pytest.mark.parametrize(("parent", "size"), [(b"", 64), (bytes(15), 64), (bytes(16), 0), (bytes(16), -4)])
+def test_what_is_no_parent_or_size_is_refused(parent, size):
+    with pytest.raises(ValueError, match="a parent of 16 bytes and a size above 0"):
+        block._chain.extend(parent, bytes(64), size)
+
+
+def test_without_the_native_module_the_names_are_the_same(monkeypatch):
+    tokens = random.Random(2).randbytes(4 * 100)
+    expected = chain(tokens, 16)
+    monkeypatch.setattr(block, "_chain", None)
+
+    assert chain(tokens, 16) == expected
+
+
+def test_other_algorithms_and_extras_go_the_other_way():
+    tokens = random.Random(3).randbytes(4 * 64)
+
+    assert chain(tokens, 16, extras={1: b"x"})[0] == chain(tokens, 16)[0]
+    assert chain(tokens, 16, extras={1: b"x"})[1] != chain(tokens, 16)[1]
+    assert chain(tokens, 16, algorithm=HashAlgorithm.XXH3_128) != chain(tokens, 16)

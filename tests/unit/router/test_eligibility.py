@@ -1,0 +1,82 @@
+"""Who may serve a request, and what a client is told when nobody may (row R13)."""
+
+import random
+
+import pytest
+
+from fleet.errors import Reason
+from fleet.ids import WorkerId
+from fleet.roles import KvPath, Placement, Role
+from fleet.router.candidates import Asked
+from fleet.router.placement import Cause, Impossible, Placed, Unfit, Wait
+from fleet.router.settings import RouterSettings
+from tests.unit.router.rows import a_standing, decide
+
+SETTINGS = RouterSettings(oversubscribe=1.0)
+PAIRED = {"placement": Placement.DISAGGREGATED}
+P = a_standing("p", Role.PREFILL)
+D = a_standing("d")
+
+
+def outcome(asked: dict, *standings):
+    return decide(Asked(**{"prompt_tokens": 100, **asked}), standings, SETTINGS, random.Random(0))
+
+
+IMPOSSIBLE = [
+    (Cause.NO_WORKER, {}, [], Reason.NO_WORKER, ""),
+    (Cause.ALL_DRAINING, {}, [a_standing("d", draining=True)], Reason.NO_WORKER, ""),
+    (Cause.ALL_FAILED, {}, [a_standing("d", failed=True)], Reason.WORKER_LOST, ""),
+    (Cause.TOO_LARGE, {}, [a_standing("d", max_model_len=50)], Reason.TOO_LARGE, "prompt"),
+    (Cause.NO_PREFILL_WORKER, PAIRED, [D], Reason.NO_WORKER, "placement"),
+    (Cause.NO_PAIR, PAIRED, [D, a_standing("p", Role.PREFILL, fingerprint="x")], Reason.KV_MISMATCH, "placement"),
+    (Cause.NO_PATH, {**PAIRED, "kv_path": KvPath.DIRECT}, [D, P], Reason.KV_MISMATCH, "kv_path"),
+    (Cause.PIN_UNKNOWN, {"pin": WorkerId("x")}, [D], Reason.INVALID_ARGUMENT, "worker"),
+    (Cause.PIN_UNKNOWN, {"pin": WorkerId("p")}, [D, P], Reason.INVALID_ARGUMENT, "worker"),
+    (
+        Cause.PIN_UNFIT,
+        {"pin": WorkerId("d")},
+        [a_standing("d", draining=True), a_standing("e")],
+        Reason.NO_WORKER,
+        "worker",
+    ),
+    (Cause.NO_LABEL, {"labels": ("gold",)}, [D, a_standing("s", labels=("silver",))], Reason.NO_WORKER, "labels"),
+    (Cause.SESSION_LOST, {"bound": WorkerId("gone"), "must_keep": True}, [D], Reason.WORKER_LOST, "session"),
+]
+
+
+@pytest.mark.parametrize(("cause", "asked", "standings", "reason", "field"), IMPOSSIBLE)
+def test_each_cause_has_a_code_of_its_own(cause, asked, standings, reason, field):
+    refused = outcome(asked, *standings)
+
+    assert isinstance(refused, Impossible)
+    assert (refused.cause, refused.reason, refused.field) == (cause, reason, field)
+    assert refused.message
+
+
+def test_every_code_is_tried():
+    assert {cause for cause, *_ in IMPOSSIBLE} == set(Cause)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"pin": WorkerId("full")}, {"labels": ("gold",)}, {"bound": WorkerId("full"), "must_keep": True}],
+)
+def test_who_is_only_busy_is_waited_for(asked):
+    full = a_standing("full", requests=16, labels=("gold",))
+
+    assert outcome(asked, full) == Wait()
+
+
+def test_a_pin_goes_before_any_cost_and_the_others_are_told_why_not():
+    placed = outcome({"pin": WorkerId("slow")}, a_standing("slow", requests=9), D)
+
+    assert isinstance(placed, Placed)
+    assert (placed.decode, dict(placed.unfit)) == ("slow", {"d": Unfit.NOT_PINNED})
+
+
+def test_labels_are_all_needed():
+    both = a_standing("both", requests=9, labels=("gold", "eu"))
+    placed = outcome({"labels": ("gold", "eu")}, both, a_standing("one", labels=("gold",)), D)
+
+    assert isinstance(placed, Placed)
+    assert (placed.decode, dict(placed.unfit)) == ("both", {"one": Unfit.LABEL_MISSING, "d": Unfit.LABEL_MISSING})

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,14 @@ from workers.ports import Engine, EngineDied, EngineFacts
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
+    from grpc.aio import Server
     from prometheus_client import CollectorRegistry
 
+    from fleet.adapters.kserve_frontend import KserveFrontend
     from fleet.adapters.openai_workers import OpenAiWorkers
     from fleet.adapters.redis_tenants import RedisTenants
     from fleet.adapters.relay import Relay
+    from fleet.router.generation import Generation
     from fleet.router.server import RouterServer
     from fleet.router.tenants import Tenants
     from workers.registration import Registration
@@ -90,6 +94,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
     from fleet.adapters.http_messages import HttpSettings  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
+    from fleet.adapters.replicas import Replicas  # noqa: PLC0415
     from fleet.adapters.router_policies import open_policy  # noqa: PLC0415
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
     from fleet.adapters.worker_streams import WorkerStreams  # noqa: PLC0415
@@ -133,24 +138,50 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         lambda: router.status().counters.kv_mismatches,
     )
     metrics.watch("fleet_queued_requests", "Requests that wait for room on a worker", lambda: router.status().queued)
-    registry = GrpcRegistry(members)
-    services = {SERVICE: partial(add_RegistryServicer_to_server, registry), SELECTION: selection.add}
+    replicas = Replicas(settings, router, members) if settings.replicas_listen else None
+    registry = GrpcRegistry(members, replicas)
+    services: dict[str, Callable[[Server], None]] = {
+        SERVICE: partial(add_RegistryServicer_to_server, registry),
+        SELECTION: selection.add,
+    }
     async with (
         _stop_requested() as stop,
         asyncio.TaskGroup() as tasks,
-        open_http_frontend(settings.http_listen, HttpSettings(), generation, metrics.registry, clock, relay) as http,
+        open_http_frontend(
+            settings.http_listen,
+            HttpSettings(),
+            generation,
+            metrics.registry,
+            clock,
+            relay,
+            shared=settings.share_ports,
+        ) as http,
         open_grpc_frontend(
-            settings.grpc_listen, generation, router, clock, store=settings.store, services=services
+            settings.grpc_listen,
+            generation,
+            router,
+            clock,
+            store=settings.store,
+            shared=settings.share_ports,
+            services=services,
         ) as grpc,
+        _kserve(settings, generation, clock) as kserve,
     ):
         heard = workers.only_acceptable(router.hear)
         parts = [members.run(), router.run(), own_workers.run(heard), foreign.run(router.hear)]
         if shared_limits is not None:
             parts.append(shared_limits.run())
+        if replicas is not None:
+            parts.append(replicas.run())
         running = [tasks.create_task(part) for part in parts]
-        announce({"http": http.address, "grpc": grpc.address})
+        endpoints = {"http": http.address, "grpc": grpc.address}
+        if kserve is not None:
+            endpoints["kserve"] = kserve.address
+        announce(endpoints)
         await stop.wait()
         grpc.drain()
+        if kserve is not None:
+            kserve.drain()
         async with asyncio.TaskGroup() as draining:
             draining.create_task(http.drain(DRAIN_WITHIN / SECOND))
             draining.create_task(router.drain(DRAIN_WITHIN))
@@ -159,6 +190,24 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     generation.close()
     if relay is not None:
         relay.close()
+
+
+@asynccontextmanager
+async def _kserve(
+    settings: RouterSettings, generation: "Generation", clock: SystemClock
+) -> AsyncIterator["KserveFrontend | None"]:
+    """The front of the Open Inference Protocol; None where there is to be none.
+
+    Raises:
+        ConfigurationRefused: Its address is in use.
+    """
+    if not settings.kserve_listen:
+        yield None
+        return
+    from fleet.adapters.kserve_frontend import open_kserve_frontend  # noqa: PLC0415 - most routers have none
+
+    async with open_kserve_frontend(settings.kserve_listen, generation, clock, shared=settings.share_ports) as frontend:
+        yield frontend
 
 
 def _shared_limits(url: str, tenants: "Tenants", clock: SystemClock) -> "RedisTenants":
@@ -198,12 +247,14 @@ def _relay(
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
 
     by_model: dict[ModelName, list[OpenAiWorkerSettings]] = {}
-    for worker in settings.openai_workers:
+    for index, worker in enumerate(settings.openai_workers):
+        if worker.kv_events and find_spec("zmq") is None:
+            raise ConfigurationRefused(f"openai_workers[{index}].kv_events: needs the package pyzmq; install it")
         by_model.setdefault(ModelName(worker.model), []).append(worker)
     readers = {
         model: PromptReader(
             model,
-            [each.block_tokens for each in alike],
+            [each.compared_tokens for each in alike],
             load_codec(alike[0].tokenizer) if alike[0].tokenizer else None,
             clock,
             named_by_workers=bool(alike[0].kv_events),

@@ -27,9 +27,12 @@ import numpy as np
 import xxhash
 
 try:
-    from kvstore.native import _chain  # see chain.c: a prompt in one call, four times faster
+    from kvstore.native import _chain  # a prompt in one call, four times faster
+
+    BUILT = True
+    """Whether the native module (`chain.c`) runs."""
 except ImportError:  # not built, or the processor has no SHA instructions
-    _chain = None  # type: ignore[assignment]
+    BUILT = False
 
 TOKEN_BYTES = 4
 HASH_BYTES = 16
@@ -80,7 +83,7 @@ def extend(
         extras: Bytes of rule 4 by index of the block within `tokens`.
     """
     size = block_tokens * TOKEN_BYTES
-    if _chain is not None and extras is None and algorithm is HashAlgorithm.SHA256_128:
+    if BUILT and extras is None and algorithm is HashAlgorithm.SHA256_128:
         return _chain.extend(parent, tokens, size)
     digest = _DIGESTS[algorithm]
     names = []

@@ -47,8 +47,13 @@ def in_pieces(blocks: Sequence[Block], block_bytes: int) -> list[ByteArray]:
         ValueError: As `pieces`.
         AssertionError: A block has another size.
     """
-    parts = []
+    parts: list[ByteArray] = []
     for block in blocks:
+        if isinstance(block, np.ndarray) and block.dtype is _BYTE and block.nbytes == block_bytes:
+            if not block.flags.c_contiguous:
+                raise ValueError(f"a block of shape {block.shape} and strides {block.strides} is not contiguous")
+            parts.append(block)
+            continue
         of = pieces(block)
         assert size_of(of) == block_bytes, (size_of(of), block_bytes)
         parts += of

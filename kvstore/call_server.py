@@ -104,6 +104,7 @@ class _Caller:
         self._stuck_since = None
         try:
             self.connection.send(*self._server.answer(payload))
+            self.connection.flush()  # before the uses are noted, which takes longer than the answer
         except (DecodeError, ConnectionError) as error:
             log.warning("a local connection was cut", extra={"reason": str(error)})
             self.connection.abort()

@@ -23,7 +23,7 @@ import struct
 import threading
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -46,6 +46,7 @@ ANSWER = struct.Struct("<IB")  # bytes of the frame, status
 OK = 0
 
 ROOM_BYTES = 64 << 10  # for answers; longer ones are rare
+AT_ONCE_BYTES = 32 << 10  # that fit into the socket's buffer, so that sending them takes no time
 IDLE_LINES = 8  # that are kept: more threads at a time are rare
 
 Answer = TypeVar("Answer", bound=Message)
@@ -73,7 +74,7 @@ class Refused(grpc.RpcError):
     def details(self) -> str:
         return self._details
 
-    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+    def trailing_metadata(self) -> Any:  # pairs, as gRPC has them
         return ((wire.FIELD_KEY, self._field),) if self._field else ()
 
 
@@ -239,7 +240,8 @@ class _Line:
         self._socket.sendall(REQUEST.pack(1 + len(message), method) + message)
         room, filled, size = self._room, 0, 0
         while not size or filled < size:
-            self._hurry(deadline)
+            if filled or len(message) > AT_ONCE_BYTES:
+                self._hurry(deadline)
             count = self._socket.recv_into(room[filled:])
             if not count:
                 raise ConnectionResetError("the node has ended the connection")

@@ -17,11 +17,11 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
 import grpc
-import msgspec
 
 from kvstore import wire
 from kvstore.access import load
@@ -40,7 +40,7 @@ from kvstore.messages import (
     LeaseId,
     Match,
     Outcome,
-    Reservation,
+    Places,
     Stats,
 )
 from kvstore.monotonic import MonotonicClock
@@ -64,6 +64,11 @@ CHANNEL_OPTIONS = (
 LOOK_AGAIN_SECONDS = 0.002  # between looks at a load; a batch of it takes longer than that from any disk
 
 WRITE_BATCH = 32  # blocks asked for at a time, so that a source that has to copy does not copy the whole chain at once
+
+PART_BLOCKS = 64
+PART_BYTES = 16 << 20
+"""Of the first part of a long chain, at least both of these: while a part is copied, the node finds places for the next one
+and publishes the one before. What is copied in less than a millisecond is not worth the threads."""
 
 Answer = TypeVar("Answer")
 
@@ -101,7 +106,7 @@ class StoreClient:
         self._ended = threading.Event()
         self._handshake = threading.Lock()
         self._counting = threading.Lock()
-        self._counters = Counters()
+        self._counts = dict.fromkeys(Counters.__struct_fields__, 0)
 
     @classmethod
     def connect(
@@ -196,7 +201,7 @@ class StoreClient:
             tenant: Salt of the chain: who pays for the places of what is fetched, and is counted.
             deadline: When to give up, where that is earlier than the client would by itself; so for all calls.
         """
-        asked = list(hashes[: wire.MAX_HASHES])
+        asked = tuple(hashes[: wire.MAX_HASHES])
         nothing = Match(incarnation=self._session.incarnation)
         if not asked:
             return nothing
@@ -333,35 +338,39 @@ class StoreClient:
         """
         if not hashes:
             return 0
-        asked = hashes[: wire.MAX_HASHES]
-        started = self._clock.now()
-        found = self._reserve(asked, tenant, deadline)
-        if found is None:
-            self._count(dropped=len(hashes))
-            return 0
-        session, reservation = found
         source = sources if callable(sources) else sources.__getitem__
-        until = min(Nanos(started + session.max_reservation), self._transfer_deadline(len(reservation.reserved)))
-        written: dict[int, int] = {}
-        for start in range(0, len(reservation.reserved), WRITE_BATCH):
-            batch = reservation.reserved[start : start + WRITE_BATCH]
-            blocks = [source(reserved.index) for reserved in batch]
-            slots = [reserved.slot for reserved in batch]
-            put = session.transport.put_summing(slots, blocks, _earlier(deadline, until))
-            for reserved, each in zip(batch, put, strict=True):
-                if each.outcome is Outcome.MOVED:
-                    written[reserved.index] = each.crc32c
-        published = self._publish(reservation, written, deadline) if reservation.reserved else 0
+        ends = self._ends(min(len(hashes), wire.MAX_HASHES))
+        covered = reserved = refused = published = 0
+        publications: list[Future[int]] = []
+        with ThreadPoolExecutor(2, "kvstore-write") as others:  # threads begin when there is more than one part
+            asked_at = self._clock.now()
+            following: Future[tuple[Session, Places] | None] | None = None
+            for end, next_end in zip(ends, [*ends[1:], 0], strict=True):
+                found = following.result() if following else self._reserve(hashes[:end], tenant, deadline)
+                started, asked_at = asked_at, self._clock.now()
+                following = others.submit(self._reserve, hashes[:next_end], tenant, deadline) if next_end else None
+                if found is None:
+                    continue
+                session, places = found
+                covered, refused = end, places.refused
+                reserved += len(places)
+                until = _earlier(deadline, Nanos(started + session.max_reservation))
+                written = self._put(session, places, source, until)
+                if next_end and places.indices:
+                    publications.append(others.submit(self._publish, places, written, deadline))
+                elif places.indices:
+                    published = self._publish(places, written, deadline)
+        published += sum(each.result() for each in publications)
         self._count(
             bytes_written=published * self._namespace.block_bytes,
-            dropped=len(reservation.reserved) - published + reservation.refused + len(hashes) - len(asked),
+            dropped=reserved - published + refused + len(hashes) - covered,
         )
         return published
 
     def counters(self) -> Counters:
         """What this client did since it connected."""
         with self._counting:
-            return self._counters
+            return Counters(**self._counts)
 
     def stats(self) -> Stats | None:
         """What the node says of itself; None when it does not answer."""
@@ -384,10 +393,10 @@ class StoreClient:
 
     def _reserve(
         self, hashes: Sequence[ChainHash], tenant: bytes, deadline: Nanos | None = None
-    ) -> tuple[Session, Reservation] | None:
+    ) -> tuple[Session, Places] | None:
         names = b"".join(hashes)
 
-        def call(session: Session, timeout_seconds: float) -> tuple[Session, Reservation]:
+        def call(session: Session, timeout_seconds: float) -> tuple[Session, Places]:
             request = pb.ReserveRequest(
                 digest=self._namespace.digest,
                 hashes=names,
@@ -400,10 +409,32 @@ class StoreClient:
 
         return self._call(call, deadline)
 
-    def _publish(self, reservation: Reservation, written: Mapping[int, int], deadline: Nanos | None) -> int:
-        assert reservation.reservation_id != NO_RESERVATION
+    def _ends(self, blocks: int) -> list[int]:
+        """Where the parts of a chain end that is written. Each names the chain from its start, so they grow."""
+        first = max(PART_BLOCKS, PART_BYTES // self._namespace.block_bytes)
+        ends = []
+        while first < blocks:
+            ends.append(first)
+            first *= 2
+        return [*ends, blocks]
+
+    def _put(self, session: Session, places: Places, source: Callable[[int], Block], deadline: Nanos) -> dict[int, int]:
+        """The checksums of those blocks that were written, by index."""
+        until = min(deadline, self._transfer_deadline(len(places)))
+        written: dict[int, int] = {}
+        for start in range(0, len(places), WRITE_BATCH):
+            indices = places.indices[start : start + WRITE_BATCH]
+            blocks = [source(index) for index in indices]
+            put = session.transport.put_summing(places.slots[start : start + len(indices)], blocks, until)
+            for index, each in zip(indices, put, strict=True):
+                if each.outcome is Outcome.MOVED:
+                    written[index] = each.crc32c
+        return written
+
+    def _publish(self, places: Places, written: Mapping[int, int], deadline: Nanos | None) -> int:
+        assert places.reservation_id != NO_RESERVATION
         request = pb.PublishRequest(
-            reservation_id=reservation.reservation_id,
+            reservation_id=places.reservation_id,
             indices=written.keys(),
             crc32c=written.values(),
             owner=self._owner,
@@ -517,8 +548,8 @@ class StoreClient:
 
     def _count(self, **more: int) -> None:
         with self._counting:
-            changed = {name: getattr(self._counters, name) + count for name, count in more.items()}
-            self._counters = msgspec.structs.replace(self._counters, **changed)
+            for name, count in more.items():
+                self._counts[name] += count
 
 
 def _earlier(deadline: Nanos | None, other: Nanos) -> Nanos:

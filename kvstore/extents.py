@@ -51,6 +51,20 @@ class Extents:
             self._add(first + pages, size - pages)
         return first * PAGE_BYTES
 
+    def take_several(self, length: int, count: int) -> list[int]:
+        """Offsets of up to `count` extents of `length` bytes: those that as many calls of `take` would give, in that order."""
+        pages = pages_for(length)
+        offsets: list[int] = []
+        while len(offsets) < count and (place := bisect_left(self._sizes, pages)) < len(self._sizes):
+            size = self._sizes[place]
+            first = next(reversed(self._by_size[size]))
+            taken = min(size // pages, count - len(offsets)) * pages
+            self._remove(first, size)
+            if size > taken:
+                self._add(first + taken, size - taken)
+            offsets += range(first * PAGE_BYTES, (first + taken) * PAGE_BYTES, pages * PAGE_BYTES)
+        return offsets
+
     def give_back(self, offset: int, length: int) -> None:
         """Frees what `take` gave."""
         first, pages = offset // PAGE_BYTES, pages_for(length)

@@ -21,6 +21,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
+from pathlib import Path
 from typing import Protocol, cast
 
 from kvstore import sockets
@@ -227,6 +228,10 @@ class FrameConnection(asyncio.Protocol):
         if self._leaving_bytes > HIGH_WATER_BYTES:
             self._flush()  # now, so that `full` is known
 
+    def flush(self) -> None:
+        """Have what was said leave now: for who answers one question at a time and is waited for."""
+        self._flush()
+
     def pause_reading(self) -> None:
         """Take nothing more from the system, which makes the peer's connection `full` by and by."""
         self._transport.pause_reading()
@@ -379,8 +384,14 @@ async def open_server(
     try:
         yield address
     finally:
-        server.close()
+        _stop_listening(server, path)
         await _end(connections, ended)
+
+
+def _stop_listening(server: asyncio.Server, path: str) -> None:
+    server.close()
+    if path:
+        Path(path).unlink(missing_ok=True)
 
 
 async def _end(connections: set["_Accepted"], ended: asyncio.Event) -> None:

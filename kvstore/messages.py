@@ -187,6 +187,18 @@ class Reservation(Struct, frozen=True, kw_only=True):
     refused: int  # blocks that nobody holds and for which there is no space
 
 
+class Places(Struct, frozen=True, kw_only=True):
+    """A reservation, as a client gets it."""
+
+    reservation_id: ReservationId
+    indices: tuple[int, ...]  # into the names that were asked for
+    slots: Slots  # one an index
+    refused: int
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
 class Leased(Struct, frozen=True, kw_only=True):
     """What the machine answers to a match."""
 

@@ -71,17 +71,23 @@ class BlockSpace:
         reserved: list[Reserved] = []
         length = opened.namespace.block_bytes
         refused = 0
+        readable, writing = opened.readable, opened.writing
+        missing: dict[ChainHash, int] = {}
         for index, name in enumerate(names):
-            if name in opened.readable or name in opened.writing:
-                continue
-            offset = None if refused else self._find_room(length, account)
+            if name not in readable and name not in writing:
+                missing.setdefault(name, index)
+        free = iter(self._extents.take_several(length, len(missing)) if account is None else ())
+        for name, index in missing.items():
+            offset = next(free, None)
+            if offset is None and not refused:
+                offset = self._find_room(length, account)
             if offset is None:
                 refused += 1
                 continue
             key = BlockKey(opened.digest, name)
             generation = next_id()
             block = StoredBlock(key, SLOT.pack(offset, generation, 0), length, account)
-            blocks[index] = self._by_offset[offset] = opened.writing[name] = block
+            blocks[index] = self._by_offset[offset] = writing[name] = block
             reserved.append(Reserved(index, Slot(offset, generation)))
             self._commands.append(Claim(Address(key=key, offset=offset, length=length, generation=generation)))
             if account is not None:

@@ -27,9 +27,9 @@ from kvstore.messages import (
     Leased,
     LeaseId,
     Match,
+    Places,
     Reservation,
     ReservationId,
-    Reserved,
     Slots,
     Stats,
     TenantStats,
@@ -244,10 +244,14 @@ def reservation_message(reservation: Reservation) -> pb.ReserveResponse:
     )
 
 
-def parse_reservation(response: pb.ReserveResponse) -> Reservation:
-    return Reservation(
+def parse_reservation(response: pb.ReserveResponse) -> Places:
+    slots = Slots(_whole(response.slots))
+    indices = tuple(response.indices)
+    count = min(len(indices), len(slots))
+    return Places(
         reservation_id=ReservationId(response.reservation_id),
-        reserved=tuple(map(Reserved, response.indices, Slots(_whole(response.slots)))),
+        indices=indices[:count],
+        slots=slots[:count],
         refused=response.refused,
     )
 

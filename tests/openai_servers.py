@@ -234,7 +234,13 @@ async def a_relay(
     registry = CollectorRegistry()
     shared = Tenants(tenants or {}, clock.now())
     codec = load_codec(model_dir) if model_dir else None
-    reader = PromptReader(MODEL, [each.block_tokens for each in settings.openai_workers], codec, clock)
+    reader = PromptReader(
+        MODEL,
+        [each.compared_tokens for each in settings.openai_workers],
+        codec,
+        clock,
+        named_by_workers="kv_events" in worker,
+    )
     metrics = RelayMetrics(lambda: ())
     registry.register(metrics)
     relay = Relay(router, workers, {MODEL: reader}, shared, metrics, clock, id_prefix="t", only=True)

@@ -38,7 +38,8 @@ class WorkerProcess:
         )
         assert self.process.stdout is not None
         async with asyncio.timeout(SECONDS):
-            line = await self.process.stdout.readline()
+            while (line := await self.process.stdout.readline()) and not line.startswith(b"{"):
+                pass  # vLLM's libraries say something there as well
         assert line, "the worker ended before it was ready"
         endpoints = json.loads(line)
         self.address, self.control = endpoints["stream"], endpoints.get("grpc", "")

@@ -77,9 +77,8 @@ class Session:
         """End now: what waits is dropped."""
         self._introduction.clear()
         self._waiting.clear()
-        if not self._ended:
-            self._ended = True
-            self._outlet.end(why)
+        self._ended = True
+        self._outlet.end(why)
 
     def _numbered(self, events: tuple[KvEvent, ...]) -> KvEvents:
         message = KvEvents(sequence=self._sequence, events=events)

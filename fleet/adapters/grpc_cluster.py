@@ -133,6 +133,7 @@ def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
                 kv_blocks=worker.kv_blocks,
                 cached_blocks=worker.cached_blocks,
                 booked_requests=worker.booked_requests,
+                booked_elsewhere=worker.booked_elsewhere,
             )
             for worker in pool.workers
         ],

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary
 from fleet.adapters.grpc_cluster import AskStore, ClusterService, Router, asking_store
-from fleet.adapters.grpc_options import SERVER_OPTIONS
+from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.errors import ConfigurationRefused, Reason, Refused
 from fleet.ids import RequestId
@@ -38,6 +38,7 @@ async def open_grpc_frontend(
     clock: Clock,
     *,
     store: str = "",
+    shared: bool = False,
     services: Mapping[str, Callable[[grpc.aio.Server], None]] | None = None,
 ) -> AsyncIterator["GrpcFrontend"]:
     """Listen and serve until the context ends; then running calls are cancelled.
@@ -48,6 +49,7 @@ async def open_grpc_frontend(
         router: Says how the cluster is.
         clock: For deadlines.
         store: gRPC address of the KV store node, asked how full it is; empty: there is none.
+        shared: Whether other processes may listen on the same port.
         services: More services for the same port: what adds each to the server, by full name.
 
     Raises:
@@ -59,7 +61,7 @@ async def open_grpc_frontend(
         if store:
             channel = await held.enter_async_context(grpc.aio.insecure_channel(store))
             ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
         frontend = GrpcFrontend(generation, router, clock, ask_store)
         server.add_generic_rpc_handlers(frontend.handlers())
         for add in services.values():

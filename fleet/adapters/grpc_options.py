@@ -24,10 +24,15 @@ CHANNEL_OPTIONS: Final = (
 SEPARATE_CHANNEL_OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 """For whoever dials again by itself: a broken connection must not make the next attempt wait for gRPC's own back-off."""
 
-SERVER_OPTIONS: Final = (
+_SERVER: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not a shared port
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # below the client's keepalive time
     *_KEEPALIVE,
 )
+
+SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 0))
+"""A port in use is an error."""
+
+SHARED_SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 1))
+"""Several processes listen on one port, and the kernel spreads connections over them."""

@@ -6,6 +6,7 @@ from typing import Self
 import grpc
 
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from fleet.adapters.replicas import Replicas
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.control.messages import Deregister, Register
 from fleet.control.server import RegistryServer
@@ -21,8 +22,10 @@ TIMEOUT = Nanos(2 * SECOND)
 class GrpcRegistry(pb_grpc.RegistryServicer):
     """The service `fleet.v1.Registry`; add it to a server with `add_RegistryServicer_to_server`."""
 
-    def __init__(self, registry: RegistryServer) -> None:
+    def __init__(self, registry: RegistryServer, replicas: Replicas | None = None) -> None:
+        """`replicas` hear of what is registered here."""
         self._registry = registry
+        self._replicas = replicas
 
     async def Register(  # noqa: N802 - generated name
         self,
@@ -32,14 +35,15 @@ class GrpcRegistry(pb_grpc.RegistryServicer):
         for field in ("worker_id", "incarnation", "address"):
             if not getattr(request, field):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: is empty")
-        taken = self._registry.register(
-            Register(
-                worker_id=WorkerId(request.worker_id),
-                incarnation=Incarnation(request.incarnation),
-                address=request.address,
-            )
+        event = Register(
+            worker_id=WorkerId(request.worker_id),
+            incarnation=Incarnation(request.incarnation),
+            address=request.address,
         )
-        if not taken:
+        if self._registry.register(event):
+            if self._replicas is not None:
+                self._replicas.registered(event)
+        else:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"worker_id: {request.worker_id} is held by a newer process; every worker needs an id of its own",
@@ -51,9 +55,10 @@ class GrpcRegistry(pb_grpc.RegistryServicer):
         request: pb.DeregisterRequest,
         context: "grpc.aio.ServicerContext[pb.DeregisterRequest, pb.DeregisterResponse]",  # noqa: ARG002 - its signature
     ) -> pb.DeregisterResponse:
-        self._registry.deregister(
-            Deregister(worker_id=WorkerId(request.worker_id), incarnation=Incarnation(request.incarnation))
-        )
+        event = Deregister(worker_id=WorkerId(request.worker_id), incarnation=Incarnation(request.incarnation))
+        self._registry.deregister(event)
+        if self._replicas is not None:
+            self._replicas.deregistered(event)
         return pb.DeregisterResponse()
 
 

@@ -48,6 +48,8 @@ async def open_http_frontend(
     registry: CollectorRegistry,
     clock: Clock,
     relay: Relay | None = None,
+    *,
+    shared: bool = False,
 ) -> AsyncIterator["HttpFrontend"]:
     """Listen and serve until the context ends; then what is still running is cancelled.
 
@@ -58,11 +60,12 @@ async def open_http_frontend(
         registry: What ``/metrics`` shows.
         clock: For deadlines.
         relay: Serves the requests for models of foreign servers, if there are any.
+        shared: Whether other processes may listen on the same port.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    listening, address = bind(listen)
+    listening, address = bind(listen, shared=shared)
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         frontend = HttpFrontend(address, settings, generation, registry, clock, tasks, relay)

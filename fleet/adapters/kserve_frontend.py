@@ -4,8 +4,8 @@ Rules:
 
 1. In a stream each request ends by itself: with its final response, or with an error that carries its id. Neither ends the
    stream, nor does a message that is none.
-2. Requests of a stream run side by side, `MAX_IN_STREAM` at most; the next one is not read before one has ended, so that a
-   client that sends more is slowed down by its connection.
+2. Requests of a stream run side by side, `MAX_IN_STREAM` at most; the next one waits until one has ended, and none after it
+   is read, so that a client that sends more is slowed down by its connection.
 3. When a call is cancelled, so is all that it asked for.
 """
 
@@ -20,8 +20,8 @@ from uuid import uuid4
 import grpc
 from google.protobuf.message import Message
 
-from fleet.adapters.grpc_calls import Context, abort, answered, authorization, parse, serialize, unary
-from fleet.adapters.grpc_options import SERVER_OPTIONS
+from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary
+from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from fleet.adapters.grpc_port import open_port
 from fleet.adapters.status import renamed
 from fleet.clock import SECOND, Clock, Nanos
@@ -52,18 +52,21 @@ Messages = AsyncIterator[bytes]
 
 
 @asynccontextmanager
-async def open_kserve_frontend(listen: str, generation: Generation, clock: Clock) -> AsyncIterator["KserveFrontend"]:
+async def open_kserve_frontend(
+    listen: str, generation: Generation, clock: Clock, *, shared: bool = False
+) -> AsyncIterator["KserveFrontend"]:
     """Listen and serve until the context ends; then running calls are cancelled.
 
     Args:
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         generation: Serves the requests.
         clock: For deadlines.
+        shared: Whether other processes may listen on the same port.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
     frontend = KserveFrontend(generation, clock)
     server.add_generic_rpc_handlers(frontend.handlers())
     async with open_port(server, listen, (SERVICE,), frontend.ready) as frontend.address:
@@ -164,8 +167,8 @@ class KserveFrontend:
 
         async with asyncio.TaskGroup() as tasks:
             async for content in messages:
-                tasks.create_task(answer(content))
                 await room.acquire()
+                tasks.create_task(answer(content))
 
     async def _answer(
         self, content: bytes, context: Context, write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]]

@@ -7,8 +7,12 @@ from fleet.errors import ConfigurationRefused
 BACKLOG = 1024  # connections that wait to be accepted
 
 
-def bind(address: str) -> tuple[socket.socket, str]:
+def bind(address: str, *, shared: bool = False) -> tuple[socket.socket, str]:
     """A listening socket at ``host:port``; also returns the address with the port that was taken.
+
+    Args:
+        address: Port 0 takes a free one.
+        shared: Whether other processes of this user may listen on the same port; the kernel spreads connections.
 
     Raises:
         ConfigurationRefused: The address is not one, or is in use.
@@ -19,7 +23,7 @@ def bind(address: str) -> tuple[socket.socket, str]:
     plain = host.removeprefix("[").removesuffix("]")
     family = socket.AF_INET6 if ":" in plain else socket.AF_INET
     try:
-        listening = socket.create_server((plain, int(port)), family=family, backlog=BACKLOG)
+        listening = socket.create_server((plain, int(port)), family=family, backlog=BACKLOG, reuse_port=shared)
     except OSError as error:
         raise ConfigurationRefused(f"cannot listen on {address}: {error.strerror or error}") from error
     return listening, f"{host}:{listening.getsockname()[1]}"

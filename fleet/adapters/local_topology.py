@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Processes of this machine talk over Unix sockets in the runtime folder; only the router's two public addresses are TCP.
+1. Processes of this machine talk over Unix sockets in the runtime folder; only the router's public addresses are TCP.
 2. A public port 0 is replaced by a free one here and not in the router, so that a router that is started again has the same
    address, and workers can be told of it before it runs.
 3. What can be refused without starting anything is refused here.
@@ -54,6 +54,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     model_dir: Path
     http: str  # host:port
     grpc: str  # host:port
+    kserve: str  # host:port; empty: not served
     workers: tuple[WorkerId, ...]
     disaggregates: bool  # whether there are prefill workers
 
@@ -72,15 +73,21 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
             has no readable configuration.
     """
     _check_engine(topology.cluster.engine)
-    with ExitStack() as held:  # both at once, or both could be the same
-        http = _claim("router.http_listen", topology.router.http_listen, held)
-        grpc = _claim("router.grpc_listen", topology.router.grpc_listen, held)
+    with ExitStack() as held:  # all at once, or two could be the same
+        http = claim("router.http_listen", topology.router.http_listen, held)
+        grpc = claim("router.grpc_listen", topology.router.grpc_listen, held)
+        kserve = topology.router.kserve_listen and claim("router.kserve_listen", topology.router.kserve_listen, held)
     store = f"unix:{folder / 'kvstore.sock'}" if KvPath.STORE in topology.cluster.kv_paths else ""
     processes = []
     if store:
         processes.append(_store_process(topology, folder, store))
     router = structs.replace(
-        topology.router, http_listen=http, grpc_listen=grpc, store=store, models={model: str(model_dir)}
+        topology.router,
+        http_listen=http,
+        grpc_listen=grpc,
+        kserve_listen=kserve,
+        store=store,
+        models={model: str(model_dir)},
     )
     processes.append(
         _process(
@@ -112,6 +119,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         model_dir=model_dir,
         http=_dialled(http),
         grpc=_dialled(grpc),
+        kserve=_dialled(kserve),
         workers=tuple(worker.worker_id for worker in workers),
         disaggregates=topology.replicas(Role.PREFILL) > 0,
     )
@@ -195,7 +203,7 @@ def _length_limit(model_dir: Path) -> int:
         raise ConfigurationRefused(f"cluster.model: {path} is not a model's configuration: {error}") from error
 
 
-def _claim(field: str, listen: str, held: ExitStack) -> str:
+def claim(field: str, listen: str, held: ExitStack) -> str:
     """The address with a definite port that nobody listens on, and nobody can while `held` is open.
 
     Somebody may still take it between that and the router's start; then the router refuses its settings.
@@ -225,4 +233,7 @@ def _dialled(listen: str) -> str:
 
 def addresses(plan_: Plan) -> Sequence[str]:
     """Lines for a person: how the cluster is reached."""
-    return (f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}")
+    lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
+    if plan_.kserve:
+        lines.append(f"kserve  {plan_.kserve}")
+    return lines

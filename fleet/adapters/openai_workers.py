@@ -11,7 +11,8 @@ Rules:
    is told of no more. Where a connection turns out to have been closed while it was idle, the request is sent again over a
    new one: the server has not seen it.
 4. Progress is told as that of engines is, but the tokens are not known, only how many they are, roughly.
-5. A server without KV events is believed to hold what was sent there (`fleet.adapters.assumed_cache`).
+5. A server without KV events is believed to hold what was sent there (`fleet.adapters.assumed_cache`). Of one with them it
+   is known, from the first event after it joined, or from its first of all where it repeats them.
 """
 
 import asyncio
@@ -22,9 +23,11 @@ from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from fleet.adapters.assumed_cache import AssumedCache
 from fleet.adapters.openai_answers import UNLIMITED
+from fleet.adapters.prompt_keys import ALGORITHM
 from fleet.adapters.relay import CHAT, COMPLETIONS, EMBEDDINGS, Relayed
 from fleet.adapters.upstream import AnswerHeads, Upstream
 from fleet.clock import SECOND, Clock, Nanos
@@ -34,6 +37,7 @@ from fleet.requests import Finish
 from fleet.roles import Role
 from fleet.router.messages import (
     CacheAssumed,
+    KvChanged,
     Stepped,
     StoreChanged,
     WorkerDraining,
@@ -46,6 +50,7 @@ from fleet.router.messages import (
 from fleet.router.ports import Workers, WorkerUnreachable
 from fleet.router.settings import OpenAiWorkerSettings
 from fleet.work import Description, Progress, Rejected, Start
+from workers.engines.vllm_events import Translator, read_events
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +81,7 @@ class OpenAiWorker:
         self.worker_id = WorkerId(settings.worker_id)
         self.settings = settings
         self.heads = AnswerHeads()
+        self._compared_tokens = settings.compared_tokens
         self.joined = False
         self._connect_timeout_seconds = connect_timeout_seconds
         self._clock = clock
@@ -91,6 +97,7 @@ class OpenAiWorker:
         self._not_before = Nanos(0)
         self._look = asyncio.Event()  # now, and not at the next turn
         self._assumed: AssumedCache | None = None
+        self._following: asyncio.Task[None] | None = None
         self._max_model_len = UNLIMITED
         url = urlsplit(settings.url)
         self._host = url.hostname or ""
@@ -115,7 +122,7 @@ class OpenAiWorker:
         """
         if not self._taking:
             raise WorkerUnreachable(self.worker_id)
-        keys = relayed.keys.get(self.settings.block_tokens)
+        keys = relayed.keys.get(self._compared_tokens)
         if keys and self._assumed is not None:
             stored, removed = self._assumed.sent(keys, self._clock.now())
             self._hear(CacheAssumed(worker_id=self.worker_id, stored=stored, removed=removed))
@@ -147,7 +154,6 @@ class OpenAiWorker:
     # From connections
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
-        self._heard = True
         self._step(work_id, tokens, None)
 
     def finished(self, upstream: Upstream, work_id: RequestId, tokens: int, *, reusable: bool) -> None:
@@ -198,7 +204,7 @@ class OpenAiWorker:
         try:
             async with asyncio.timeout(self._connect_timeout_seconds):
                 _, upstream = await loop.create_connection(
-                    lambda: Upstream(self, self.settings.block_tokens), self._host, self._port, ssl=self._tls
+                    lambda: Upstream(self, self._compared_tokens), self._host, self._port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
             del self._works[work_id]
@@ -222,17 +228,17 @@ class OpenAiWorker:
     async def _watch(self) -> None:
         misses = 0
         while True:
-            known = self._taking and self._heard
-            self._heard = False
-            if known or await self._healthy():
+            heard = self._listen()
+            if (heard and self._taking) or await self._healthy():
                 misses = 0
                 if not self.joined and self._clock.now() >= self._not_before:
                     self._join()
+            elif heard:
+                misses = 0  # what runs there goes on
             else:
                 misses += 1
-                if self.joined and misses >= MISSES and not self._heard:
+                if self.joined and misses >= MISSES:
                     self._lose()
-            self._end_silent()
             if self._assumed is not None and (gone := self._assumed.expire(self._clock.now())):
                 self._hear(CacheAssumed(worker_id=self.worker_id, removed=tuple(gone)))
             seconds = self.settings.probe_seconds
@@ -246,21 +252,36 @@ class OpenAiWorker:
         self._incarnations += 1
         self.joined = self._taking = True
         if not settings.kv_events:
-            self._assumed = AssumedCache(settings.kv_blocks, settings.cache_ttl_seconds, self._clock.now())
+            self._assumed = AssumedCache(settings.compared_blocks, settings.cache_ttl_seconds, self._clock.now())
         description = Description(
             worker_id=self.worker_id,
             incarnation=Incarnation(f"{self._incarnations}"),
             model=ModelName(settings.model),
             role=Role.BOTH,
-            block_tokens=settings.block_tokens,
+            block_tokens=settings.compared_tokens,
             max_model_len=self._max_model_len,
-            kv_blocks=settings.kv_blocks,
+            kv_blocks=settings.compared_blocks,
             max_running=settings.max_running,
             fingerprint=f"openai/{self.worker_id}",  # nobody shares blocks with it
             engine="openai",
         )
         log.info("worker joined", extra={"worker": self.worker_id, "url": settings.url})
         self._hear(WorkerJoined(description=description, address=settings.url))
+        if settings.kv_events:
+            self._following = self._tasks.create_task(self._follow_cache())
+
+    async def _follow_cache(self) -> None:
+        """Tell what is in its prefix cache, until cancelled."""
+        settings = self.settings
+        while True:
+            books = Translator(block_tokens=settings.block_tokens, algorithm=ALGORITHM, capacity=settings.kv_blocks)
+            try:
+                async for events in read_events(settings.kv_events, settings.kv_events_replay, books):
+                    self._hear(KvChanged(worker_id=self.worker_id, events=tuple(events)))
+            except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:  # what it sends, nobody checks
+                log.warning("KV events not understood", extra={"worker": self.worker_id, "cause": repr(error)})
+            self._hear(KvChanged(worker_id=self.worker_id, events=(books.clear(),)))
+            await asyncio.sleep(settings.probe_seconds)
 
     def _count_failure(self) -> None:
         self._failures += 1
@@ -296,6 +317,9 @@ class OpenAiWorker:
     def _left(self) -> None:
         self.joined = self._taking = False
         self._assumed = None
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
         for upstream in self._idle:
             upstream.drop()
         self._idle.clear()
@@ -303,15 +327,18 @@ class OpenAiWorker:
         self._hear(WorkerLeft(worker_id=self.worker_id))
         self._look.set()
 
-    def _end_silent(self) -> None:
-        """Give up requests of which nothing was heard for too long."""
+    def _listen(self) -> bool:
+        """Whether anything was heard since the last time; gives requests up of which nothing was, for too long."""
         now = self._clock.now()
         limit = int(self.settings.silence_timeout_seconds * SECOND)
+        heard, self._heard = self._heard, False
         for upstream in [work for work in self._works.values() if isinstance(work, Upstream)]:
-            if not upstream.quiet:
+            if not upstream.quiet or upstream.quiet_since is None:
+                heard = heard or not upstream.quiet
                 upstream.quiet, upstream.quiet_since = True, now
             elif now - upstream.quiet_since >= limit:
                 upstream.fail(f"it said nothing for {self.settings.silence_timeout_seconds:g} s")
+        return heard
 
     async def _healthy(self) -> bool:
         try:

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from fleet.adapters.http_messages import ClientGone
 from fleet.adapters.relay import Relayed
+from fleet.clock import Nanos
 from fleet.errors import Reason
 from fleet.ids import RequestId
 
@@ -44,6 +45,7 @@ class AnswerHead(Struct, frozen=True):
     chunked: bool
     until_close: bool  # the answer ends with the connection
     streams: bool  # events
+    reusable: bool  # the connection
 
 
 class AnswerHeads:
@@ -98,7 +100,8 @@ class Upstream(asyncio.Protocol):
         """
         self._owner = owner
         self._report_every = report_every
-        self._parser = httptools.HttpResponseParser(_Ends(self))
+        self._due = _Due()
+        self._parser = httptools.HttpResponseParser(self._due)
         self._transport: asyncio.Transport
         self._work_id = RequestId("")
         self._relayed: Relayed | None = None
@@ -110,12 +113,8 @@ class Upstream(asyncio.Protocol):
         self._events = 0  # not told yet
         self._keep_alive = False  # of the client's connection
         self._bodies: list[bytes] | None = None  # unpacked, for a client that does not understand chunks
-        self.messages = 0  # begun since the request was sent
-        self.head_complete = False
-        self.complete = False
-        self.reusable = False
-        self.quiet = False  # since somebody has set this
-        self.quiet_since = 0
+        self.quiet = True  # nothing came since the worker looked last
+        self.quiet_since: Nanos | None = None  # as it found then; None: it has not looked since the request was sent
 
     # From the worker
 
@@ -138,11 +137,12 @@ class Upstream(asyncio.Protocol):
         self._client = None
         self._held = b""
         self._events = 0
-        self.messages = 0
-        self.head_complete = self.complete = self.reusable = self.quiet = False
+        self.quiet = True
+        self.quiet_since = None
+        self._due.expect()
         if not relayed.chunks:
             self._bodies = []
-            self._parser = httptools.HttpResponseParser(_Bodies(self, self._bodies))
+            self._parser = httptools.HttpResponseParser(_DueWithBodies(self._due, self._bodies))
         body = relayed.body
         if len(body) <= SMALL_BODY_BYTES:
             self._transport.write(opening + body)
@@ -176,10 +176,7 @@ class Upstream(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.fail(f"its answer is not HTTP: {error}")
-            return
-        if self.messages > 1:
-            self.fail("it answered twice")
+            self.fail(f"its answer is no HTTP answer: {error}")
             return
         client = self._client
         if client is None:
@@ -191,7 +188,7 @@ class Upstream(asyncio.Protocol):
             self._write_plain(client)
         self._latest = data
         self._events += data.count(b"data:")
-        if self.complete:
+        if not self._due.end:
             self._finish()
         elif self._events >= self._report_every:
             events, self._events = self._events, 0
@@ -205,7 +202,7 @@ class Upstream(asyncio.Protocol):
         elif self._client is not None and self._head is not None and self._head.until_close and exc is None:
             self._relayed = relayed
             self._finish()
-        elif self._served > 1 and not self._held and self._client is None and self.messages == 0:
+        elif self._served > 1 and self._due.begin:
             self._owner.stale(self._work_id, relayed)
         else:
             cause = "" if exc is None else f": {exc}"
@@ -223,19 +220,20 @@ class Upstream(asyncio.Protocol):
         """The answer begins."""
         if self._held:
             data = self._held + data
-        if not self.head_complete:
+        end = data.find(b"\r\n\r\n") + 4
+        if end < 4:  # it was not found
             self._held = data
             if len(data) > MAX_HEAD_BYTES:
                 self.fail(f"the head of its answer is larger than {MAX_HEAD_BYTES} bytes")
             return
         status = self._parser.get_status_code()
-        end = data.find(b"\r\n\r\n") + 4
         if status >= FIRST_SERVER_ERROR or status < FIRST_FINAL_STATUS:
             excerpt = data[end : end + EXCERPT_BYTES].decode("latin-1")
             reason = Reason.WORKER_LOST if status in UNAVAILABLE else Reason.INTERNAL
             self.fail(f"it answered with status {status}: {excerpt!r}", reason)
             return
-        if end == len(data) and not self.complete:
+        complete = not self._due.end
+        if end == len(data) and not complete:
             self._held = data  # rule 3
             return
         relayed = self._relayed
@@ -265,7 +263,7 @@ class Upstream(asyncio.Protocol):
             self._write_plain(client)
         self._latest = data
         self._events = max(1, data.count(b"data:", end))
-        if self.complete:
+        if complete:
             self._finish()
         else:
             events, self._events = self._events, 0
@@ -279,7 +277,7 @@ class Upstream(asyncio.Protocol):
     def _finish(self) -> None:
         relayed, self._relayed = self._relayed, None
         assert relayed is not None
-        reusable = self.reusable and self._bodies is None
+        reusable = self._head is not None and self._head.reusable and self._bodies is None
         keep_alive = self._keep_alive  # before the next request may be sent
         if not reusable:
             self._transport.close()
@@ -287,44 +285,45 @@ class Upstream(asyncio.Protocol):
         relayed.end(keep_alive=keep_alive)
 
 
-class _Ends:
-    """Hears from the parser where things end."""
+class _Due:
+    """What the parser must still come upon: the beginning and the end of one answer.
 
-    def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
+    The parser takes them out itself, without a call of ours; where there is none to take, the server says more than it was
+    asked, and the parser fails.
+    """
 
-    def on_message_begin(self) -> None:
-        self._upstream.messages += 1
+    def __init__(self) -> None:
+        self.begin: list[None] = []
+        self.end: list[None] = []
+        self.on_message_begin = self.begin.pop
+        self.on_message_complete = self.end.pop
 
-    def on_headers_complete(self) -> None:
-        self._upstream.head_complete = True
-
-    def on_message_complete(self) -> None:
-        upstream = self._upstream
-        upstream.complete = True
-        upstream.reusable = upstream._parser.should_keep_alive()  # noqa: SLF001 - its other half
+    def expect(self) -> None:
+        self.begin.append(None)
+        self.end.append(None)
 
 
-class _Bodies(_Ends):
-    """Hears the content as well."""
+class _DueWithBodies:
+    """The same, and the content is wanted as well."""
 
-    def __init__(self, upstream: Upstream, bodies: list[bytes]) -> None:
-        super().__init__(upstream)
-        self._bodies = bodies
-
-    def on_body(self, body: bytes) -> None:
-        self._bodies.append(body)
+    def __init__(self, due: _Due, bodies: list[bytes]) -> None:
+        self.on_message_begin = due.on_message_begin
+        self.on_message_complete = due.on_message_complete
+        self.on_body = bodies.append
 
 
 def read_head(content: bytes) -> AnswerHead:
     """What to pass on of a head that the parser has accepted, up to and with the empty line."""
     status_line, *lines = content[:-4].split(b"\r\n")
-    _, _, status = status_line.partition(b" ")
+    version, _, status = status_line.partition(b" ")
+    keep_alive = version == b"HTTP/1.1"
     kept, plain = [b"HTTP/1.1 " + status], [b"HTTP/1.1 " + status]
     chunked = sized = streams = False
     for line in lines:
         name, _, value = line.partition(b":")
         name = name.lower()
+        if name == b"connection":
+            keep_alive = b"close" not in value.lower() and (keep_alive or b"keep-alive" in value.lower())
         if name in _ONE_CONNECTION:
             continue
         kept.append(line)
@@ -335,10 +334,12 @@ def read_head(content: bytes) -> AnswerHead:
         sized = sized or name == b"content-length"
         streams = streams or (name == b"content-type" and b"event-stream" in value.lower())
     empty = status[:3] in (b"204", b"304")
+    until_close = not (chunked or sized or empty)
     return AnswerHead(
         start=b"\r\n".join((*kept, b"")),
         plain_start=b"\r\n".join((*plain, b"")),
         chunked=chunked,
-        until_close=not (chunked or sized or empty),
+        until_close=until_close,
         streams=streams,
+        reusable=keep_alive and not until_close,
     )

@@ -277,8 +277,6 @@ class _Link:
     # For the connection.
 
     def received(self, payload: bytes) -> None:
-        if self.ended.is_set():
-            return
         if self._silence is not None:
             self._silence.heard()
         try:

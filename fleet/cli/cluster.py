@@ -37,6 +37,7 @@ class Cluster(Struct, frozen=True):
         content = {
             "http": f"http://{self.plan.http}",
             "grpc": self.plan.grpc,
+            **({"kserve": self.plan.kserve} if self.plan.kserve else {}),
             "model": self.plan.model,
             "pids": {"supervisor": os.getpid(), **self.pids},
         }
@@ -96,14 +97,19 @@ async def with_cluster(
             await _wait_until_serving(planned)
             await body(Cluster(planned, processes.pids))
 
-        loop = asyncio.get_running_loop()
+        return await hold(processes, when_ready)
+
+
+async def hold(processes: LocalProcesses, when_ready: Callable[[], Awaitable[None]]) -> bool:
+    """`LocalProcesses.hold`, ended by the signals that ask a command to stop."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, _on_signal, processes)
+    try:
+        return await processes.hold(when_ready)
+    finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, _on_signal, processes)
-        try:
-            return await processes.hold(when_ready)
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                loop.remove_signal_handler(number)
+            loop.remove_signal_handler(number)
 
 
 def _log_folder(wanted: Path | None) -> Path | None:

@@ -1,6 +1,7 @@
 """`fleet serve`: one process of a cluster, as supervisors of every kind start it."""
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -8,10 +9,18 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.local_processes import ClusterFailed, LocalProcesses, runtime_folder
 from fleet.adapters.process_group import die_with_parent
+from fleet.adapters.router_processes import plan_routers
+from fleet.cli.cluster import hold, say
 from fleet.cli.exits import DONE, FAILED
+from fleet.config import child_environment, load
+from fleet.errors import ConfigurationRefused
+from fleet.router.settings import RouterSettings
 
 PARTS = ("router", "worker", "kvstore")
+MAX_PROCESSES = 64
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +30,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ready-fd", type=int, metavar="N", help="write one line of JSON, the endpoints, there when ready"
+    )
+    parser.add_argument(
+        "--processes",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="of a router: so many, behind the same ports (default: 1)",
     )
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process, the parent, does")
 
@@ -33,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ready_fd is not None:
         os.set_inheritable(arguments.ready_fd, False)  # or an engine process would keep it open when this one dies
 
+    if arguments.processes > 1:
+        return _serve_routers(arguments)
     from fleet.app import serve  # noqa: PLC0415 - after the parent's death would be noticed, because it takes a second
     from kvstore.errors import StoreUnreachable  # noqa: PLC0415
     from workers.ports import EngineDied  # noqa: PLC0415
@@ -43,6 +61,40 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
     return DONE
+
+
+def _serve_routers(arguments: argparse.Namespace) -> int:
+    if arguments.part != "router":
+        raise ConfigurationRefused(f"--processes: a {arguments.part} is one process; start it several times instead")
+    announce = _announcer(arguments.ready_fd)
+    settings = load(arguments.config, RouterSettings)
+    try:
+        with runtime_folder() as folder:
+            planned = plan_routers(settings, arguments.processes, folder)
+            processes = LocalProcesses(
+                planned.processes,
+                folder=folder,
+                logs=folder,
+                environment=child_environment(),
+                clock=SystemClock(),
+                say=say,
+            )
+
+            async def stay() -> None:
+                announce({"http": planned.http, "grpc": planned.grpc})
+                await asyncio.Event().wait()
+
+            asyncio.run(hold(processes, stay))
+    except ClusterFailed as error:
+        say(str(error))
+        return FAILED
+    return DONE
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_PROCESSES}")
+    return int(text)
 
 
 def _announcer(ready_fd: int | None) -> Callable[[Mapping[str, str]], None]:

@@ -31,6 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--http-port", type=_port, metavar="PORT", help="OpenAI API (default: 8000; 0: any free one)")
     parser.add_argument("--grpc-port", type=_port, metavar="PORT", help="gRPC API (default: 50051; 0: any free one)")
     parser.add_argument(
+        "--kserve-port",
+        type=_port,
+        metavar="PORT",
+        help="Open Inference Protocol, for clients of KServe and Triton (default: not served; 8001 is usual; 0: any free one)",
+    )
+    parser.add_argument(
         "--kv-paths",
         type=_kv_paths,
         metavar="PATHS",
@@ -109,10 +115,14 @@ def _topology(arguments: argparse.Namespace) -> Topology:
         cluster = structs.replace(cluster, model=arguments.model)
     if arguments.kv_paths:
         cluster = structs.replace(cluster, kv_paths=arguments.kv_paths)
+    kserve_listen = topology.router.kserve_listen
+    if arguments.kserve_port is not None:
+        kserve_listen = _with_port(kserve_listen or topology.router.grpc_listen, arguments.kserve_port)
     router = structs.replace(
         topology.router,
         http_listen=_with_port(topology.router.http_listen, arguments.http_port),
         grpc_listen=_with_port(topology.router.grpc_listen, arguments.grpc_port),
+        kserve_listen=kserve_listen,
     )
     pools = _with_replicas(topology.pools, Role.PREFILL, arguments.prefill)
     pools = _with_replicas(pools, Role.DECODE, arguments.decode)

@@ -106,6 +106,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     kv_blocks: int
     cached_blocks: int  # of the engine's prefix cache, that the router's index knows
     booked_requests: int  # as the router has booked
+    booked_elsewhere: int  # as other routers have told it
 
 
 class PoolStatus(Struct, frozen=True, kw_only=True):

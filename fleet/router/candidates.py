@@ -22,6 +22,7 @@ Rows = NDArray[np.intp]
 BACKLOG_TOKENS = 0  # of prefill booked and not done
 ACTIVE_BLOCKS = 1  # unique, of live requests; those of an answer near its expected end count less
 REQUESTS = 2  # booked
+BOOKED = 3  # rows that change with every booking
 LIMIT = 3  # of requests booked
 MAX_RUNNING = 4  # requests in one batch
 KV_BLOCKS = 5  # capacity of the engine's cache

@@ -66,11 +66,13 @@ def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]
     if len(keys) > WORTH_BISECTING:
         keys = keys[: bisect_left(keys, True, key=lambda key: key not in masks)]  # held sorts before not held
     holders = list(map(masks.get, keys, repeat(0)))
-    held = holders.index(0) if 0 in holders else len(holders)
+    if 0 in holders:
+        del holders[holders.index(0) :]
+    held = len(holders)
     first = holders[0]
     if holders.count(first) == held:  # all who hold the first block hold as many
         return [(held, first)]
-    running = list(accumulate(holders[:held], and_))
+    running = list(accumulate(holders, and_))
     ends = []
     depth = 0
     *distinct, last = dict.fromkeys(running)  # in order: each is a part of the one before
@@ -126,16 +128,19 @@ class PrefixIndex:
 
     def stored(self, holder: Holder, keys: Iterable[int]) -> None:
         bit, held, masks = self._bits[holder], self._held[holder], self._masks
-        room = self._capacities[holder] - len(held)
-        for key in keys:
-            if key in held:
-                continue
-            if room == 0:
-                self.overflowed += 1
-                continue
-            room -= 1
-            held.add(key)
-            masks[key] = masks.get(key, 0) | bit
+        new = tuple(keys)
+        if not held.isdisjoint(new):
+            new = tuple(key for key in new if key not in held)
+        if len(new) > (room := self._capacities[holder] - len(held)):
+            new = tuple(dict.fromkeys(new))
+            self.overflowed += max(0, len(new) - room)
+            new = new[:room]
+        held.update(new)
+        if masks.keys().isdisjoint(new):  # as most are, of which nobody has told before: one step for all of them
+            masks.update(dict.fromkeys(new, bit))
+        else:
+            for key in new:
+                masks[key] = masks.get(key, 0) | bit
 
     def removed(self, holder: Holder, keys: Iterable[int]) -> None:
         held = self._held[holder]
@@ -169,12 +174,8 @@ class PrefixIndex:
             bits ^= bit
 
     def _unmark(self, bit: int, keys: AbstractSet[int]) -> None:
-        masks = self._masks
-        for key in keys:
-            if rest := masks[key] & ~bit:
-                masks[key] = rest
-            else:
-                del masks[key]
+        take, others = self._masks.pop, ~bit
+        self._masks.update([(key, rest) for key in keys if (rest := take(key) & others)])
 
     def check(self) -> None:
         """Assert that both views of the same facts agree."""

@@ -9,7 +9,7 @@ QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
 A request is in exactly one stage; the table below is the whole truth about what may follow what.
 """
 
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 from msgspec import Struct, structs
 
@@ -25,14 +25,14 @@ from fleet.router.sessions import SessionKey
 from kvstore.block import chain
 
 
-class Stage(Enum):
+class Stage(IntEnum):  # hashed by C: `advance` is on every path
     QUEUED = auto()  # on no worker
     PREFILLING = auto()  # the prompt is computed, by a prefill worker or by the one that does it all
     HANDED_OVER = auto()  # a decode worker has been told to fetch the blocks
     DECODING = auto()  # tokens come
 
 
-class Turn(Enum):
+class Turn(IntEnum):
     """What moves a request on."""
 
     DISPATCHED = auto()

@@ -29,6 +29,7 @@ from fleet.router.candidates import Asked, Chance
 from fleet.router.live import LiveRequest, Stage, Turn, Work, advance
 from fleet.router.messages import (
     Arrived,
+    Booked,
     CacheAssumed,
     Cancelled,
     CancelWork,
@@ -39,6 +40,8 @@ from fleet.router.messages import (
     KvChanged,
     LoadReported,
     Refuse,
+    ReplicaBooked,
+    ReplicaLeft,
     RouterEvent,
     Stepped,
     StoreChanged,
@@ -132,6 +135,12 @@ class RouterMachine:
                 self._ticked(now, out)
             case Tuned():
                 self._tuned(event.thresholds)
+            case ReplicaBooked():
+                self._roster.share(event.replica, event.booked)
+                self._freed.update(dict.fromkeys(self._waiting.models()))
+            case ReplicaLeft():
+                self._roster.share(event.replica, {})
+                self._freed.update(dict.fromkeys(self._waiting.models()))
             case WorkerJoined():
                 self._joined(event, now, out)
             case WorkerLeft():
@@ -572,6 +581,10 @@ class RouterMachine:
     def thresholds(self) -> Thresholds:
         """Those in force."""
         return Thresholds(**{name: getattr(self._settings, name) for name in Thresholds.__struct_fields__})
+
+    def booked(self) -> dict[WorkerId, Booked]:
+        """What this router has booked by itself, for the others."""
+        return self._roster.booked()
 
     def decision(self, request_id: RequestId) -> Decision | None:
         """The latest decision where a request goes; None for one too long ago, or never placed."""

@@ -72,6 +72,30 @@ class Stepped(Struct, frozen=True, kw_only=True):
     progress: tuple[Progress, ...]
 
 
+class Booked(Struct, frozen=True):
+    """What is booked on one worker."""
+
+    prefill_tokens: int
+    blocks: float
+    requests: int
+
+
+class ReplicaBooked(Struct, frozen=True, kw_only=True):
+    """All that another router of the cluster has booked now, by worker; it voids what it told before."""
+
+    replica: str
+    booked: Mapping[WorkerId, Booked]
+
+
+class ReplicaLeft(Struct, frozen=True, kw_only=True):
+    """Another router is gone, and its bookings with it."""
+
+    replica: str
+
+
+ReplicaEvent = ReplicaBooked | ReplicaLeft
+
+
 class WorkRejected(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     rejected: Rejected
@@ -133,7 +157,7 @@ class Tuned(Struct, frozen=True, kw_only=True):
     thresholds: Thresholds
 
 
-RouterEvent = WorkerEvent | Arrived | Cancelled | Undelivered | Ticked | Tuned
+RouterEvent = WorkerEvent | ReplicaEvent | Arrived | Cancelled | Undelivered | Ticked | Tuned
 
 
 class Dispatch(Struct, frozen=True, kw_only=True):

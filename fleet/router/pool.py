@@ -12,8 +12,11 @@ from fleet.ids import WorkerId
 from fleet.roles import KvPath, Role
 from fleet.router.bookings import WorkerBookings
 from fleet.router.candidates import (
+    ACTIVE_BLOCKS,
+    BACKLOG_TOKENS,
     BELOW_BLOCKS,
     BLOCK_TOKENS,
+    BOOKED,
     COMING_BLOCKS,
     CONVERSION,
     DECODE_SPEED,
@@ -25,6 +28,7 @@ from fleet.router.candidates import (
     NEW_BLOCKS,
     PREFILL_SPEED,
     QUANTITIES,
+    REQUESTS,
     STORE_BLOCKS,
     Flags,
     Floats,
@@ -33,13 +37,12 @@ from fleet.router.candidates import (
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, runs, store_namespace
 from fleet.router.live import LiveRequest
 from fleet.router.members import Members, Serving, Standings, limit
+from fleet.router.messages import Booked
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import WorkerSnapshot
 from fleet.work import Description, Load
 from kvstore.block import blocks_for
 from kvstore.messages import POOL_TIER
-
-MAX_KNOWN_MASKS = 4096  # sets of workers whose rows are remembered
 
 
 class KnownWorker:
@@ -58,7 +61,7 @@ class KnownWorker:
     def decodes(self) -> bool:
         return self.description.role is not Role.PREFILL
 
-    def snapshot(self, cached_blocks: int) -> WorkerSnapshot:
+    def snapshot(self, cached_blocks: int, booked_elsewhere: int) -> WorkerSnapshot:
         return WorkerSnapshot(
             worker_id=self.description.worker_id,
             state="draining" if self.draining else "serving",
@@ -70,9 +73,13 @@ class KnownWorker:
             kv_blocks=self.description.kv_blocks,
             cached_blocks=cached_blocks,
             booked_requests=len(self.bookings),
+            booked_elsewhere=booked_elsewhere,
             booked_blocks=self.bookings.blocks,
             booked_prefill_tokens=self.bookings.prefill_tokens,
         )
+
+
+MAX_KNOWN = 256  # sets of workers whose rows are remembered
 
 
 class Holding:
@@ -83,22 +90,21 @@ class Holding:
         for bit in rows:
             self.mask |= bit
         self._rows = rows
-        self._known: dict[int, Rows] = {}
+        self._known: dict[int, Rows] = {}  # who holds what is hot together changes little
+        self._row_at: Rows = np.zeros(self.mask.bit_length(), dtype=np.intp)  # by place of the bit
+        for bit, row in rows.items():
+            self._row_at[bit.bit_length() - 1] = row
 
     def rows(self, bits: int) -> Rows | int:
         """Of one or several of the bits in `mask`."""
         if bits & (bits - 1) == 0:
             return self._rows[bits]
         if (known := self._known.get(bits)) is None:
-            found = []
-            rest = bits
-            while rest:
-                bit = rest & -rest
-                found.append(self._rows[bit])
-                rest ^= bit
-            if len(self._known) >= MAX_KNOWN_MASKS:
+            packed = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+            known = self._row_at[np.unpackbits(packed, bitorder="little").nonzero()[0]]
+            if len(self._known) == MAX_KNOWN:
                 self._known.clear()
-            known = self._known[bits] = np.array(found, dtype=np.intp)
+            self._known[bits] = known
         return known
 
 
@@ -120,6 +126,7 @@ class WorkerPool:
         self.workers: dict[WorkerId, KnownWorker] = {}
         self.holders: dict[int, int] = {}  # who holds a block for live requests: bits by key
         self._bits = 0  # in use
+        self._shared: Sequence[Mapping[WorkerId, Booked]] = ()  # by other routers
         self._arrange()
 
     def take_bit(self) -> int:
@@ -137,6 +144,28 @@ class WorkerPool:
         worker.bookings.close()
         self._bits &= ~worker.bit
         self._arrange()
+
+    def share(self, booked: Sequence[Mapping[WorkerId, Booked]]) -> None:
+        """What other routers have booked here, in place of what they had before."""
+        self._shared = booked
+        self._booked_elsewhere = self._sum_of_shared()
+
+    def booked_elsewhere(self, worker_id: WorkerId) -> int:
+        """Requests that other routers have booked on a worker."""
+        return sum(replica[worker_id].requests for replica in self._shared if worker_id in replica)
+
+    def has_room(self) -> bool:
+        """Whether some worker that answers is below its limit, or none is left that could be."""
+        elsewhere = self._booked_elsewhere
+        usable = False
+        for row, worker in enumerate(self.workers.values()):
+            if worker.draining or not worker.decodes:
+                continue
+            usable = True
+            requests = len(worker.bookings) + (0 if elsewhere is None else elsewhere[REQUESTS, row])
+            if requests < worker.request_limit:
+                return True
+        return not usable
 
     def tune(self, settings: RouterSettings) -> None:
         """Settings have changed."""
@@ -170,6 +199,7 @@ class WorkerPool:
             columns[DECODE_SPEED, row] = each.decode_speed
             worker.bookings.keep_in(columns[:, row])
         self._columns = columns
+        self._booked_elsewhere = self._sum_of_shared()
         rows_of: dict[int, list[int]] = {}
         for row, each in enumerate(descriptions):
             rows_of.setdefault(each.block_tokens, []).append(row)
@@ -186,6 +216,18 @@ class WorkerPool:
         for (name, size), rows in loading.items():
             self._stores.append((name, size, np.array(rows, dtype=np.intp)))
 
+    def _sum_of_shared(self) -> Floats | None:
+        if not any(self._shared):
+            return None
+        elsewhere: Floats = np.zeros((BOOKED, len(self.workers)))
+        for row, worker_id in enumerate(self.workers):
+            for replica in self._shared:
+                if (booked := replica.get(worker_id)) is not None:
+                    elsewhere[BACKLOG_TOKENS, row] += booked.prefill_tokens
+                    elsewhere[ACTIVE_BLOCKS, row] += booked.blocks
+                    elsewhere[REQUESTS, row] += booked.requests
+        return elsewhere
+
     def standings(self, live: LiveRequest, tiers: Mapping[Namespace, Sequence[str]]) -> Standings:
         """All workers, as they stand for a request.
 
@@ -194,6 +236,8 @@ class WorkerPool:
             tiers: Of stores, those that hold something.
         """
         columns = self._columns.copy()
+        if self._booked_elsewhere is not None:
+            columns[:BOOKED] += self._booked_elsewhere
         warm = False
         prompt_tokens = live.prompt_tokens
         for size in self._sizes:
@@ -223,9 +267,11 @@ class WorkerPool:
         for depth, mask in booked:
             if bits := mask & size.live.mask:
                 columns[LIVE_BLOCKS, size.live.rows(bits)] = depth
-        live = columns[LIVE_BLOCKS, size.rows]
-        columns[NEW_BLOCKS, size.rows] -= live
-        columns[COMING_BLOCKS, size.rows] = np.maximum(live - columns[ENGINE_BLOCKS, size.rows], 0.0)
+        rows = size.rows
+        live = columns[LIVE_BLOCKS, rows]
+        columns[NEW_BLOCKS, rows] -= live
+        live = live - columns[ENGINE_BLOCKS, rows]
+        columns[COMING_BLOCKS, rows] = np.maximum(live, 0.0, out=live)
 
     def _note_stores(
         self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[Namespace, Sequence[str]]

@@ -1,6 +1,6 @@
 """The workers that a router knows: what they are, what is booked on them, what they hold."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import ModelCard
@@ -8,7 +8,7 @@ from fleet.roles import Role
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, keys_of, store_namespace
 from fleet.router.live import LiveRequest
 from fleet.router.members import Standings, limit
-from fleet.router.messages import StoreChanged
+from fleet.router.messages import Booked, StoreChanged
 from fleet.router.pool import KnownWorker, WorkerPool
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
@@ -23,6 +23,7 @@ class Roster:
         self._workers: dict[WorkerId, KnownWorker] = {}
         self._pools: dict[ModelName, WorkerPool] = {}
         self._stores: dict[Namespace, list[str]] = {}  # tiers that hold something
+        self._replicas: dict[str, Mapping[WorkerId, Booked]] = {}  # other routers' bookings
         self.index = PrefixIndex()
         self._nobody = WorkerPool(settings, self.index)
 
@@ -44,6 +45,7 @@ class Roster:
         self.index.add(engine_cache(worker_id), capacity=description.kv_blocks)
         if (pool := self._pools.get(description.model)) is None:
             pool = self._pools[description.model] = WorkerPool(self._settings, self.index)
+            pool.share(list(self._replicas.values()))
         worker = KnownWorker(description, address, pool, limit(description, self._settings))
         self._workers[worker_id] = worker
         pool.join(worker)
@@ -104,8 +106,25 @@ class Roster:
 
     def worth_trying(self, model: ModelName) -> bool:
         """Whether placing a waiting request can have any other outcome than that it waits on."""
-        usable = [worker for worker in self.serving(model) if worker.decodes and not worker.draining]
-        return not usable or any(len(worker.bookings) < worker.request_limit for worker in usable)
+        pool = self._pools.get(model)
+        return pool is None or pool.has_room()
+
+    def share(self, replica: str, booked: Mapping[WorkerId, Booked]) -> None:
+        """What another router has booked, in place of what it had before."""
+        if booked:
+            self._replicas[replica] = booked
+        else:
+            self._replicas.pop(replica, None)
+        for pool in self._pools.values():
+            pool.share(list(self._replicas.values()))
+
+    def booked(self) -> dict[WorkerId, Booked]:
+        """What this router has booked, on workers where that is anything."""
+        return {
+            worker_id: Booked(worker.bookings.prefill_tokens, worker.bookings.blocks, len(worker.bookings))
+            for worker_id, worker in self._workers.items()
+            if len(worker.bookings)
+        }
 
     def standings(self, live: LiveRequest) -> Standings:
         """All workers of a request's model, as they stand for it."""
@@ -144,9 +163,10 @@ class Roster:
     def pools(self) -> tuple[PoolSnapshot, ...]:
         pools: dict[tuple[ModelName, Role], list[WorkerSnapshot]] = {}
         for worker in self:
-            pool = (worker.description.model, worker.description.role)
-            cached = self.index.held_by(engine_cache(worker.description.worker_id))
-            pools.setdefault(pool, []).append(worker.snapshot(cached))
+            worker_id, model = worker.description.worker_id, worker.description.model
+            cached = self.index.held_by(engine_cache(worker_id))
+            elsewhere = self._pools[model].booked_elsewhere(worker_id)
+            pools.setdefault((model, worker.description.role), []).append(worker.snapshot(cached, elsewhere))
         return tuple(
             PoolSnapshot(model=model, role=role, workers=tuple(workers)) for (model, role), workers in pools.items()
         )

@@ -8,6 +8,7 @@ command brings about is heard after all commands that were given with it.
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Never, Protocol, Self, assert_never
 
@@ -20,6 +21,7 @@ from fleet.requests import KvPhase, ModelCard
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
+    Booked,
     Cancelled,
     CancelWork,
     Command,
@@ -27,6 +29,7 @@ from fleet.router.messages import (
     Dispatch,
     Emit,
     Refuse,
+    ReplicaEvent,
     RouterEvent,
     Ticked,
     Tuned,
@@ -124,6 +127,7 @@ class RouterServer:
         self._absorbing = False
         self._broken: Exception | None = None  # a bug, met in the middle of a decision
         self._broke = asyncio.Event()
+        self.on_change: Callable[[], None] | None = None  # after each event, for who looks at `booked`
         self._closed = False  # nothing is taken any more
         self._idle = asyncio.Event()
         self._idle.set()
@@ -134,8 +138,8 @@ class RouterServer:
         """A request to be entered: ``async with server.submit(arrived) as progress: async for ...``."""
         return RequestStream(arrived, self)
 
-    def hear(self, event: WorkerEvent) -> None:
-        """Take in at once what a worker did. What goes wrong with it ends `run`: whoever calls this reads a socket, say."""
+    def hear(self, event: WorkerEvent | ReplicaEvent) -> None:
+        """Take in at once what a worker or another router did. What goes wrong with it ends `run`: whoever calls this reads a socket, say."""
         try:
             self._absorb(event)
         except Exception as bug:  # supervisor: nothing that the machine says can be trusted any more
@@ -156,6 +160,9 @@ class RouterServer:
         """Set them from the next request on; those that wait are looked at again."""
         log.info("thresholds set", extra=structs.asdict(thresholds))
         self._absorb(Tuned(thresholds=thresholds))
+
+    def booked(self) -> dict[WorkerId, Booked]:
+        return self._machine.booked()
 
     def decision(self, request_id: RequestId) -> Decision | None:
         return self._machine.decision(request_id)
@@ -236,6 +243,8 @@ class RouterServer:
                         events.append(failure)
         finally:
             self._absorbing = False
+        if self.on_change is not None:
+            self.on_change()
         due = self._machine.next_deadline()
         if due is not None and (self._armed is None or due < self._armed):
             self._sooner.set()

@@ -12,6 +12,9 @@ from kvstore.credentials import Credentials
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
 
+COMPARED_TOKENS = 64
+"""Where it is not known to the block what a server holds, finer pieces than these cost memory and time and tell nothing."""
+
 
 class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A server that speaks the OpenAI API and knows nothing of Fleet, such as vLLM, llama.cpp or a hosted one."""
@@ -29,7 +32,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Hugging Face folder of its model, so that prompts are compared token by token; empty: by pieces of text."""
 
     block_tokens: PositiveInt = 16
-    """Tokens that are compared at once (of text: 4 bytes each). With `kv_events` the server's own block size."""
+    """The server's block size. Without `kv_events` at least 64 tokens (of text: 4 bytes each) are compared at once."""
 
     kv_blocks: PositiveInt = 100_000
     """Blocks that its prefix cache holds; more are never believed to be there."""
@@ -40,9 +43,12 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: str = ""
     """Sent to it as a bearer token, in place of what the client sent; empty: what the client sent is passed on."""
 
-    kv_events: str = ""
+    kv_events: Annotated[str, Meta(pattern="^((tcp|ipc)://.+)?$")] = ""
     """ZeroMQ endpoint where vLLM publishes its KV events (``tcp://host:port``); empty: what was sent there is believed
     to be cached."""
+
+    kv_events_replay: Annotated[str, Meta(pattern="^((tcp|ipc)://.+)?$")] = ""
+    """Where it repeats them (its `replay_endpoint`); empty: what it had cached before it joined is not known."""
 
     cache_ttl_seconds: PositiveSeconds = 600.0
     """Without `kv_events`: how long, at least half of it, a prompt is believed to be cached after it was sent."""
@@ -66,8 +72,24 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
         if any(not " " < character < "\x7f" for character in self.url + self.api_key):
             raise ValueError("url and api_key: only printable ASCII without spaces is allowed")
+        if self.kv_events_replay and not self.kv_events:
+            raise ValueError("kv_events_replay: needs kv_events")
+        if not self.kv_events and self.kv_blocks * self.block_tokens < COMPARED_TOKENS:
+            raise ValueError(
+                f"kv_blocks: {self.kv_blocks} of {self.block_tokens} tokens are less than {COMPARED_TOKENS} tokens"
+            )
         if self.kv_events and not self.tokenizer:
             raise ValueError("kv_events: needs tokenizer, since they name blocks by their tokens")
+
+    @property
+    def compared_tokens(self) -> int:
+        """Tokens that are compared at once."""
+        return self.block_tokens if self.kv_events else max(self.block_tokens, COMPARED_TOKENS)
+
+    @property
+    def compared_blocks(self) -> int:
+        """The server's cache, in pieces of so many tokens."""
+        return self.kv_blocks * self.block_tokens // self.compared_tokens
 
 
 class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,8 +127,23 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     http_listen: str = "127.0.0.1:8000"
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""
 
+    share_ports: bool = False
+    """Whether other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.
+    Without it a port in use is an error."""
+
+    replicas_listen: str = ""
+    """Where other routers of the cluster tell this one what they have booked: ``unix:/path`` or host:port. Empty: there are
+    no others. Not authenticated: a Unix socket, or a network of their own."""
+
+    replicas: tuple[str, ...] = ()
+    """`replicas_listen` of the others."""
+
     grpc_listen: str = "127.0.0.1:50051"
     """host:port of the gRPC API, and of the registry where workers announce themselves."""
+
+    kserve_listen: str = ""
+    """host:port of the Open Inference Protocol over gRPC, for clients of KServe and Triton, who expect it on port 8001; empty:
+    it is not served."""
 
     models: dict[ModelName, str] = {}
     """Folder with tokenizer and chat template, by served model name."""

@@ -42,6 +42,7 @@ class WorkerSnapshot(Struct, frozen=True, kw_only=True):
     kv_blocks: int
     cached_blocks: int  # of the engine's prefix cache, that the index knows
     booked_requests: int
+    booked_elsewhere: int  # requests, by other routers
     booked_blocks: int
     booked_prefill_tokens: int
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66leet/v1/control.proto\x12\x08\x66leet.v1\"J\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"$\n\x10RegisterResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\";\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x0f\n\rStatusRequest\"\x83\x01\n\x0eStatusResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.fleet.v1.PoolStatus\x12&\n\x06router\x18\x02 \x01(\x0b\x32\x16.fleet.v1.RouterStatus\x12$\n\x05store\x18\x03 \x01(\x0b\x32\x15.fleet.v1.StoreStatus\"R\n\nPoolStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.fleet.v1.WorkerStatus\"\xce\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x07 \x01(\r\x12\x11\n\tkv_blocks\x18\x08 \x01(\r\x12\x15\n\rcached_blocks\x18\t \x01(\r\x12\x17\n\x0f\x62ooked_requests\x18\n \x01(\r\"\xa2\x01\n\x0cRouterStatus\x12\x10\n\x08requests\x18\x01 \x01(\x04\x12\x12\n\naggregated\x18\x02 \x01(\x04\x12\x15\n\rdisaggregated\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12\x0e\n\x06\x61\x63tive\x18\x05 \x01(\r\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x14\n\x0cindex_blocks\x18\x07 \x01(\x04\x12\x0e\n\x06models\x18\x08 \x03(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\x0f\x45xplainResponse\x12\x30\n\nplacements\x18\x01 \x03(\x0b\x32\x1c.fleet.v1.PlacementExplained\"\xf4\x02\n\x12PlacementExplained\x12\x0e\n\x06\x64\x65\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x0f\n\x07kv_path\x18\x03 \x01(\t\x12\x0b\n\x03why\x18\x04 \x01(\t\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x16\n\x0eprefill_policy\x18\x06 \x01(\t\x12\x17\n\x0funcached_tokens\x18\x07 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x08 \x01(\r\x12+\n\ncandidates\x18\t \x03(\x0b\x32\x17.fleet.v1.CandidateCost\x12\x33\n\x12prefill_candidates\x18\n \x03(\x0b\x32\x17.fleet.v1.CandidateCost\x12\x36\n\x05unfit\x18\x0b \x03(\x0b\x32\'.fleet.v1.PlacementExplained.UnfitEntry\x1a,\n\nUnfitEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"S\n\rCandidateCost\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ost\x18\x02 \x01(\x01\x12!\n\x05parts\x18\x03 \x03(\x0b\x32\x12.fleet.v1.CostPart\"\'\n\x08\x43ostPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xbf\x02\n\x0bTuneRequest\x12\x17\n\nmax_queued\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11max_queue_seconds\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\roversubscribe\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12&\n\x19remote_prefill_min_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x1d\n\x10priority_seconds\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x19\n\x0csize_seconds\x18\x06 \x01(\x01H\x05\x88\x01\x01\x42\r\n\x0b_max_queuedB\x14\n\x12_max_queue_secondsB\x10\n\x0e_oversubscribeB\x1c\n\x1a_remote_prefill_min_tokensB\x13\n\x11_priority_secondsB\x0f\n\r_size_seconds\"\xa5\x01\n\nThresholds\x12\x12\n\nmax_queued\x18\x01 \x01(\r\x12\x19\n\x11max_queue_seconds\x18\x02 \x01(\x01\x12\x15\n\roversubscribe\x18\x03 \x01(\x01\x12!\n\x19remote_prefill_min_tokens\x18\x04 \x01(\r\x12\x18\n\x10priority_seconds\x18\x05 \x01(\x01\x12\x14\n\x0csize_seconds\x18\x06 \x01(\x01\"\x85\x01\n\x0bStoreStatus\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x07 \x01(\x04\x32\x96\x01\n\x08Registry\x12\x41\n\x08Register\x12\x19.fleet.v1.RegisterRequest\x1a\x1a.fleet.v1.RegisterResponse\x12G\n\nDeregister\x12\x1b.fleet.v1.DeregisterRequest\x1a\x1c.fleet.v1.DeregisterResponse2\xbb\x01\n\x07\x43luster\x12;\n\x06Status\x12\x17.fleet.v1.StatusRequest\x1a\x18.fleet.v1.StatusResponse\x12>\n\x07\x45xplain\x12\x18.fleet.v1.ExplainRequest\x1a\x19.fleet.v1.ExplainResponse\x12\x33\n\x04Tune\x12\x15.fleet.v1.TuneRequest\x1a\x14.fleet.v1.Thresholdsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66leet/v1/control.proto\x12\x08\x66leet.v1\"J\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"$\n\x10RegisterResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\";\n\x11\x44\x65registerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x0f\n\rStatusRequest\"\x83\x01\n\x0eStatusResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.fleet.v1.PoolStatus\x12&\n\x06router\x18\x02 \x01(\x0b\x32\x16.fleet.v1.RouterStatus\x12$\n\x05store\x18\x03 \x01(\x0b\x32\x15.fleet.v1.StoreStatus\"R\n\nPoolStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.fleet.v1.WorkerStatus\"\xe8\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x07 \x01(\r\x12\x11\n\tkv_blocks\x18\x08 \x01(\r\x12\x15\n\rcached_blocks\x18\t \x01(\r\x12\x17\n\x0f\x62ooked_requests\x18\n \x01(\r\x12\x18\n\x10\x62ooked_elsewhere\x18\x0b \x01(\r\"\xa2\x01\n\x0cRouterStatus\x12\x10\n\x08requests\x18\x01 \x01(\x04\x12\x12\n\naggregated\x18\x02 \x01(\x04\x12\x15\n\rdisaggregated\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12\x0e\n\x06\x61\x63tive\x18\x05 \x01(\r\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x14\n\x0cindex_blocks\x18\x07 \x01(\x04\x12\x0e\n\x06models\x18\x08 \x03(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\x0f\x45xplainResponse\x12\x30\n\nplacements\x18\x01 \x03(\x0b\x32\x1c.fleet.v1.PlacementExplained\"\xf4\x02\n\x12PlacementExplained\x12\x0e\n\x06\x64\x65\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x0f\n\x07kv_path\x18\x03 \x01(\t\x12\x0b\n\x03why\x18\x04 \x01(\t\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x16\n\x0eprefill_policy\x18\x06 \x01(\t\x12\x17\n\x0funcached_tokens\x18\x07 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x08 \x01(\r\x12+\n\ncandidates\x18\t \x03(\x0b\x32\x17.fleet.v1.CandidateCost\x12\x33\n\x12prefill_candidates\x18\n \x03(\x0b\x32\x17.fleet.v1.CandidateCost\x12\x36\n\x05unfit\x18\x0b \x03(\x0b\x32\'.fleet.v1.PlacementExplained.UnfitEntry\x1a,\n\nUnfitEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"S\n\rCandidateCost\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ost\x18\x02 \x01(\x01\x12!\n\x05parts\x18\x03 \x03(\x0b\x32\x12.fleet.v1.CostPart\"\'\n\x08\x43ostPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xbf\x02\n\x0bTuneRequest\x12\x17\n\nmax_queued\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11max_queue_seconds\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\roversubscribe\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12&\n\x19remote_prefill_min_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x1d\n\x10priority_seconds\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x19\n\x0csize_seconds\x18\x06 \x01(\x01H\x05\x88\x01\x01\x42\r\n\x0b_max_queuedB\x14\n\x12_max_queue_secondsB\x10\n\x0e_oversubscribeB\x1c\n\x1a_remote_prefill_min_tokensB\x13\n\x11_priority_secondsB\x0f\n\r_size_seconds\"\xa5\x01\n\nThresholds\x12\x12\n\nmax_queued\x18\x01 \x01(\r\x12\x19\n\x11max_queue_seconds\x18\x02 \x01(\x01\x12\x15\n\roversubscribe\x18\x03 \x01(\x01\x12!\n\x19remote_prefill_min_tokens\x18\x04 \x01(\r\x12\x18\n\x10priority_seconds\x18\x05 \x01(\x01\x12\x14\n\x0csize_seconds\x18\x06 \x01(\x01\"\x85\x01\n\x0bStoreStatus\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x07 \x01(\x04\x32\x96\x01\n\x08Registry\x12\x41\n\x08Register\x12\x19.fleet.v1.RegisterRequest\x1a\x1a.fleet.v1.RegisterResponse\x12G\n\nDeregister\x12\x1b.fleet.v1.DeregisterRequest\x1a\x1c.fleet.v1.DeregisterResponse2\xbb\x01\n\x07\x43luster\x12;\n\x06Status\x12\x17.fleet.v1.StatusRequest\x1a\x18.fleet.v1.StatusResponse\x12>\n\x07\x45xplain\x12\x18.fleet.v1.ExplainRequest\x1a\x19.fleet.v1.ExplainResponse\x12\x33\n\x04Tune\x12\x15.fleet.v1.TuneRequest\x1a\x14.fleet.v1.Thresholdsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,29 +48,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLSTATUS']._serialized_start=384
   _globals['_POOLSTATUS']._serialized_end=466
   _globals['_WORKERSTATUS']._serialized_start=469
-  _globals['_WORKERSTATUS']._serialized_end=675
-  _globals['_ROUTERSTATUS']._serialized_start=678
-  _globals['_ROUTERSTATUS']._serialized_end=840
-  _globals['_EXPLAINREQUEST']._serialized_start=842
-  _globals['_EXPLAINREQUEST']._serialized_end=878
-  _globals['_EXPLAINRESPONSE']._serialized_start=880
-  _globals['_EXPLAINRESPONSE']._serialized_end=947
-  _globals['_PLACEMENTEXPLAINED']._serialized_start=950
-  _globals['_PLACEMENTEXPLAINED']._serialized_end=1322
-  _globals['_PLACEMENTEXPLAINED_UNFITENTRY']._serialized_start=1278
-  _globals['_PLACEMENTEXPLAINED_UNFITENTRY']._serialized_end=1322
-  _globals['_CANDIDATECOST']._serialized_start=1324
-  _globals['_CANDIDATECOST']._serialized_end=1407
-  _globals['_COSTPART']._serialized_start=1409
-  _globals['_COSTPART']._serialized_end=1448
-  _globals['_TUNEREQUEST']._serialized_start=1451
-  _globals['_TUNEREQUEST']._serialized_end=1770
-  _globals['_THRESHOLDS']._serialized_start=1773
-  _globals['_THRESHOLDS']._serialized_end=1938
-  _globals['_STORESTATUS']._serialized_start=1941
-  _globals['_STORESTATUS']._serialized_end=2074
-  _globals['_REGISTRY']._serialized_start=2077
-  _globals['_REGISTRY']._serialized_end=2227
-  _globals['_CLUSTER']._serialized_start=2230
-  _globals['_CLUSTER']._serialized_end=2417
+  _globals['_WORKERSTATUS']._serialized_end=701
+  _globals['_ROUTERSTATUS']._serialized_start=704
+  _globals['_ROUTERSTATUS']._serialized_end=866
+  _globals['_EXPLAINREQUEST']._serialized_start=868
+  _globals['_EXPLAINREQUEST']._serialized_end=904
+  _globals['_EXPLAINRESPONSE']._serialized_start=906
+  _globals['_EXPLAINRESPONSE']._serialized_end=973
+  _globals['_PLACEMENTEXPLAINED']._serialized_start=976
+  _globals['_PLACEMENTEXPLAINED']._serialized_end=1348
+  _globals['_PLACEMENTEXPLAINED_UNFITENTRY']._serialized_start=1304
+  _globals['_PLACEMENTEXPLAINED_UNFITENTRY']._serialized_end=1348
+  _globals['_CANDIDATECOST']._serialized_start=1350
+  _globals['_CANDIDATECOST']._serialized_end=1433
+  _globals['_COSTPART']._serialized_start=1435
+  _globals['_COSTPART']._serialized_end=1474
+  _globals['_TUNEREQUEST']._serialized_start=1477
+  _globals['_TUNEREQUEST']._serialized_end=1796
+  _globals['_THRESHOLDS']._serialized_start=1799
+  _globals['_THRESHOLDS']._serialized_end=1964
+  _globals['_STORESTATUS']._serialized_start=1967
+  _globals['_STORESTATUS']._serialized_end=2100
+  _globals['_REGISTRY']._serialized_start=2103
+  _globals['_REGISTRY']._serialized_end=2253
+  _globals['_CLUSTER']._serialized_start=2256
+  _globals['_CLUSTER']._serialized_end=2443
 # @@protoc_insertion_point(module_scope)

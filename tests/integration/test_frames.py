@@ -278,12 +278,22 @@ async def test_nothing_is_received_after_the_receiver_has_closed():
 
 async def test_a_server_that_stops_ends_its_connections_even_those_that_do_not_read(monkeypatch):
     monkeypatch.setattr("kvstore.frames.STOP_SECONDS", 0.1)
-    async with a_pair() as (client, server):
+    accepted = Accepted()
+    async with open_server("listen", TCP, accepted, limit=LIMIT) as listening:
+        client = await connected(listening)
         client.connection.pause_reading()
+        server = await accepted.first()
         while not server.connection.full:
             server.connection.send(b"x" * LIMIT)
             await asyncio.sleep(0)
     await server.ended()
+    client.connection.abort()
+
+
+async def test_a_server_that_stops_leaves_no_socket_behind(tmp_path):
+    async with open_server("listen", f"unix:{tmp_path}/s", Accepted()):
+        assert (tmp_path / "s").is_socket()
+    assert not (tmp_path / "s").exists()
 
 
 async def test_an_address_in_use_is_refused_with_the_field(tmp_path: Path):

@@ -282,7 +282,7 @@ def test_a_writer_that_is_killed_holds_its_space_only_until_the_deadline():
 def reserve_and_wait(address: str, told: Connection) -> None:
     client = StoreClient.connect(address, a_namespace())
     _, reservation = client._reserve(a_chain(4, "lost"), b"")
-    told.send(len(reservation.reserved))
+    told.send(len(reservation))
     threading.Event().wait()
 
 

@@ -6,11 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 
+import msgspec
 import openai
 import pytest
+import zmq
 
 from fleet.adapters.http_messages import HttpSettings
+from fleet.adapters.text_codec import load_codec
+from fleet.ids import RequestId
 from fleet.router.tenants import TenantSettings
+from tests.builders import token_ids
 from tests.integration.test_http_connections import Peer, error_of, post
 from tests.openai_servers import EVENTS, MODEL, Answering, OpenAiServer, RelayWorld, a_relay, chunk, token, until
 
@@ -608,9 +613,9 @@ async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir
 
 
 async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
-    async with a_relay(server, kv_blocks=100) as world, connected(world) as peer:
+    async with a_relay(server, kv_blocks=400) as world, connected(world) as peer:
         for number in range(40):
-            await peer.send(post(COMPLETIONS, {**ASKED, "prompt": f"{number} " * 200}))
+            await peer.send(post(COMPLETIONS, {**ASKED, "prompt": f"{number} " * 2000}))
             await peer.answer()
             assert world.router.status().index_blocks <= 100
         assert world.router.status().index_blocks >= 50
@@ -620,7 +625,7 @@ async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
 
 async def test_what_was_sent_long_ago_is_believed_to_be_gone(server):
     async with a_relay(server, cache_ttl_seconds=0.2) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, {**ASKED, "prompt": "x" * 1000}))
+        await peer.send(post(COMPLETIONS, {**ASKED, "prompt": "x" * 10_000}))
         await peer.answer()
         assert world.router.status().index_blocks > 10
         await until(lambda: world.router.status().index_blocks == 0)
@@ -636,7 +641,7 @@ async def test_an_answer_that_grows_weighs_more(server):
     server.play = many
     async with a_relay(server) as world, connected(world) as peer:
         await peer.send(post(COMPLETIONS, ASKED))
-        await until(lambda: world.router.status().pools[0].workers[0].booked_blocks >= 100 // 16)
+        await until(lambda: world.router.status().pools[0].workers[0].booked_blocks > 1)
 
 
 async def test_metrics_count_what_was_relayed(server):
@@ -647,3 +652,38 @@ async def test_metrics_count_what_was_relayed(server):
         await world.settled()
         assert world.registry.get_sample_value("fleet_relayed_requests_total", {"outcome": "served"}) == 1
         assert world.registry.get_sample_value("fleet_relayed_ttft_seconds_count") == 1
+
+
+async def test_what_a_server_tells_of_its_cache_is_known_by_token(servers, model_dir):
+    prompt = "the quick brown fox jumps over the lazy dog " * 10
+    ids = token_ids(load_codec(model_dir).encode(prompt))
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        hashes = list(range(100, 100 + len(ids) // 16))
+        stored = {
+            "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "block_size": 16,
+            "token_ids": ids[: 16 * len(hashes)], "lora_id": None, "medium": "GPU",
+        }  # fmt: skip
+        events = {"kv_events": f"tcp://127.0.0.1:{port}", "kv_blocks": 1000}
+        async with a_relay(servers[0], model_dir=model_dir, **events) as world, connected(world) as peer:
+            number = 0
+            while world.router.status().index_blocks < len(hashes):  # a subscription takes its time
+                payload = msgspec.msgpack.encode([0.0, [stored], 0])
+                publisher.send_multipart([b"", number.to_bytes(8, "big"), payload])
+                number += 1
+                await asyncio.sleep(0.01)
+            assert world.router.status().index_blocks == len(hashes)
+
+            await peer.send(post(COMPLETIONS, {**ASKED, "prompt": prompt}))
+            assert (await peer.answer())[0] == 200
+            request_id = RequestId("t-1")
+            explanation = world.router.explain(request_id)
+            assert explanation.placements[0].uncached_tokens == max(1, len(ids) - 16 * len(hashes))
+
+            removed = {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}
+            copies = [removed] * number
+            publisher.send_multipart([b"", number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, copies, 0])])
+            await until(lambda: world.router.status().index_blocks == 0)
+            publisher.send_multipart([b"", (number + 1).to_bytes(8, "big"), b"\xc1 no msgpack"])
+            await asyncio.sleep(0.2)
+            assert world.serving() == 1

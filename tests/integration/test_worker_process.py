@@ -249,6 +249,28 @@ async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(fold
         await sleeps.ended()
 
 
+async def test_a_router_that_reads_late_hears_everything(folder):
+    listen = f"unix:{folder}/late"  # whose buffers are small
+    told = settings(speedup=1000, stream_buffer=100_000, max_running=64, kv_blocks=8192, listen=listen)
+    async with a_worker_process(folder, told) as worker, a_stream(worker.address, "late") as late:
+        late.connection.pause_reading()
+        starts = [work(fresh_prompt(10), 1000) for _ in range(64)]
+        for start in starts:
+            await late.say(start)
+        async with a_stream(worker.address, "reads") as reads:
+            await reads.until(lambda message: message if isinstance(message, Load) and message.running else None)
+            await reads.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+
+        late.connection.resume_reading()
+
+        ended: set[str] = set()
+        while len(ended) < len(starts):
+            for one in (await late.next(Step)).progress:
+                if one.finish is not None:
+                    ended.add(one.request_id)
+        assert all(len(late.tokens_of(start.request_id)) == 1000 for start in starts)
+
+
 async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, caplog):
     caplog.set_level("INFO", "workers.server")
     told = settings(speedup=5, stream_buffer=64, max_running=64, kv_blocks=8192)

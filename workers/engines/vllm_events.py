@@ -162,7 +162,7 @@ async def read_events(endpoint: str, replay_endpoint: str, translator: Translato
 
     Args:
         endpoint: Where the engine publishes, as ZeroMQ writes it.
-        replay_endpoint: Where it repeats what it published.
+        replay_endpoint: Where it repeats what it published; empty: nowhere.
         translator: Not used by anything else.
     """
     from zmq.asyncio import Context  # noqa: PLC0415
@@ -182,7 +182,7 @@ async def read_events(endpoint: str, replay_endpoint: str, translator: Translato
                 continue  # was replayed
             payloads = [payload]
             if sequence > expected:
-                missed = await _replay(context, replay_endpoint, range(expected, sequence))
+                missed = await _replay(context, replay_endpoint, range(expected, sequence)) if replay_endpoint else None
                 if missed is None:
                     log.warning("KV events were lost; starting over", extra={"from": expected, "to": sequence})
                     yield [translator.clear()]

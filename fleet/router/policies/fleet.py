@@ -30,22 +30,18 @@ from fleet.roles import Phase
 from fleet.router.candidates import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
-    BELOW_BLOCKS,
     BLOCK_TOKENS,
-    COMING_BLOCKS,
-    CONVERSION,
     DECODE_SPEED,
-    ENGINE_BLOCKS,
-    MAX_RUNNING,
     NEW_BLOCKS,
     PREFILL_SPEED,
     REQUESTS,
-    STORE_BLOCKS,
     Asked,
     Candidates,
     Flags,
     Floats,
 )
+from fleet.router.native.costs import fleet_costs
+from fleet.router.native.twin import credit_of
 from fleet.router.policies.pickers import Softmax
 from fleet.router.policies.pipeline import Pipeline
 
@@ -61,31 +57,36 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     session_blocks: float = 1.0
 
     def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
-        columns = candidates.columns
-        total: Floats = columns[BACKLOG_TOKENS] + asked.prompt_tokens
-        total /= columns[BLOCK_TOKENS]
-        if candidates.warm:
-            total -= self._credit(candidates)
-        if not candidates.even:
-            total = self._at_speed(total, candidates)
-        if candidates.warm:
-            np.maximum(total, 0.0, out=total)
-        if phase is Phase.PREFILL:
-            load = self.running_request_blocks * columns[REQUESTS]
-        else:
-            load = columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]
-            load += self.running_request_blocks * columns[REQUESTS]
-        if not candidates.even:
-            load /= columns[DECODE_SPEED]
-        total += load
+        costs = np.empty(len(candidates))
+        fleet_costs(
+            candidates.columns,
+            costs,
+            asked.prompt_tokens,
+            self.engine_hit_credit,
+            self.store_hit_credit,
+            self.lower_tier_hit_credit,
+            self.running_request_blocks,
+            self.spread,
+            candidates.warm,
+            candidates.even,
+            phase is Phase.PREFILL,
+        )
         if asked.bound is not None:
-            total -= self._session(asked, candidates)
-        return total
+            costs -= self._session(asked, candidates)
+        return costs
 
     def parts(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         columns = candidates.columns
+        credit = credit_of(
+            columns,
+            self.engine_hit_credit,
+            self.store_hit_credit,
+            self.lower_tier_hit_credit,
+            self.spread,
+            candidates.even,
+        )
         prefill = (columns[BACKLOG_TOKENS] + asked.prompt_tokens) / columns[BLOCK_TOKENS]
-        left = np.maximum(0.0, self._at_speed(prefill - self._credit(candidates), candidates))
+        left = np.maximum(0.0, (prefill - credit) / columns[PREFILL_SPEED])
         prefill = prefill / columns[PREFILL_SPEED]
         speed = columns[DECODE_SPEED]
         parts = {"prefill": prefill, "credit": left - prefill}
@@ -95,36 +96,6 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if asked.bound is not None:
             parts["session"] = -self._session(asked, candidates)
         return parts
-
-    def _credit(self, candidates: Candidates) -> Floats:
-        """In blocks of prefill on this very worker."""
-        columns = candidates.columns
-        credit: Floats = self.engine_hit_credit * columns[ENGINE_BLOCKS]
-        coming = columns[COMING_BLOCKS]
-        if np.count_nonzero(coming):
-            credit += self.engine_hit_credit * coming
-            credit += np.minimum(coming, columns[BACKLOG_TOKENS] / columns[BLOCK_TOKENS])
-        if np.count_nonzero(columns[STORE_BLOCKS : BELOW_BLOCKS + 1]):
-            if candidates.even:
-                credit += self.store_hit_credit * columns[STORE_BLOCKS]
-                credit += self.lower_tier_hit_credit * columns[BELOW_BLOCKS]
-                credit -= columns[CONVERSION]
-            else:
-                speed = columns[PREFILL_SPEED]
-                credit += np.maximum(0.0, 1 - (1 - self.store_hit_credit) * speed) * columns[STORE_BLOCKS]
-                credit += np.maximum(0.0, 1 - (1 - self.lower_tier_hit_credit) * speed) * columns[BELOW_BLOCKS]
-                credit -= columns[CONVERSION] * speed
-        if self.spread:
-            full = columns[REQUESTS] >= columns[MAX_RUNNING]
-            if np.count_nonzero(full):
-                waiting = (columns[REQUESTS] + 1) / columns[MAX_RUNNING] - 1
-                credit *= np.minimum(np.maximum(1 - self.spread * waiting, 0.0), 1.0)
-        return credit
-
-    @staticmethod
-    def _at_speed(blocks: Floats, candidates: Candidates) -> Floats:
-        scaled: Floats = blocks / candidates.columns[PREFILL_SPEED]
-        return scaled
 
     def _session(self, asked: Asked, candidates: Candidates) -> Floats:
         preferred = np.zeros(len(candidates))

@@ -6,16 +6,15 @@ from itertools import accumulate
 from msgspec import Struct
 
 from fleet.router.candidates import Asked, Candidates, Chance, Floats
+from fleet.router.native import costs as native
 
 _STEPS = 1 << 53  # as many as a float between 0 and 1 has
 
 
 def lowest(costs: Floats, chance: Chance) -> int:
     """Place of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares (row R6)."""
-    first = int(costs.argmin())
-    assert math.isfinite(costs[first]), costs
-    ties = (costs == costs[first]).nonzero()[0]
-    return first if len(ties) == 1 else int(ties[chance.randrange(len(ties))])
+    places = native.lowest(costs)
+    return places[0] if len(places) == 1 else places[chance.randrange(len(places))]
 
 
 class Lowest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ import pytest
 from kvstore import block
 from kvstore.block import HashAlgorithm, chain, extend, root
 
-native = pytest.mark.skipif(block._chain is None, reason="not built, or the processor has no SHA instructions")
+native = pytest.mark.skipif(not block.BUILT, reason="not built, or the processor has no SHA instructions")
 
 
 def by_hashlib(parent: bytes, tokens: bytes, size: int) -> list[bytes]:
@@ -49,7 +49,7 @@ def test_what_is_no_parent_or_size_is_refused(parent, size):
 def test_without_the_native_module_the_names_are_the_same(monkeypatch):
     tokens = random.Random(2).randbytes(4 * 100)
     expected = chain(tokens, 16)
-    monkeypatch.setattr(block, "_chain", None)
+    monkeypatch.setattr(block, "BUILT", False)
 
     assert chain(tokens, 16) == expected
 

@@ -142,7 +142,10 @@ def test_a_match_and_a_reservation_survive_the_wire():
         tuple(a_chain(2)),
         "i",
     )
-    assert wire.parse_reservation(wire.reservation_message(reservation)) == reservation
+    places = wire.parse_reservation(wire.reservation_message(reservation))
+
+    assert (places.reservation_id, places.refused) == (reservation.reservation_id, reservation.refused)
+    assert tuple(map(Reserved, places.indices, places.slots)) == reservation.reserved
 
 
 def test_a_match_travels_between_processes_as_msgpack():

@@ -43,6 +43,12 @@ def test_a_hole_of_one_holder_does_not_shorten_the_run_of_another():
     assert index.longest(list(range(100))) == {A: 50, B: 100}
 
 
+def test_a_run_that_ended_does_not_go_on_behind_a_hole_of_everybody():
+    index = an_index(a=[1, 4], b=[1, 2, 4])
+
+    assert index.longest([1, 2, 3, 4]) == {A: 1, B: 2}
+
+
 def test_a_prompt_nobody_has_begun_has_no_holders():
     index = an_index(a=[2, 3])
 

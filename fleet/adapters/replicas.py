@@ -1,0 +1,234 @@
+"""Routers of one cluster that tell each other what they have booked, and which workers have registered.
+
+Rules:
+
+1. Each router dials every other one and only speaks on that connection; what it hears comes on those that it accepted.
+2. What is told is a whole: all bookings as they are. Whatever was missed, the next message repairs it.
+3. Bookings are told `TELL_SECONDS` after they began to change, since many change at once, and anyway every `ANYWAY_SECONDS`.
+   The longer they wait, the more routers send their next requests to one and the same worker: told only after a quarter of
+   the running requests has changed, it helps as little as not being told at all.
+4. A router that was not heard for `SILENCE_SECONDS`, or whose connection broke, has left, and its bookings with it.
+5. A worker registers with one router, as often as its lease demands; that one passes it on, and so all know it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Never, Protocol
+
+from google.protobuf.message import DecodeError
+
+from fleet.control.messages import Deregister, Register
+from fleet.ids import Incarnation, WorkerId
+from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLeft
+from fleet.router.settings import RouterSettings
+from fleet.v1 import control_pb2
+from fleet.v1 import replica_pb2 as pb
+from kvstore.frames import FrameConnection, SendBufferFull, connect, open_server
+
+log = logging.getLogger(__name__)
+
+TELL_SECONDS = 0.002
+ANYWAY_SECONDS = 0.5
+SILENCE_SECONDS = 2.0
+DIAL_SECONDS = 1.0  # for an answer, and between two attempts
+MAX_MESSAGE_BYTES = 16 << 20  # a worker has about 50 bytes
+MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # to be taken by a router that does not listen; then it is dialled anew
+
+
+class Router(Protocol):
+    """What is needed of `fleet.router.server.RouterServer`."""
+
+    on_change: Callable[[], None] | None
+
+    def booked(self) -> Mapping[WorkerId, Booked]: ...
+
+    def hear(self, event: ReplicaEvent) -> None: ...
+
+
+class Registry(Protocol):
+    """What is needed of `fleet.control.server.RegistryServer`."""
+
+    def register(self, event: Register) -> bool: ...
+
+    def deregister(self, event: Deregister) -> None: ...
+
+
+class Replicas:
+    """The other routers, as one of them knows them. `run` it."""
+
+    def __init__(self, settings: RouterSettings, router: Router, registry: Registry) -> None:
+        """Nothing is dialled before `run`."""
+        self._settings = settings
+        self._router = router
+        self._registry = registry
+        self._links: dict[str, _Link] = {}  # by address
+        self._told: Mapping[WorkerId, Booked] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        router.on_change = self._changed
+
+    async def run(self) -> Never:
+        """Speak and listen until cancelled.
+
+        Raises:
+            StoreNotStarted: `replicas_listen` cannot be listened on.
+        """
+        async with (
+            open_server("replicas_listen", self._settings.replicas_listen, self._accept, limit=MAX_MESSAGE_BYTES),
+            asyncio.TaskGroup() as tasks,
+        ):
+            for address in self._settings.replicas:
+                tasks.create_task(self._keep_up(address), name=f"replica {address}")
+            while True:
+                await asyncio.sleep(ANYWAY_SECONDS)
+                self._tell()
+        raise AssertionError("its tasks never end")
+
+    def registered(self, event: Register) -> None:
+        """A worker has registered here."""
+        message = control_pb2.RegisterRequest(
+            worker_id=event.worker_id, incarnation=event.incarnation, address=event.address
+        )
+        self._send(pb.ReplicaMessage(registered=message))
+
+    def deregistered(self, event: Deregister) -> None:
+        """A worker has given its membership up here."""
+        message = control_pb2.DeregisterRequest(worker_id=event.worker_id, incarnation=event.incarnation)
+        self._send(pb.ReplicaMessage(deregistered=message))
+
+    def _changed(self) -> None:
+        if self._timer is None and self._links:
+            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._send(self._bookings())
+
+    def _bookings(self) -> pb.ReplicaMessage:
+        workers = [
+            pb.WorkerBookings(
+                worker_id=worker_id,
+                requests=booked.requests,
+                prefill_tokens=booked.prefill_tokens,
+                blocks=booked.blocks,
+            )
+            for worker_id, booked in self._router.booked().items()
+        ]
+        return pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers))
+
+    def _send(self, message: pb.ReplicaMessage) -> None:
+        payload = message.SerializeToString()
+        for link in list(self._links.values()):
+            link.send(payload)
+
+    async def _keep_up(self, address: str) -> Never:
+        """Reach another router again and again."""
+        while True:
+            link = _Link(address)
+            try:
+                async with asyncio.timeout(DIAL_SECONDS):
+                    link.connection = await connect(
+                        address, link.accept, limit=MAX_MESSAGE_BYTES, send_limit=MAX_WAITING_BYTES
+                    )
+            except (OSError, TimeoutError):
+                await asyncio.sleep(DIAL_SECONDS)
+                continue
+            log.info("reached another router", extra={"address": address})
+            link.send(pb.ReplicaMessage(hello=pb.ReplicaHello(router_id=self._settings.router_id)).SerializeToString())
+            link.send(self._bookings().SerializeToString())
+            self._links[address] = link
+            try:
+                await link.over.wait()
+            finally:
+                del self._links[address]
+                link.connection.abort()
+            log.warning("lost another router", extra={"address": address})
+
+    def _accept(self, connection: FrameConnection) -> "_Heard":
+        return _Heard(connection, self._router, self._registry)
+
+
+class _Link:
+    """A connection on which this router speaks."""
+
+    connection: FrameConnection
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.over = asyncio.Event()
+
+    def accept(self, connection: FrameConnection) -> "_Link":  # noqa: ARG002 - a frame receiver's signature
+        return self
+
+    def send(self, payload: bytes) -> None:
+        try:
+            self.connection.send(payload)
+        except SendBufferFull:
+            self.over.set()
+
+    def received(self, payload: bytes) -> None:
+        raise ConnectionError(f"a router that only listens has said {len(payload)} bytes")
+
+    def resumed(self) -> None:
+        """Nothing waits for that."""
+
+    def lost(self, cause: Exception | None) -> None:  # noqa: ARG002 - a frame receiver's signature
+        self.over.set()
+
+
+class _Heard:
+    """A connection on which another router speaks."""
+
+    def __init__(self, connection: FrameConnection, router: Router, registry: Registry) -> None:
+        self._connection = connection
+        self._router = router
+        self._registry = registry
+        self._replica = ""
+        self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
+
+    def received(self, payload: bytes) -> None:
+        try:
+            message = pb.ReplicaMessage.FromString(payload)
+        except DecodeError as error:
+            raise ConnectionError("what another router says is no message of ours") from error
+        kind = message.WhichOneof("message")
+        if (kind == "hello") == bool(self._replica):
+            raise ConnectionError("another router said hello never, or twice")
+        self._silence.cancel()
+        self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
+        match kind:
+            case "hello":
+                self._replica = f"{message.hello.router_id}@{id(self)}"  # a new connection is not the old one
+            case "bookings":
+                booked = {
+                    WorkerId(each.worker_id): Booked(each.prefill_tokens, each.blocks, each.requests)
+                    for each in message.bookings.workers
+                }
+                self._router.hear(ReplicaBooked(replica=self._replica, booked=booked))
+            case "registered":
+                self._registry.register(
+                    Register(
+                        worker_id=WorkerId(message.registered.worker_id),
+                        incarnation=Incarnation(message.registered.incarnation),
+                        address=message.registered.address,
+                    )
+                )
+            case "deregistered" | None:
+                gone = message.deregistered
+                self._registry.deregister(
+                    Deregister(worker_id=WorkerId(gone.worker_id), incarnation=Incarnation(gone.incarnation))
+                )
+
+    def resumed(self) -> None:
+        """Nothing is said here."""
+
+    def lost(self, cause: Exception | None) -> None:
+        self._silence.cancel()
+        if self._replica:
+            log.warning("another router has left", extra={"replica": self._replica, "cause": str(cause or "closed")})
+            self._router.hear(ReplicaLeft(replica=self._replica))
+
+    def _silent(self) -> None:
+        self._connection.abort(ConnectionError(f"it said nothing for {SILENCE_SECONDS:g} s"))

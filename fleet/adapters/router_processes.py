@@ -1,0 +1,56 @@
+"""Several router processes on one machine, behind the same ports."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from fleet.adapters.local_processes import LocalProcess
+from fleet.adapters.local_topology import READY_WITHIN, STOP_WITHIN, claim
+from fleet.config import save
+from fleet.control.supervision import Child
+from fleet.router.settings import RouterSettings
+
+
+class RouterProcesses(Struct, frozen=True, kw_only=True):
+    """What to start, and where it will be reached."""
+
+    processes: tuple[LocalProcess, ...]
+    http: str
+    grpc: str
+
+
+def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterProcesses:
+    """Settle `count` routers that share ports and tell each other what they have booked; writes their settings files.
+
+    Args:
+        settings: Of each of them. Other routers that it names, on other machines, are told by all.
+        count: How many.
+        folder: For settings and sockets.
+
+    Raises:
+        ConfigurationRefused: A public address is in use, or no address.
+    """
+    with ExitStack() as held:
+        http = claim("http_listen", settings.http_listen, held)
+        grpc = claim("grpc_listen", settings.grpc_listen, held)
+    sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
+    processes = []
+    for number, own in enumerate(sockets):
+        name = f"{settings.router_id}-{number}"
+        told = structs.replace(
+            settings,
+            router_id=name,
+            http_listen=http,
+            grpc_listen=grpc,
+            share_ports=True,
+            replicas_listen=own,
+            replicas=(*settings.replicas, *(other for other in sockets if other != own)),
+        )
+        path = folder / f"router-{number}.json"
+        save(told, path)
+        child = Child(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=STOP_WITHIN)
+        command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
+        processes.append(LocalProcess(child=child, command=command))
+    return RouterProcesses(processes=tuple(processes), http=http, grpc=grpc)

@@ -1,0 +1,197 @@
+"""What a request of the Open Inference Protocol says besides its prompt. Pure.
+
+Rules:
+
+1. Sampling parameters come as JSON in the input `sampling_parameters`, or one by one as parameters of the request: as
+   numbers, or as text, since not every client's protocol has fractions. None may come in both.
+2. What we do not know is refused by name: a parameter that is ignored would change the answer without a word.
+   `sequence_start` and `sequence_end` alone are ignored; our sessions need neither.
+3. `priority` counts as Triton's: 1 goes first, and 0 is the default, which stands where 101 does.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fleet.clock import MILLISECOND, Nanos
+from fleet.errors import invalid
+from fleet.requests import Sampling
+from fleet.roles import KvPath, Placement
+from fleet.v1 import kserve_pb2 as pb
+
+MAX_TIMEOUT_MICROSECONDS = (2**32 - 1) * 1000  # as far as the other fronts go, 49 days
+DEFAULT_PRIORITY = 101  # the highest of ours, 100, is Triton's 1
+SAMPLING_INPUT = "sampling_parameters"
+
+_SHOWN_CHARACTERS = 100
+
+
+class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The input `sampling_parameters`; names are vLLM's. Null is the same as absent."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # -1: off, as 0 is
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    stop: str | list[str] | None = None
+    # Only to be refused by name; see _ALREADY_SO.
+    n: int | None = None
+    best_of: int | None = None
+    detokenize: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+
+
+class RequestParameters(SamplingParameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The parameters of a request: those of sampling, and what else there is to say of it."""
+
+    priority: Annotated[int, Meta(ge=0, le=2 * DEFAULT_PRIORITY - 1)] = 0
+    timeout: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MICROSECONDS)] = 0  # microseconds from arrival; 0: none
+    session: str = ""
+    sequence_id: Any = 0  # what Triton calls a session: a number or a text
+    sequence_start: bool = False
+    sequence_end: bool = False
+    tenant: str = ""
+    placement: Placement = Placement.AUTO
+    kv_path: KvPath | None = None
+    triton_enable_empty_final_response: bool = False  # our final response always comes, and is not empty
+
+
+_ALREADY_SO: Mapping[str, object] = {
+    "n": 1,
+    "best_of": 1,
+    "detokenize": True,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "use_beam_search": False,
+}
+"""Parameters that we cannot obey, with the value that asks for what happens anyway."""
+
+_SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name in SamplingParameters.__struct_fields__)
+
+
+class Told(Struct, frozen=True, kw_only=True):
+    """Everything that was said besides the prompt, in our words."""
+
+    sampling: Sampling
+    stop: tuple[str, ...]
+    priority: int
+    timeout: Nanos | None
+    session: str
+    tenant: str
+    placement: Placement
+    kv_path: KvPath | None
+    names: Mapping[str, str]  # what the client called the fields, by paths of the public protocol
+
+
+def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) -> Told:
+    """What a request says besides its prompt.
+
+    Args:
+        parameters: Of the request.
+        listed: The input `sampling_parameters`; empty: there is none.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, naming the parameter as the client wrote it.
+    """
+    one_by_one = _request_parameters(parameters)
+    together = _listed_parameters(listed) if listed else SamplingParameters()
+    names = {"timeout_ms": "timeout"}
+    given: dict[str, Any] = {}
+    for name in SamplingParameters.__struct_fields__:
+        alone, inside = getattr(one_by_one, name), getattr(together, name)
+        if alone is not None and inside is not None:
+            raise invalid(name, f"is a parameter of the request and in {SAMPLING_INPUT} too; say it once")
+        value, called = (alone, name) if inside is None else (inside, f"{SAMPLING_INPUT}.{name}")
+        if value is None:
+            continue
+        if name in _ALREADY_SO and value != _ALREADY_SO[name]:
+            only = msgspec.json.encode(_ALREADY_SO[name]).decode()
+            raise invalid(called, f"only {only} is supported")
+        given[name] = value
+        names["stop" if name == "stop" else f"sampling.{name}"] = called
+    session, names["session"] = _session(one_by_one)
+    return Told(
+        sampling=_sampling(given),
+        stop=_strings(given.get("stop", ())),
+        priority=DEFAULT_PRIORITY - one_by_one.priority if one_by_one.priority else 0,
+        timeout=Nanos(one_by_one.timeout * MILLISECOND // 1000) if one_by_one.timeout else None,
+        session=session,
+        tenant=one_by_one.tenant,
+        placement=one_by_one.placement,
+        kv_path=one_by_one.kv_path,
+        names=names,
+    )
+
+
+def _request_parameters(parameters: Mapping[str, pb.InferParameter]) -> RequestParameters:
+    given: dict[str, bool | int | float | str] = {}
+    for name, parameter in parameters.items():
+        if name not in RequestParameters.__struct_fields__:
+            raise invalid(name[:_SHOWN_CHARACTERS], "is not a known parameter of a request")
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise invalid(name, "has no value")
+        given[name] = getattr(parameter, choice)
+    return _converted(lambda: msgspec.convert(given, RequestParameters, strict=False), "")
+
+
+def _listed_parameters(content: str) -> SamplingParameters:
+    try:
+        return _converted(lambda: msgspec.json.decode(content, type=SamplingParameters, strict=False), SAMPLING_INPUT)
+    except RecursionError as error:
+        raise invalid(SAMPLING_INPUT, "is nested too deeply") from error
+    except msgspec.DecodeError as error:
+        raise invalid(SAMPLING_INPUT, f"is not valid JSON: {error}") from error
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    ours = {name: given[name] for name in _SAMPLING if name in given}
+    if ours.get("top_k") == -1:
+        ours["top_k"] = 0
+    if "stop_token_ids" in ours:
+        ours["stop_token_ids"] = tuple(ours["stop_token_ids"])
+    return Sampling(**ours)
+
+
+def _strings(stop: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _session(told: RequestParameters) -> tuple[str, str]:
+    """The session, and what the client called it."""
+    if told.sequence_id in (0, "", None):
+        return told.session, "session"
+    if told.session:
+        raise invalid("sequence_id", "says the same as session; send one of them")
+    if isinstance(told.sequence_id, bool) or not isinstance(told.sequence_id, int | str):
+        raise invalid("sequence_id", "must be a number or a text")
+    return str(told.sequence_id), "sequence_id"
+
+
+AnyStruct = TypeVar("AnyStruct", bound=Struct)
+
+
+def _converted(convert: Callable[[], AnyStruct], parent: str) -> AnyStruct:
+    """What `convert` gives, its errors as refusals; msgspec ends its messages with the path."""
+    try:
+        return convert()
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        field = (parent + path.removesuffix("`")).removeprefix(".")
+        before, _, unknown = message.partition(" unknown field `")
+        if before == "Object contains":
+            raise invalid(f"{field}.{unknown[:-1][:_SHOWN_CHARACTERS]}", "is not a known parameter") from error
+        raise invalid(field, message[0].lower() + message[1:]) from error

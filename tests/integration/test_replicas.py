@@ -1,0 +1,147 @@
+"""Several router processes behind one port, with real workers in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
+
+import psutil
+import pytest
+
+from fleet.client import Client, FleetError
+from tests.servers import a_free_port
+
+pytestmark = pytest.mark.integration
+
+FLEET = (sys.executable, "-m", "fleet.cli.main")
+
+
+def until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+    return found
+
+
+class Routers:
+    """`fleet serve router --processes N`, and simulated workers that register with whichever answers."""
+
+    def __init__(self, folder, model_dir, count):
+        self.folder = folder
+        self.http, self.grpc = (f"127.0.0.1:{a_free_port()}" for _ in range(2))
+        config = {
+            "http_listen": self.http,
+            "grpc_listen": self.grpc,
+            "models": {"tiny": str(model_dir)},
+            "policy": "least_loaded",
+        }
+        self.router = self.start("router", config, "--processes", str(count))
+        self.workers = []
+
+    def start(self, part, config, *options):
+        path = self.folder / f"{config.get('worker_id', part)}.json"
+        path.write_text(json.dumps(config))
+        reading, writing = os.pipe()
+        command = [*FLEET, "serve", part, "--config", str(path), "--ready-fd", str(writing), *options]
+        with path.with_suffix(".log").open("w") as log:
+            process = subprocess.Popen(command, pass_fds=[writing], stdout=log, stderr=log)
+        os.close(writing)
+        with os.fdopen(reading) as ready:
+            assert ready.readline(), path.with_suffix(".log").read_text()
+        return process
+
+    def add_worker(self, name):
+        config = {
+            "worker_id": name,
+            "role": "both",
+            "engine": "simulated",
+            "model": "tiny",
+            "listen": f"unix:{self.folder / name}.sock",
+            "control_listen": f"unix:{self.folder / name}-c.sock",
+            "registry": self.grpc,
+            "simulated": {"speedup": 1.0},
+        }
+        self.workers.append(self.start("worker", config))
+
+    def replicas(self):
+        """Process ids of the routers that run."""
+        return [
+            child.pid
+            for child in psutil.Process(self.router.pid).children()
+            if child.status() != psutil.STATUS_ZOMBIE and "router-" in " ".join(child.cmdline())
+        ]
+
+    def asked(self, what):
+        """Answers of as many connections as it takes to meet every process, most likely."""
+        answers = []
+        for _ in range(16):
+            with Client(self.grpc) as client:
+                answers.append(what(client))
+        return answers
+
+    def stop(self):
+        for process in (*self.workers, self.router):
+            process.send_signal(signal.SIGTERM)
+        for process in (*self.workers, self.router):
+            process.wait(30)
+
+
+@pytest.fixture
+def routers(tmp_path_factory, model_dir):
+    started = Routers(tmp_path_factory.mktemp("r"), model_dir, 2)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def workers_seen(client):
+    return {worker.worker_id for pool in client.status().pools for worker in pool.workers}
+
+
+def booked_by_all(client):
+    """Requests by worker, as one router knows them."""
+    workers = [worker for pool in client.status().pools for worker in pool.workers]
+    return {worker.worker_id: worker.booked_requests + worker.booked_elsewhere for worker in workers}
+
+
+def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_serves_while_any_router_lives(routers):
+    for name in ("w0", "w1"):
+        routers.add_worker(name)
+    until(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
+    first, second = routers.replicas()
+
+    os.kill(first, signal.SIGKILL)
+
+    def answered(client):
+        try:
+            return client.complete("Hello", max_tokens=4).usage.completion_tokens
+        except FleetError:
+            return 0
+
+    until(lambda: 0 not in routers.asked(answered))
+    assert second in routers.replicas()
+    until(lambda: len(routers.replicas()) == 2)  # it is started again
+    until(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
+
+
+def test_what_one_router_has_booked_keeps_the_others_off(routers):
+    """Eight long answers, each over a connection of its own, so through either router: four on each worker."""
+    for name in ("w0", "w1"):
+        routers.add_worker(name)
+    until(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
+
+    body = {"model": "tiny", "max_tokens": 3000, "ignore_eos": True, "temperature": 0, "stream": True}
+    with ExitStack() as held:
+        for number in range(8):
+            connection = held.enter_context(closing(HTTPConnection(routers.http, timeout=20)))
+            asked = json.dumps({**body, "prompt": f"{number} is a number"})
+            connection.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
+            held.enter_context(connection.getresponse())
+            until(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {number + 1})  # noqa: B023
+        assert booked_by_all(held.enter_context(Client(routers.grpc))) == {"w0": 4, "w1": 4}

@@ -1,0 +1,72 @@
+"""The native costs against their numpy twin, to the last bit."""
+
+import random
+
+import numpy as np
+import pytest
+
+from fleet.router import candidates as quantity
+from fleet.router.native import costs, twin
+
+native = pytest.mark.skipif(not costs.BUILT, reason="not built")
+
+
+def a_table(rng: random.Random, workers: int) -> np.ndarray:
+    table = np.zeros((quantity.QUANTITIES, workers))
+    for worker in range(workers):
+        table[:, worker] = [rng.choice([0, rng.randrange(100)]) for _ in range(quantity.QUANTITIES)]
+        table[quantity.BLOCK_TOKENS, worker] = rng.choice([16, 32, 48, 64])
+        table[quantity.MAX_RUNNING, worker] = rng.choice([1, 3, 16, 256])
+        table[quantity.PREFILL_SPEED, worker] = rng.choice([1, 0.3, 7])
+        table[quantity.DECODE_SPEED, worker] = rng.choice([1, 0.7, 3])
+        table[quantity.CONVERSION, worker] = rng.random()
+    return table
+
+
+@native
+@pytest.mark.parametrize("workers", [1, 2, 7, 64, 513])
+def test_costs_are_those_of_the_twin_bit_for_bit(workers):
+    rng = random.Random(workers)
+    for _ in range(30):
+        table = a_table(rng, workers)
+        weights = (rng.choice([1.0, 0.1, 3.3]), 0.75, rng.random(), rng.random() * 4, rng.choice([0.0, 2.0, 0.3]))
+        switches = tuple(rng.random() < 0.5 for _ in range(3))
+        expected, found = np.empty(workers), np.empty(workers)
+        twin.fleet_costs(table, expected, 1000, *weights, *switches)
+        costs.fleet_costs(table, found, 1000, *weights, *switches)
+
+        assert expected.tobytes() == found.tobytes()
+
+
+@native
+def test_the_lowest_are_those_of_the_twin():
+    rng = random.Random(0)
+    for _ in range(100):
+        values = np.array([rng.choice([1.0, 1.0, 2.5, -3.0, 1e300]) for _ in range(rng.randrange(1, 80))])
+        assert costs.lowest(values) == twin.lowest(values)
+
+
+@pytest.mark.parametrize("module", [costs, twin])
+@pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")], [float("-inf"), 1.0]])
+def test_costs_that_are_no_numbers_are_refused(module, values):
+    with pytest.raises(ValueError, match="costs must be finite"):
+        module.lowest(np.array(values))
+
+
+@native
+@pytest.mark.parametrize("shape", [(quantity.QUANTITIES - 1, 4), (quantity.QUANTITIES, 3), (1, 4)])
+def test_a_table_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match="17 quantities"):
+        costs.fleet_costs(np.zeros(shape), np.empty(4), 1, 1.0, 1.0, 1.0, 1.0, 1.0, True, True, False)
+
+
+def test_the_rows_of_the_c_source_are_those_of_the_table():
+    """The enumeration in costs.c against the constants that Python uses."""
+    from pathlib import Path
+
+    source = Path(costs.__file__).with_name("costs.c").read_text()
+    named = source[source.index("enum {") : source.index("};")]
+    for line in named.splitlines()[1:]:
+        if "=" in line:
+            name, value = line.strip(" ,").split(" = ")
+            assert getattr(quantity, name) == int(value)

@@ -83,6 +83,9 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
+    expected_tokens: int = 0  # of the answer; 0: not known
+    pin: str = ""  # the only worker that may answer
+    labels: tuple[str, ...] = ()  # that it must have
 
 
 class Finish(StrEnum):

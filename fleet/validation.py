@@ -17,6 +17,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_HINT_CHARACTERS = 256  # of a session or a tenant: they are keys in tables of the router
 MAX_PRIORITY = 100
+MAX_EXPECTED_TOKENS = 2**31 - 1
+MAX_LABELS = 16
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
@@ -127,9 +129,14 @@ def prompt_field(request: GenerateRequest) -> str:
 def _check_names(request: GenerateRequest) -> None:
     if not _REQUEST_ID.fullmatch(request.id):
         raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
-    for field, hint in (("session", request.session), ("tenant", request.tenant)):
+    if len(request.labels) > MAX_LABELS:
+        raise invalid("labels", f"has {len(request.labels)} labels, and {MAX_LABELS} are allowed")
+    named = {"session": request.session, "tenant": request.tenant, "pin": request.pin}
+    for field, hint in (*named.items(), *((f"labels[{index}]", label) for index, label in enumerate(request.labels))):
         if len(hint) > MAX_HINT_CHARACTERS:
             raise invalid(field, f"has {len(hint)} characters, and {MAX_HINT_CHARACTERS} are allowed")
+    if not 0 <= request.expected_tokens <= MAX_EXPECTED_TOKENS:
+        raise invalid("expected_tokens", f"must be from 0 to {MAX_EXPECTED_TOKENS}, not {request.expected_tokens}")
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {request.priority}")
 

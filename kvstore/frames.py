@@ -8,7 +8,8 @@ Rules:
 3. Sending never waits. What is said in one turn of the event loop leaves in one write, at the end of that turn. What the
    peer does not take is kept up to `send_limit` bytes: then `send` raises. Who asks `full` first, and goes on when the
    receiver's `resumed` is called, never meets that.
-4. `pause_reading` holds after the piece of the stream that is being cut: up to a few hundred KiB of frames still come.
+4. A piece of the stream, a few hundred KiB at most, is cut in one turn of the event loop, then others have theirs.
+   `pause_reading` holds after the piece that is being cut.
 5. `lost` is called once for each connection that was accepted, last, and is the only sign that it is over.
 
 TLS and proofs of a secret are no affair of frames: the former is a context, the latter is a matter of what is said first.
@@ -39,6 +40,9 @@ SEND_BYTES = 2 * FRAME_BYTES
 HIGH_WATER_BYTES = 256 << 10
 """From here on a connection is `full`: as much as is under way between hosts in a millisecond at 2 Gbit/s."""
 
+TURN_BYTES = (
+    64 << 10
+)  # a piece of this size is followed by more at once, and one connection could keep the loop for itself
 JOINED_BYTES = 32 << 10  # up to here, copying pieces into one costs less than a gathering write of them
 BACKLOG = 1024  # connections that wait to be accepted
 
@@ -180,6 +184,7 @@ class FrameConnection(asyncio.Protocol):
         self._leaving: list[bytes] = []  # in this turn of the event loop
         self._leaving_bytes = 0
         self._paused = False  # the transport has enough
+        self._reading = True  # as far as the receiver is concerned
         self._over = False  # or about to be
         self._cause: Exception | None = None
         self._loop = asyncio.get_running_loop()
@@ -234,9 +239,11 @@ class FrameConnection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         """Take nothing more from the system, which makes the peer's connection `full` by and by."""
+        self._reading = False
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
+        self._reading = True
         self._transport.resume_reading()
 
     def close(self, cause: Exception | None = None) -> None:
@@ -278,6 +285,9 @@ class FrameConnection(asyncio.Protocol):
             received(payload)
         if self._cutter.fault is not None:
             self.abort(self._cutter.fault)
+        elif len(data) >= TURN_BYTES:
+            self._transport.pause_reading()
+            self._loop.call_soon(self._go_on)
 
     def eof_received(self) -> None:
         if self._cutter.torn:
@@ -295,6 +305,10 @@ class FrameConnection(asyncio.Protocol):
         self._over = True
         self._leaving.clear()
         self._receiver.lost(self._cause or exc)
+
+    def _go_on(self) -> None:
+        if self._reading and not self._over:
+            self._transport.resume_reading()
 
     def _flush(self) -> None:
         leaving, size = self._leaving, self._leaving_bytes

@@ -24,6 +24,7 @@ from fleet.errors import Reason, Refused, invalid
 from fleet.ids import ModelName, RequestId
 from fleet.requests import ChatMessage, ChatPrompt, GenerateRequest, Prompt, Sampling, TextPrompt, TokenPrompt
 from fleet.roles import KvPath, Placement
+from fleet.validation import MAX_EXPECTED_TOKENS
 
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
@@ -40,6 +41,9 @@ class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     priority: int = 0
     timeout_ms: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0
     return_token_ids: bool = False
+    expected_tokens: Annotated[int, Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0
+    pin: str = ""
+    labels: tuple[str, ...] = ()
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True):
@@ -161,7 +165,7 @@ NAMES: Mapping[str, str] = {
     "token_ids": "prompt",
     "chat.messages": "messages",
     **{f"sampling.{field}": field for field in Sampling.__struct_fields__},
-    **{field: f"fleet.{field}" for field in ("placement", "kv_path", "session", "tenant", "priority", "timeout_ms")},
+    **{field: f"fleet.{field}" for field in FleetOptions.__struct_fields__ if field != "return_token_ids"},
 }
 """Field paths of the public protocol to those of the OpenAI API."""
 
@@ -267,6 +271,9 @@ def _asked(
         tenant=options.tenant,
         placement=options.placement,
         kv_path=options.kv_path,
+        expected_tokens=options.expected_tokens,
+        pin=options.pin,
+        labels=options.labels,
     )
     return Asked(
         request=request,

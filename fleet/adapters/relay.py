@@ -32,7 +32,7 @@ from fleet.adapters.prompt_keys import PromptReader, Read
 from fleet.adapters.relay_metrics import RelayMetrics
 from fleet.clock import MILLISECOND, Clock, Nanos
 from fleet.errors import Reason, Refused
-from fleet.ids import ModelName, RequestId
+from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Sampling
 from fleet.router.messages import Arrived, Complete, Emit
 from fleet.router.server import Listener
@@ -345,6 +345,9 @@ class Relay:
             priority=options.priority,
             deadline=Nanos(relayed.began_at + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
             session=options.session,
+            expected_tokens=options.expected_tokens,
+            pin=WorkerId(options.pin) if options.pin else None,
+            labels=options.labels,
             keys=read.keys,
         )
         self._workers.expect(relayed)

@@ -34,7 +34,7 @@ SAMPLES = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa 0000000000000000 ================ \n\n\n\n\n\n",
 )
 
-Encode = Callable[[str, bool], Sequence[int]]
+Encode = Callable[[str, bool], TokenBytes]
 """Text and whether the model's own special tokens go before it, to ids."""
 
 
@@ -83,7 +83,7 @@ class HuggingFaceCodec:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._table = TokenBytesTable(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
-        self._lead = list(encode("a", False))[-1:]  # a token before another shows whether that one brings a space
+        self._lead = _ids(encode("a", False))[-1:]  # a token before another shows whether that one brings a space
         self._lead_text = self._decode(self._lead)
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
 
@@ -96,17 +96,15 @@ class HuggingFaceCodec:
         return self._eos_token_ids
 
     def encode(self, text: str) -> TokenBytes:
-        return _pack(self._encode(text, True))
+        return self._encode(text, True)
 
     def render(self, messages: Sequence[ChatMessage]) -> TokenBytes:
         if self._template is None:
             raise invalid("chat.messages", "the model has no chat template; send a prompt instead")
-        return _pack(self._encode(self._template.render(messages), False))
+        return self._encode(self._template.render(messages), False)
 
     def decoder(self, prompt: TokenBytes = b"") -> TextDecoder:
-        last = [
-            int(token_id) for token_id in np.frombuffer(prompt[-64:], "<u4")
-        ]  # 16 tokens: more than any decoder looks at
+        last = _ids(prompt[-64:])  # 16 tokens: more than any decoder looks at
         if self._table is not None:
             return ByteLevelDecoder(self._table, last)
         return WindowDecoder(self._tokenizer, last)
@@ -126,6 +124,11 @@ def _pack(token_ids: Sequence[int]) -> TokenBytes:
     return np.asarray(token_ids, "<u4").tobytes()
 
 
+def _ids(tokens: TokenBytes) -> list[int]:
+    ids: list[int] = np.frombuffer(tokens, "<u4").tolist()
+    return ids
+
+
 def _load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -137,16 +140,16 @@ def _load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _choose_encoder(path: Path, tokenizer: Tokenizer) -> Encode:
-    def encode(text: str, special: bool) -> Sequence[int]:
-        return tokenizer.encode(text, add_special_tokens=special).ids
+    def encode(text: str, special: bool) -> TokenBytes:
+        return _pack(tokenizer.encode(text, add_special_tokens=special).ids)
 
     try:
         fast = fastokens.Tokenizer.from_file(str(path))
         fast.no_truncation()
         fast.no_padding()
 
-        def encode_fast(text: str, special: bool) -> Sequence[int]:
-            return fast.encode(text, add_special_tokens=special).ids  # type: ignore[no-any-return]  # untyped library
+        def encode_fast(text: str, special: bool) -> TokenBytes:
+            return fast.encode_batch_flat([text], special)[0]  # type: ignore[no-any-return]  # untyped library
 
         differs = _first_difference(encode_fast, encode, tokenizer)
     except (ValueError, RuntimeError, TypeError, OSError, NotImplementedError) as error:
@@ -167,7 +170,7 @@ def _first_difference(one: Encode, other: Encode, tokenizer: Tokenizer) -> str |
     samples: Iterable[str] = (*SAMPLES, *(f"a {content} b{content}c" for content in added), " ".join(SAMPLES) * 4)
     for text in samples:
         for special in (False, True):
-            if list(one(text, special)) != list(other(text, special)):
+            if one(text, special) != other(text, special):
                 return text
     return None
 

@@ -42,6 +42,9 @@ class Options(TypedDict, total=False):
     tenant: str
     placement: Placement
     kv_path: KvPath | None
+    expected_tokens: int
+    pin: str
+    labels: Sequence[str]
     request_id: str
     timeout_seconds: float | None  # for the whole answer; None: no limit
 
@@ -84,6 +87,9 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
         tenant=options.get("tenant", ""),
         placement=options.get("placement", Placement.AUTO),
         kv_path=options.get("kv_path"),
+        expected_tokens=options.get("expected_tokens", 0),
+        pin=options.get("pin", ""),
+        labels=tuple(options.get("labels", ())),
     )
     sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
     try:
@@ -95,7 +101,7 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
 
 def _misfit(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
     """Path of the value that its message does not take, which the library does not name."""
-    own = ("model", "stop", "priority", "session", "tenant")
+    own = ("model", "stop", "priority", "session", "tenant", "expected_tokens", "pin", "labels")
     given: dict[str, object] = {"request_id": request.id} | {name: getattr(request, name) for name in own}
     for name, value in given.items():
         if not _fits(pb.GenerateRequest, name, value):

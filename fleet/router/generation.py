@@ -21,7 +21,7 @@ from msgspec import structs
 
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.errors import Reason, Refused, invalid
-from fleet.ids import ModelName, RequestId
+from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import (
     TOKEN_BYTES,
     Admitted,
@@ -264,6 +264,9 @@ class Generation:
             session=request.session,
             placement=request.placement,
             kv_path=request.kv_path,
+            expected_tokens=request.expected_tokens,
+            pin=WorkerId(request.pin) if request.pin else None,
+            labels=request.labels,
         )
 
 

@@ -99,6 +99,9 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     KV_PATH_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request again in logs and traces; made by the router when empty.
     At most 128 characters of [A-Za-z0-9._-].
@@ -113,9 +116,8 @@ class GenerateRequest(_message.Message):
     A gRPC deadline on the call counts as well; the earlier one wins.
     """
     session: _builtins.str
-    """Names requests that belong together. Today a hint without effect of its own: placement goes by the blocks that
-    workers hold, which are those of the session. Empty: no session.
-    At most 256 characters.
+    """Names requests that belong together, as the turns of a conversation do: they go to the same worker while that pays,
+    and their blocks are kept in the store between them. Empty: no session. At most 256 characters.
     """
     tenant: _builtins.str
     """Tenant whose blocks may be shared with this request; blocks of different tenants never mix.
@@ -125,6 +127,10 @@ class GenerateRequest(_message.Message):
     """Overrides the router's choice between one worker and a prefill/decode pair (for tests and benchmarks)."""
     kv_path: Global___KvPath.ValueType
     """Overrides the way blocks take between the pair. Refused when the pair cannot do it."""
+    expected_tokens: _builtins.int
+    """Tokens that the answer is expected to have, for the router's picture of the load; 0: not known."""
+    pin: _builtins.str
+    """The only worker that may answer, by id. Refused when it cannot."""
     @_builtins.property
     def chat(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -136,6 +142,10 @@ class GenerateRequest(_message.Message):
         """Generation ends before any of these strings would appear; the string itself is not returned.
         At most 16 strings of 1 to 256 characters.
         """
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Labels that the worker must have. At most 16, of 256 characters."""
 
     def __init__(
         self,
@@ -153,10 +163,13 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         placement: Global___Placement.ValueType = ...,
         kv_path: Global___KvPath.ValueType = ...,
+        expected_tokens: _builtins.int = ...,
+        pin: _builtins.str = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kv_path", b"kv_path", "model", b"model", "placement", b"placement", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "stop", b"stop", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "expected_tokens", b"expected_tokens", "kv_path", b"kv_path", "labels", b"labels", "model", b"model", "pin", b"pin", "placement", b"placement", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "stop", b"stop", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

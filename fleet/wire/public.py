@@ -94,6 +94,9 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         tenant=message.tenant,
         placement=_PLACEMENTS[message.placement],
         kv_path=_KV_PATHS[message.kv_path],
+        expected_tokens=message.expected_tokens,
+        pin=message.pin,
+        labels=tuple(message.labels),
     )
 
 
@@ -119,6 +122,9 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
         tenant=request.tenant,
         placement=_PLACEMENT_NUMBERS[request.placement],  # type: ignore[arg-type]  # an enum's number
         kv_path=_KV_PATH_NUMBERS[request.kv_path],  # type: ignore[arg-type]  # an enum's number
+        expected_tokens=request.expected_tokens,
+        pin=request.pin,
+        labels=request.labels,
     )
     match request.prompt:
         case TextPrompt(text=text):

@@ -5,6 +5,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,46 @@ async def test_what_a_peer_does_not_take_fills_the_connection_until_it_does():
         await client.until(lambda: len(client.payloads) == sent)
 
     assert not server.connection.full
+
+
+async def test_a_peer_that_says_much_does_not_keep_the_event_loop_for_itself():
+    async with a_pair() as (client, server):
+        loop = asyncio.get_running_loop()
+        heard_by_turn: list[int] = []
+
+        def turn() -> None:
+            heard_by_turn.append(len(server.payloads))
+            if len(server.payloads) < 5000:
+                loop.call_soon(turn)
+
+        client.connection._transport.set_write_buffer_limits(high=1 << 30)
+        for _ in range(5000):
+            client.connection.send(b"x" * 1000)
+        turn()
+        await server.until(lambda: len(server.payloads) == 5000)
+
+    most = max(after - before for before, after in pairwise([*heard_by_turn, 5000]))
+    assert most * 1000 <= 256 << 10, "what one read of the system brings"
+
+
+async def test_a_pause_holds_although_a_large_piece_was_just_cut():
+    async with a_pair() as (client, server):
+        server.received = lambda payload: (server.payloads.append(payload), server.connection.pause_reading())
+        for _ in range(40):
+            client.connection.send(b"x" * 50_000)
+        async with asyncio.timeout(10):
+            while not server.payloads:
+                await asyncio.sleep(0)
+        held = len(server.payloads)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+        assert len(server.payloads) == held
+        server.received = server.payloads.append
+        server.connection.resume_reading()
+        async with asyncio.timeout(10):
+            while len(server.payloads) < 40:
+                await asyncio.sleep(0)
 
 
 async def test_more_than_the_bound_is_not_kept_for_a_peer_that_does_not_read():

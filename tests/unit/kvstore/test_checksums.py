@@ -6,7 +6,9 @@ import google_crc32c
 import numpy as np
 import pytest
 
+from kvstore.messages import SLOT, Outcome
 from kvstore.native import checksums, checksums_twin
+from kvstore.transports.shared_memory import OUTCOMES
 
 native = pytest.param(checksums, marks=pytest.mark.skipif(not checksums.BUILT, reason="the native module is not built"))
 each = pytest.mark.parametrize("module", [native, checksums_twin])
@@ -53,3 +55,80 @@ def test_a_destination_of_another_size_is_refused_and_left_alone(module):
     with pytest.raises(ValueError, match="10 bytes to copy into 9"):
         module.copy(0, np.ones(10, np.uint8), into)
     assert not into.any()
+
+
+PAGE, BLOCK, BLOCKS = 512, 1536, 6
+
+
+class Pool:
+    """Blocks of three pages, each stamped with its number plus one."""
+
+    def __init__(self):
+        self.bytes = np.frombuffer(random.Random(3).randbytes(BLOCK * BLOCKS), np.uint8).copy()
+        self.stamps = np.zeros(BLOCK * BLOCKS // PAGE, np.uint64)
+        self.stamps[:: BLOCK // PAGE] = np.arange(1, BLOCKS + 1)
+
+    def block(self, index: int) -> np.ndarray:
+        return self.bytes[index * BLOCK : (index + 1) * BLOCK]
+
+    def slot(self, index: int, generation: int | None = None, crc32c: int | None = None) -> bytes:
+        right = google_crc32c.value(self.block(index).tobytes()) if crc32c is None else crc32c
+        return SLOT.pack(index * BLOCK, index + 1 if generation is None else generation, right)
+
+    def get(self, module, slots: bytes, parts: list[np.ndarray]) -> list[Outcome]:
+        return [OUTCOMES[code] for code in module.get_blocks(self.bytes, self.stamps, PAGE, slots, BLOCK, parts)]
+
+    def put(self, module, slots: bytes, parts: list[np.ndarray]) -> tuple[list[Outcome], list[int]]:
+        codes, sums = module.put_blocks(self.bytes, self.stamps, PAGE, slots, BLOCK, parts)
+        return [OUTCOMES[code] for code in codes], sums
+
+
+@each
+def test_blocks_come_out_of_a_pool_where_they_are_their_own_and_whole(module):
+    pool = Pool()
+    slots = pool.slot(4) + pool.slot(1, generation=77) + pool.slot(2, crc32c=1) + pool.slot(0)
+    slots += SLOT.pack(1 << 60, 1, 0) + SLOT.pack(BLOCK * BLOCKS - PAGE, 0, 0)
+    parts = [np.zeros(BLOCK, np.uint8) for _ in range(3)]
+    pieces = [np.zeros(size, np.uint8) for size in (1, 500, 0, BLOCK - 501)]
+    rest = [np.zeros(BLOCK, np.uint8) for _ in range(2)]
+
+    outcomes = pool.get(module, slots, [*parts, *pieces, *rest])
+
+    assert outcomes == [Outcome.MOVED, Outcome.GONE, Outcome.CORRUPT, Outcome.MOVED, Outcome.GONE, Outcome.GONE]
+    assert np.array_equal(parts[0], pool.block(4))
+    assert np.array_equal(np.concatenate(pieces), pool.block(0))
+    assert not parts[1].any(), "nothing is copied from a place that is another's"
+    assert not rest[0].any()
+    assert not rest[1].any()
+
+
+@each
+def test_blocks_go_into_a_pool_where_the_place_is_theirs(module):
+    pool, before = Pool(), Pool()
+    fresh = [np.frombuffer(random.Random(seed).randbytes(BLOCK), np.uint8) for seed in range(3)]
+    slots = pool.slot(5) + pool.slot(3, generation=9) + pool.slot(0)
+    parts = [fresh[0], fresh[1], fresh[2][:700], fresh[2][700:]]
+
+    outcomes, sums = pool.put(module, slots, parts)
+
+    assert outcomes == [Outcome.MOVED, Outcome.GONE, Outcome.MOVED]
+    assert (sums[0], sums[2]) == (google_crc32c.value(fresh[0].tobytes()), google_crc32c.value(fresh[2].tobytes()))
+    assert np.array_equal(pool.block(5), fresh[0])
+    assert np.array_equal(pool.block(0), fresh[2])
+    for untouched in (1, 2, 3, 4):
+        assert np.array_equal(pool.block(untouched), before.block(untouched))
+
+
+@each
+@pytest.mark.parametrize("sizes", [[], [BLOCK - 1], [BLOCK + 1], [BLOCK, BLOCK], [BLOCK - 1, 2]])
+def test_parts_that_do_not_make_the_blocks_are_a_bug_and_nothing_is_copied(module, sizes):
+    pool = Pool()
+    parts = [np.zeros(size, np.uint8) for size in sizes]
+
+    with pytest.raises(AssertionError, match="parts do not make"):
+        pool.get(module, pool.slot(0), parts)
+    with pytest.raises(AssertionError, match="parts do not make"):
+        pool.put(module, pool.slot(0), parts)
+
+    assert not any(part.any() for part in parts)
+    assert np.array_equal(pool.bytes, Pool().bytes)

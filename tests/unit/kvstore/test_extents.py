@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -39,6 +39,26 @@ def test_a_rest_that_fills_no_page_is_not_given_away():
 
     assert extents.capacity_bytes == 2 * PAGE_BYTES
     assert extents.take(2 * PAGE_BYTES + 100) is None
+
+
+@given(
+    holes=st.lists(st.integers(0, PAGES - 1), max_size=PAGES, unique=True),
+    length=st.integers(1, 5 * PAGE_BYTES),
+    count=st.integers(0, PAGES),
+)
+def test_several_at_once_are_those_that_one_after_the_other_would_give(holes, length, count):
+    at_once, in_turn = (Extents(PAGES * PAGE_BYTES) for _ in range(2))
+    for extents in (at_once, in_turn):
+        extents.take(PAGES * PAGE_BYTES)
+        for page in holes:
+            extents.give_back(page * PAGE_BYTES, PAGE_BYTES)
+
+    offsets = at_once.take_several(length, count)
+
+    one_by_one = [offset for _ in range(count) if (offset := in_turn.take(length)) is not None]
+    assert offsets == one_by_one
+    assert sorted(at_once.free_extents()) == sorted(in_turn.free_extents())
+    at_once.check()
 
 
 class ExtentsAgainstPages(RuleBasedStateMachine):

@@ -64,6 +64,9 @@ REQUESTS = st.builds(
     tenant=TEXT,
     placement=st.sampled_from(Placement),
     kv_path=st.sampled_from([None, *KvPath]),
+    expected_tokens=COUNT,
+    pin=TEXT,
+    labels=st.lists(TEXT, max_size=3).map(tuple),
 )
 LOGPROBS = st.lists(st.tuples(COUNT, FLOAT), max_size=3).flatmap(
     lambda top: st.builds(Logprobs, FLOAT, st.just(tuple(i for i, _ in top)), st.just(tuple(p for _, p in top)))

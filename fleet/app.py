@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fleet.adapters.redis_tenants import RedisTenants
     from fleet.adapters.relay import Relay
     from fleet.router.generation import Generation
+    from fleet.router.ports import TextCodec
     from fleet.router.server import RouterServer
     from fleet.router.tenants import Tenants
     from workers.registration import Registration
@@ -244,7 +245,6 @@ def _relay(
     from fleet.adapters.prompt_keys import PromptReader  # noqa: PLC0415
     from fleet.adapters.relay import Relay  # noqa: PLC0415
     from fleet.adapters.relay_metrics import RelayMetrics  # noqa: PLC0415
-    from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
 
     by_model: dict[ModelName, list[OpenAiWorkerSettings]] = {}
     for index, worker in enumerate(settings.openai_workers):
@@ -255,7 +255,7 @@ def _relay(
         model: PromptReader(
             model,
             [each.compared_tokens for each in alike],
-            load_codec(alike[0].tokenizer) if alike[0].tokenizer else None,
+            _codec(alike[0]),
             clock,
             named_by_workers=bool(alike[0].kv_events),
         )
@@ -268,6 +268,17 @@ def _relay(
     return Relay(
         router, workers, readers, tenants, metrics, clock, id_prefix=secrets.token_hex(4), only=not settings.models
     )
+
+
+def _codec(worker: OpenAiWorkerSettings) -> "TextCodec | None":
+    from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
+
+    if not worker.tokenizer:
+        return None
+    try:
+        return load_codec(worker.tokenizer)
+    except ConfigurationRefused as error:
+        raise ConfigurationRefused(f"tokenizer of {worker.worker_id} in openai_workers: {error}") from error
 
 
 async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:

@@ -38,7 +38,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Addresses of the control plane: ``unix:/path`` or ``host:port``; port 0 lets the system choose."""
 
     shm_socket: str = ""
-    """Path of the Unix socket that hands out the pool to processes of this host. Empty: no shared memory."""
+    """Path of the Unix socket that hands out the pool to processes of this host, and takes their calls. Empty: no shared
+    memory, and calls go by gRPC."""
 
     data_listen: str = ""
     """``host:port`` of the TCP data plane. Empty: none."""

@@ -10,7 +10,7 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
@@ -57,9 +57,9 @@ class StoreHolds:
                 continue
             if isinstance(each, Hold):
                 number = self._wanted[each.session] = next(self._numbers)
-                task = self._tasks.create_task(self._hold(each, number))
+                task = self._tasks.create_task(self._supervised(self._hold(each, number)))
             else:
-                task = self._tasks.create_task(self._release(each))
+                task = self._tasks.create_task(self._supervised(self._release(each)))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
@@ -67,6 +67,13 @@ class StoreHolds:
         """What is held already stays so until its deadline: the session may go on at another worker."""
         for task in self._running:
             task.cancel()
+
+    async def _supervised(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception:  # supervisor: a chain that is not held is a later miss, and nobody else's affair
+            log.exception("a session's blocks could not be held")
+            self.dropped += 1
 
     async def _hold(self, asked: Hold, number: int) -> None:
         names = await self._call(lambda: self._chain(asked))

@@ -23,6 +23,7 @@ from fleet.adapters.listening import bind
 from fleet.adapters.openai_answers import EVENT_STREAM, ChatShape, CompletionShape, model_object
 from fleet.adapters.openai_failures import explain, fail, refuse
 from fleet.adapters.openai_requests import Asked, read_chat, read_completion
+from fleet.adapters.openapi import document
 from fleet.adapters.relay import PATHS as RELAYED_PATHS
 from fleet.adapters.relay import Relay
 from fleet.adapters.status import renamed
@@ -116,6 +117,7 @@ class HttpFrontend:
             "/v1/completions": {"POST": self._complete},
             "/v1/models": {"GET": self._models},
             "/health": {"GET": self._health},
+            "/openapi.json": {"GET": self._openapi},
             "/metrics": {"GET": self._metrics},
         }
 
@@ -293,6 +295,9 @@ class HttpFrontend:
         status = "ok" if serving else "draining" if self._draining else "no worker serves yet"
         code = HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE
         exchange.respond(code, msgspec.json.encode({"status": status, "models": models}))
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        exchange.respond(HTTPStatus.OK, document())
 
     async def _metrics(self, exchange: Exchange) -> None:
         exchange.respond(HTTPStatus.OK, generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST)

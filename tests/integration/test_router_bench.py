@@ -130,7 +130,7 @@ def test_the_relay_takes_workers_in_turn_and_changes_no_byte(serve, tmp_path):
             ask(port, "/reset", b"")
         requests = [request("word " * 20_000, 1) for _ in range(8)]
 
-        window = round_of([ready["port"]], [one(*requests[:4]), one(*requests[4:])], 10, NoMeter())
+        window = round_of([ready["port"]], [one(*requests[:6]), one(*requests[6:])], 10, NoMeter())
 
         assert (window.requests, window.failures) == (8, 0)
         assert [counters(port)["requests"] for port in ports] == [4, 4]

@@ -125,6 +125,22 @@ async def test_holds_are_dropped_when_the_node_is_away():
             assert holds.dropped == 1
 
 
+async def test_what_goes_wrong_with_one_hold_is_counted_and_concerns_no_other(monkeypatch):
+    async with holding() as (holds, client):
+        write(client, NAMES)
+        hold = StoreClient.hold
+        monkeypatch.setattr(
+            StoreClient,
+            "hold",
+            lambda self, session, *a, **b: [][1] if session == "bad" else hold(self, session, *a, **b),
+        )
+
+        holds.keep([a_hold(session="bad"), a_hold()])
+
+        await until_held(client, 10)
+        assert holds.dropped == 1
+
+
 # From a request with a session to its next one.
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadtests.kvstore.repeated_prefix import LENGTHS, Line, Origin, break_even, break_evens, table
+from loadtests.kvstore.prefix_figures import LENGTHS, Line, Origin, break_even, break_evens, table
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""What the HTTP port takes and gives, as an OpenAPI 3.1 document: bodies as the types that read them say."""
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from fleet.adapters.openai_requests import ALREADY_SO, ChatBody, CompletionBody
+
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+OBJECT = {"type": "object"}
+
+
+@cache
+def document() -> bytes:
+    """The document, as JSON."""
+    bodies, components = msgspec.json.schema_components(
+        (CompletionBody, ChatBody), ref_template="#/components/schemas/{name}"
+    )
+    for schema in components.values():
+        for name, values in ALREADY_SO.items():
+            if name in schema.get("properties", {}):
+                schema["properties"][name] = {
+                    "enum": [None, *values],
+                    "description": "Taken where it says what happens anyway.",
+                }
+    completion, chat = bodies
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "Fleet", "version": "1", "description": "The OpenAI API, as Fleet serves it."},
+            "paths": {
+                "/v1/completions": {"post": _generating("complete", completion)},
+                "/v1/chat/completions": {"post": _generating("chat", chat)},
+                "/v1/models": {"get": _getting("models")},
+                "/v1/models/{model}": {
+                    "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
+                    "get": _getting("model", 404),
+                },
+                "/health": {"get": _getting("health")},
+            },
+            "components": {
+                "schemas": {**components, "Error": ERROR},
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{}, {"key": []}],
+        }
+    )
+
+
+def _generating(name: str, body: dict[str, Any]) -> dict[str, Any]:
+    whole = {"application/json": {"schema": OBJECT}, "text/event-stream": {"schema": {"type": "string"}}}
+    failures = (400, 401, 404, 408, 411, 413, 415, 429, 431, 500, 503, 504)
+    return {
+        "operationId": name,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {"200": {"description": "The answer.", "content": whole}, **_failing(*failures)},
+    }
+
+
+def _getting(name: str, *failures: int) -> dict[str, Any]:
+    content = {"application/json": {"schema": OBJECT}}
+    return {
+        "operationId": name,
+        "responses": {"200": {"description": "What there is.", "content": content}, **_failing(*failures, 400, 431)},
+    }
+
+
+def _failing(*statuses: int) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {str(status): {"description": "Refused.", "content": content} for status in statuses}

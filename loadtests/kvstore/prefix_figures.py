@@ -1,0 +1,79 @@
+"""Figures of repeated prefixes: lines of a table, and from which length on loading pays."""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from msgspec import Struct
+
+LENGTHS = (32, 64, 128, 512, 1024, 2048, 3072)  # tokens; whole blocks
+
+
+class Origin(StrEnum):
+    """Where the prefix is when it is asked for."""
+
+    COMPUTED = "computed"
+    ENGINE = "engine"
+    CPU = "cpu"
+    SSD = "ssd"
+    REDIS = "redis"
+
+
+LOADED = tuple(origin for origin in Origin if origin is not Origin.COMPUTED)
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """Answers to prompts of one length, with the prefix in one place."""
+
+    origin: Origin
+    tokens: int  # of the prefix
+    blocks: int  # of it, that came from there; proved for each answer
+    rounds: int  # answers that count
+    declined: int  # loads that were not begun, or given up, since computing was or seemed faster
+    median_ms: float | None  # None: all were declined
+    spread_ms: tuple[float, float] | None  # the fastest and the slowest
+
+
+def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> float | None:
+    """The length from which on loading a prefix is faster than computing it.
+
+    Args:
+        computed: Milliseconds by tokens.
+        loaded: The same; lengths that were always declined are missing.
+
+    Returns:
+        Tokens, between two lengths by straight lines; the shortest one measured if loading wins there as well. None where
+        it does not even win at the longest.
+    """
+    lengths = sorted(computed.keys() & loaded.keys())
+    gains = [computed[length] - loaded[length] for length in lengths]
+    if not gains or gains[-1] <= 0:
+        return None
+    last = next((i for i in reversed(range(len(gains))) if gains[i] <= 0), None)  # the longest that does not pay
+    if last is None:
+        return float(lengths[0])
+    share = -gains[last] / (gains[last + 1] - gains[last])
+    return lengths[last] + share * (lengths[last + 1] - lengths[last])
+
+
+def break_evens(lines: Sequence[Line]) -> dict[str, float | None]:
+    """By origin."""
+    medians: dict[Origin, dict[int, float]] = {origin: {} for origin in Origin}
+    for line in lines:
+        if line.median_ms is not None:
+            medians[line.origin][line.tokens] = line.median_ms
+    return {str(origin): break_even(medians[Origin.COMPUTED], medians[origin]) for origin in LOADED}
+
+
+def table(lines: Sequence[Line]) -> str:
+    """For a person: a row a length."""
+    found = {(line.tokens, line.origin): line for line in lines}
+    rows = ["tokens " + "".join(f"{origin:>26}" for origin in Origin)]
+    rows += [f"{length:6} " + "".join(_cell(found[length, origin]) for origin in Origin) for length in LENGTHS]
+    return "\n".join(rows)
+
+
+def _cell(line: Line) -> str:
+    declined = f" -{line.declined}" if line.declined else ""
+    if line.median_ms is None or line.spread_ms is None:
+        return f"{'declined':>26}"
+    return f"{f'{line.median_ms:.1f} ({line.spread_ms[0]:.1f}-{line.spread_ms[1]:.1f}){declined}':>26}"

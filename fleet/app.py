@@ -96,6 +96,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     from fleet.adapters.http_messages import HttpSettings  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
     from fleet.adapters.replicas import Replicas  # noqa: PLC0415
+    from fleet.adapters.router_metrics import RouterMetrics  # noqa: PLC0415
     from fleet.adapters.router_policies import open_policy  # noqa: PLC0415
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
     from fleet.adapters.worker_streams import WorkerStreams  # noqa: PLC0415
@@ -132,13 +133,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     relay = None
     if settings.openai_workers:
         relay = _relay(settings, router, foreign, tenants, metrics.registry, clock)
-    metrics.watch("fleet_active_requests", "Requests that workers run now", lambda: router.status().active)
-    metrics.watch(
-        "fleet_kv_mismatches",
-        "Pieces of work that workers refused since their blocks are not like those handed over",
-        lambda: router.status().counters.kv_mismatches,
-    )
-    metrics.watch("fleet_queued_requests", "Requests that wait for room on a worker", lambda: router.status().queued)
+    metrics.registry.register(RouterMetrics(router.status))
     replicas = Replicas(settings, router, members) if settings.replicas_listen else None
     registry = GrpcRegistry(members, replicas)
     services: dict[str, Callable[[Server], None]] = {

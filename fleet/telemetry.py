@@ -2,9 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from fleet.errors import Reason
 from fleet.requests import Finish, KvPhase, Source, Usage
@@ -58,10 +58,6 @@ class Metrics:
             for source in Source:
                 self._kv_blocks.labels(phase, source)
                 self._kv_bytes.labels(phase, source)
-
-    def watch(self, name: str, meaning: str, read: Callable[[], float]) -> None:
-        """Expose a number that `read` gives whenever metrics are collected, as in ``fleet_queued_requests``."""
-        Gauge(name, meaning, registry=self.registry).set_function(read)
 
     def first_token(self, seconds: float) -> None:
         """Record how long after its arrival a request had its first token."""

@@ -16,6 +16,7 @@ Rules:
 6. A deadline ends a request wherever it is; the server sends `Ticked` when `next_deadline()` has come.
 """
 
+from collections import OrderedDict
 from typing import assert_never
 
 from msgspec import structs
@@ -108,7 +109,7 @@ class RouterMachine:
         self._works_begun = 0
         self._freed: dict[ModelName, None] = {}  # models whose queue may move since room was made
         self._counters = Counters()
-        self._explained: dict[RequestId, list[Decision]] = {}
+        self._explained: OrderedDict[RequestId, list[Decision]] = OrderedDict()  # a dict's first key is slow to find
 
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
         """Take in what happened; returns what to do about it, in order."""
@@ -116,6 +117,8 @@ class RouterMachine:
         match event:
             case Stepped():
                 self._stepped(event, now, out)
+            case Arrived():
+                self._arrived(event, now, out)
             case KvChanged():
                 if self._roster.get(event.worker_id) is not None:
                     self._roster.cache_changed(event.worker_id, event.events)
@@ -124,8 +127,6 @@ class RouterMachine:
                     self._roster.cache_assumed(event.worker_id, event.stored, event.removed)
             case StoreChanged():
                 self._roster.store_changed(event)
-            case Arrived():
-                self._arrived(event, now, out)
             case LoadReported():
                 if (worker := self._roster.get(event.worker_id)) is not None:
                     worker.load = event.load
@@ -302,7 +303,7 @@ class RouterMachine:
             counters.continued += 1
         self._explained.setdefault(live.id, []).append(placed)
         if len(self._explained) > self._settings.explained_requests:
-            del self._explained[next(iter(self._explained))]
+            self._explained.popitem(last=False)
 
     def _book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> None:
         worker = self._roster[worker_id]

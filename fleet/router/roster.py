@@ -1,6 +1,6 @@
 """The workers that a router knows: what they are, what is booked on them, what they hold."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import ModelCard
@@ -80,9 +80,10 @@ class Roster:
                 case KvCleared():
                     self.index.cleared(holder)
 
-    def cache_assumed(self, worker_id: WorkerId, stored: Iterable[int], removed: Iterable[int]) -> None:
+    def cache_assumed(self, worker_id: WorkerId, stored: Iterable[int], removed: Collection[int]) -> None:
         holder = engine_cache(worker_id)
-        self.index.removed(holder, removed)  # first: it makes the room
+        if removed:  # first: it makes the room
+            self.index.removed(holder, removed)
         self.index.stored(holder, stored)
 
     def store_changed(self, event: StoreChanged) -> None:

@@ -129,11 +129,13 @@ async def test_what_goes_wrong_with_one_hold_is_counted_and_concerns_no_other(mo
     async with holding() as (holds, client):
         write(client, NAMES)
         hold = StoreClient.hold
-        monkeypatch.setattr(
-            StoreClient,
-            "hold",
-            lambda self, session, *a, **b: [][1] if session == "bad" else hold(self, session, *a, **b),
-        )
+
+        def one_fails(self, session, names, *, seconds):
+            if session == "bad":
+                raise ZeroDivisionError
+            return hold(self, session, names, seconds=seconds)
+
+        monkeypatch.setattr(StoreClient, "hold", one_fails)
 
         holds.keep([a_hold(session="bad"), a_hold()])
 

@@ -41,15 +41,6 @@ def test_latency_buckets_reach_from_a_millisecond_to_a_hundred_seconds():
     assert list(LATENCY_BUCKETS) == sorted(LATENCY_BUCKETS)
 
 
-def test_a_watched_number_is_read_when_metrics_are_collected():
-    metrics = Metrics(CollectorRegistry())
-    queue = [1, 2]
-    metrics.watch("fleet_queued_requests", "Requests that wait", lambda: len(queue))
-    queue.append(3)
-
-    assert "fleet_queued_requests 3.0" in lines(metrics)
-
-
 def test_a_log_entry_is_one_line_with_its_extras():
     # Not makeLogRecord: libraries (vLLM) replace the factory it asks.
     record = logging.LogRecord("fleet.x", logging.WARNING, __file__, 1, "worker %s", ("lost\nfake",), None)

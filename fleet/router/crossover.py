@@ -1,0 +1,46 @@
+"""From how many prompt tokens on another worker had better compute them: learned, in place of a constant.
+
+Rules:
+
+1. A prompt of n uncached tokens that the decode worker computes itself holds up each of the r requests there for n × s seconds;
+   handing it over costs one request h seconds. They are equal at n = h / (s × r).
+2. h is learned from hand-offs: from the prefill worker's end to the decode worker's first token. s is what a prompt token took on
+   the decode worker lately, or, where it has computed none, on the workers of this pool that have.
+3. Until `MIN_SAMPLES` hand-offs have been seen and s is known, the constant of the settings counts. After that the estimate is
+   kept within `LEAST_TOKENS` and `MOST_TOKENS`, so that neither side ever stops being measured.
+"""
+
+from fleet.clock import SECOND, Nanos
+
+MIN_SAMPLES = 8
+WEIGHT = 0.1  # of the newest hand-off: of the last ten, mostly
+LEAST_TOKENS = 64  # below that, a hand-off moves a block or two
+MOST_TOKENS = 16_384
+
+
+class Crossover:
+    """What one router has learned of hand-offs."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.handoff_seconds = 0.0
+
+    def handed_over(self, taken: Nanos) -> None:
+        """A hand-off took so long."""
+        seconds = taken / SECOND
+        self.samples += 1
+        weight = max(WEIGHT, 1 / self.samples)
+        self.handoff_seconds += weight * (seconds - self.handoff_seconds)
+
+    def min_tokens(self, token_seconds: float, requests: int, constant: int) -> int:
+        """From which on a hand-off is the lesser evil.
+
+        Args:
+            token_seconds: That a prompt token takes; 0: not known.
+            requests: On the decode worker.
+            constant: What counts until enough has been measured.
+        """
+        if self.samples < MIN_SAMPLES or token_seconds == 0:
+            return constant
+        even = self.handoff_seconds / (token_seconds * max(1, requests))
+        return int(min(max(even, LEAST_TOKENS), MOST_TOKENS))

@@ -1,0 +1,46 @@
+"""A router's own numbers as metrics."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from fleet.adapters.router_metrics import COUNTERS, OF_WORKERS, RouterMetrics
+from fleet.requests import Finish
+from fleet.roles import Role
+from fleet.router.snapshot import Counters, WorkerSnapshot
+from tests.builders import an_arrival
+from tests.unit.router.driver import Dispatch, Driver, the
+
+
+def told(router):
+    registry = CollectorRegistry()
+    registry.register(RouterMetrics(router.machine.snapshot))
+    return generate_latest(registry).decode().splitlines()
+
+
+def test_what_workers_have_booked_and_what_was_decided_is_read_when_it_is_asked_for():
+    router = Driver(("d1", Role.DECODE), oversubscribe=0.01)
+    first = the(Dispatch, router.send(an_arrival(tokens=100)))
+    router.send(an_arrival(request_id="waits"))
+
+    lines = told(router)
+
+    assert "fleet_active_requests 2.0" in lines
+    assert "fleet_queued_requests 1.0" in lines
+    labels = 'model="tiny",role="decode",worker="d1"'
+    assert f"fleet_worker_booked_requests{{{labels}}} 1.0" in lines
+    assert f"fleet_worker_booked_prefill_tokens{{{labels}}} 100.0" in lines
+    assert 'fleet_placements_total{why="short_uncached_prompt"} 1.0' in lines
+    router.step(first, 1, finish=Finish.STOP)
+    assert "fleet_queued_requests 0.0" in told(router)
+
+
+def test_refusals_are_told_by_reason_and_cause():
+    router = Driver()
+    router.send(an_arrival())
+    lines = told(router)
+    assert 'fleet_refused_requests_total{reason="no_worker"} 1.0' in lines
+    assert 'fleet_impossible_requests_total{cause="no_worker"} 1.0' in lines
+
+
+def test_every_number_is_one_that_the_router_has():
+    assert COUNTERS.keys() <= set(Counters.__struct_fields__)
+    assert OF_WORKERS.keys() <= set(WorkerSnapshot.__struct_fields__)

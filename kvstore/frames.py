@@ -40,9 +40,7 @@ SEND_BYTES = 2 * FRAME_BYTES
 HIGH_WATER_BYTES = 256 << 10
 """From here on a connection is `full`: as much as is under way between hosts in a millisecond at 2 Gbit/s."""
 
-TURN_BYTES = (
-    64 << 10
-)  # a piece of this size is followed by more at once, and one connection could keep the loop for itself
+TURN_BYTES = 64 << 10  # a piece of this size is followed by more at once: one connection could keep the loop for itself
 JOINED_BYTES = 32 << 10  # up to here, copying pieces into one costs less than a gathering write of them
 BACKLOG = 1024  # connections that wait to be accepted
 
@@ -200,16 +198,6 @@ class FrameConnection(asyncio.Protocol):
     def torn(self) -> bool:
         """Whether a frame has begun to come and not ended."""
         return self._cutter.torn
-
-    @property
-    def peer(self) -> str:
-        """Where the other end is, as far as is known, for logs."""
-        return str(self._transport.get_extra_info("peername") or "unix socket")
-
-    @property
-    def local(self) -> bool:
-        """Whether it is a Unix socket, which only its own user may connect to."""
-        return _family(self._transport) == socket.AF_UNIX
 
     def send(self, *parts: bytes) -> None:
         """Send one frame, whose payload is `parts` one after the other. Ignored when the connection is over.

@@ -15,6 +15,7 @@ ON_BOTH_LOOPS = {
     "test_openai_client.py",
     "test_grpc_frontend.py",
     "test_frames.py",
+    "test_kserve_frontend.py",
     "test_stream_tls.py",
     "test_worker_streams.py",
 }

@@ -186,6 +186,7 @@ class RelayWorld(Struct):
     machine: RouterMachine
     workers: OpenAiWorkers
     registry: CollectorRegistry
+    reader: PromptReader
 
     @property
     def url(self) -> str:
@@ -250,7 +251,7 @@ async def a_relay(
             "127.0.0.1:0", http or HttpSettings(), generation, registry, clock, relay
         ) as front:
             running = [tasks.create_task(router.run()), tasks.create_task(workers.run(router.hear))]
-            world = RelayWorld(front, router, machine, workers, registry)
+            world = RelayWorld(front, router, machine, workers, registry, reader)
             await until(lambda: world.serving() == len(servers))
             yield world
         for task in running:

@@ -1,6 +1,5 @@
 """The gRPC port of a router: `fleet.v1.Inference`, `fleet.v1.Cluster`, health and reflection."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
@@ -8,14 +7,13 @@ from uuid import uuid4
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary
 from fleet.adapters.grpc_cluster import AskStore, ClusterService, Router, asking_store
 from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
+from fleet.adapters.grpc_port import open_port
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.errors import ConfigurationRefused, Reason, Refused
+from fleet.errors import Reason, Refused
 from fleet.ids import RequestId
 from fleet.requests import Admitted
 from fleet.router.generation import Generation
@@ -25,9 +23,6 @@ from kvstore.v1 import blocks_pb2_grpc
 
 INFERENCE = "fleet.v1.Inference"
 CLUSTER = "fleet.v1.Cluster"
-
-HEALTH_SECONDS = 0.25  # how often the health service looks whether a worker serves
-STOP_SECONDS = 2.0  # for the last messages of calls that end
 
 
 @asynccontextmanager
@@ -66,23 +61,9 @@ async def open_grpc_frontend(
         server.add_generic_rpc_handlers(frontend.handlers())
         for add in services.values():
             add(server)
-        health_pb2_grpc.add_HealthServicer_to_server(frontend.health, server)
-        names = (INFERENCE, CLUSTER, *services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        frontend.address = _bind(server, listen)
-        await server.start()
-        failure: Exception | None = None
-        async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(frontend.watch_health())
-            try:
-                yield frontend
-            except Exception as error:  # noqa: BLE001 - raised again below
-                failure = error  # the body's own, which the group would wrap
-            finally:
-                watch.cancel()
-                await server.stop(STOP_SECONDS)
-        if failure is not None:
-            raise failure
+        names = (INFERENCE, CLUSTER, *services)
+        async with open_port(server, listen, names, frontend.ready) as frontend.address:
+            yield frontend
 
 
 class GrpcFrontend:
@@ -96,7 +77,6 @@ class GrpcFrontend:
         ask_store: AskStore | None,
     ) -> None:
         self.address = ""  # as clients write it, with the port that was taken
-        self.health = health.aio.HealthServicer()
         self._generation = generation
         self._cluster = ClusterService(router, ask_store)
         self._clock = clock
@@ -105,6 +85,10 @@ class GrpcFrontend:
     def drain(self) -> None:
         """Take no more requests; running ones go on."""
         self._draining = True
+
+    def ready(self) -> bool:
+        """Whether a request sent now would find a worker."""
+        return bool(self._generation.models()) and not self._draining
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """The services' methods, all of which take bytes."""
@@ -117,18 +101,6 @@ class GrpcFrontend:
             grpc.method_handlers_generic_handler(INFERENCE, inference),
             grpc.method_handlers_generic_handler(CLUSTER, self._cluster.methods()),
         )
-
-    async def watch_health(self) -> None:
-        """Say SERVING while a worker serves, for ever."""
-        told: bool | None = None
-        while True:
-            serving = bool(self._generation.models()) and not self._draining
-            if serving is not told:
-                told = serving
-                response = health_pb2.HealthCheckResponse
-                for service in ("", INFERENCE, CLUSTER):
-                    await self.health.set(service, response.SERVING if serving else response.NOT_SERVING)
-            await asyncio.sleep(HEALTH_SECONDS)
 
     async def _generate(self, content: bytes, context: Context) -> None:
         await answered(self._stream(content, context), context)
@@ -161,19 +133,3 @@ class GrpcFrontend:
         if timeout_ms:
             spans.append(timeout_ms * MILLISECOND)
         return Nanos(now + min(spans)) if spans else None
-
-
-def _authorization(context: Context) -> str:
-    """What the call says to prove its tenant; empty: nothing."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "authorization":
-            return str(value)
-    return ""
-
-
-def _bind(server: grpc.aio.Server, listen: str) -> str:
-    try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError as error:
-        raise ConfigurationRefused(f"cannot listen on {listen}: in use, or no address of this machine") from error
-    return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"

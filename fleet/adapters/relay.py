@@ -263,13 +263,16 @@ class Relay:
         """Begin to serve a request for one of `PATHS`; None if it is for a model that others serve."""
         began_at = self._clock.now()
         request = exchange.request
+        path = request.head.path
         try:
             body = decode_body(_BODY, request.body)
-            reader = self._reader(body, request.path)
-            named = "" if body.fleet is None else body.fleet.tenant
-            tenant = self._tenants.tenant(request.headers.get(b"authorization", b"").decode("latin-1"), named)
+            tenant = "" if body.fleet is None else body.fleet.tenant
+            if self.takes_keys:
+                tenant = self._tenants.tenant(request.headers.get(b"authorization", b"").decode("latin-1"), tenant)
+            reader = self._reader(body, path)
         except Refused as refused:
-            fail(exchange, refused)
+            with suppress(ClientGone):
+                fail(exchange, refused)
             exchange.over()
             return _NOTHING
         if reader is None:
@@ -280,11 +283,11 @@ class Relay:
         if self._active == 1:
             self._quiet.clear()
         try:
-            if request.path == EMBEDDINGS:
+            if path == EMBEDDINGS:
                 self._submit(relayed, body, reader.uncached(body.input))
             else:
-                prompt = body.messages if request.path == CHAT else body.prompt
-                if len(memoryview(prompt)) > reader.inline_bytes:
+                prompt = body.messages if path == CHAT else body.prompt
+                if len(request.body) > reader.inline_bytes and len(memoryview(prompt)) > reader.inline_bytes:
                     self._read_elsewhere(relayed, body, reader)
                 else:
                     self._submit(relayed, body, reader.read(body.prompt, body.messages, body.tools))

@@ -19,6 +19,7 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     processes: tuple[LocalProcess, ...]
     http: str
     grpc: str
+    kserve: str  # empty: not served
 
 
 def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterProcesses:
@@ -35,6 +36,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     with ExitStack() as held:
         http = claim("http_listen", settings.http_listen, held)
         grpc = claim("grpc_listen", settings.grpc_listen, held)
+        kserve = settings.kserve_listen and claim("kserve_listen", settings.kserve_listen, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
     processes = []
     for number, own in enumerate(sockets):
@@ -44,6 +46,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             router_id=name,
             http_listen=http,
             grpc_listen=grpc,
+            kserve_listen=kserve,
             share_ports=True,
             replicas_listen=own,
             replicas=(*settings.replicas, *(other for other in sockets if other != own)),
@@ -53,4 +56,4 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         child = Child(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=STOP_WITHIN)
         command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
         processes.append(LocalProcess(child=child, command=command))
-    return RouterProcesses(processes=tuple(processes), http=http, grpc=grpc)
+    return RouterProcesses(processes=tuple(processes), http=http, grpc=grpc, kserve=kserve)

@@ -1,7 +1,6 @@
 """`fleet serve`: one process of a cluster, as supervisors of every kind start it."""
 
 import argparse
-import asyncio
 import json
 import os
 import signal
@@ -9,15 +8,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fleet.adapters.clock import SystemClock
-from fleet.adapters.local_processes import ClusterFailed, LocalProcesses, runtime_folder
 from fleet.adapters.process_group import die_with_parent
-from fleet.adapters.router_processes import plan_routers
-from fleet.cli.cluster import hold, say
 from fleet.cli.exits import DONE, FAILED
-from fleet.config import child_environment, load
 from fleet.errors import ConfigurationRefused
-from fleet.router.settings import RouterSettings
 
 PARTS = ("router", "worker", "kvstore")
 MAX_PROCESSES = 64
@@ -64,10 +57,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve_routers(arguments: argparse.Namespace) -> int:
+    """Several routers behind the same ports, until a signal asks to stop."""
+    import asyncio  # noqa: PLC0415 - for this alone
+
+    from fleet.adapters.clock import SystemClock  # noqa: PLC0415
+    from fleet.adapters.local_processes import ClusterFailed, LocalProcesses, runtime_folder  # noqa: PLC0415
+    from fleet.adapters.router_processes import plan_routers  # noqa: PLC0415
+    from fleet.cli.cluster import hold, say  # noqa: PLC0415
+    from fleet.config import child_environment, load  # noqa: PLC0415
+    from fleet.router.settings import RouterSettings  # noqa: PLC0415
+
     if arguments.part != "router":
         raise ConfigurationRefused(f"--processes: a {arguments.part} is one process; start it several times instead")
-    announce = _announcer(arguments.ready_fd)
     settings = load(arguments.config, RouterSettings)
+    announce = _announcer(arguments.ready_fd)
     try:
         with runtime_folder() as folder:
             planned = plan_routers(settings, arguments.processes, folder)

@@ -80,6 +80,7 @@ class LiveRequest(Struct, kw_only=True):
     arrived: Arrived
     seq: int  # order of arrival
     since: Nanos
+    handed_over_at: Nanos = Nanos(0)
     stage: Stage = Stage.QUEUED
     failures: int = 0
     failed_on: dict[tuple[WorkerId, Incarnation], None] = {}

@@ -27,6 +27,7 @@ from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, ModelCard
 from fleet.roles import KvPath, Phase, Placement
 from fleet.router.candidates import Asked, Chance
+from fleet.router.crossover import Crossover
 from fleet.router.live import LiveRequest, Stage, Turn, Work, advance
 from fleet.router.messages import (
     Arrived,
@@ -98,6 +99,7 @@ class RouterMachine:
         """
         self._settings = settings
         self._policy = policy or built_in_policy(settings.policy, parameters(settings))
+        self._crossover = Crossover()
         self._sessions = Sessions(settings.session_ttl_seconds, settings.max_sessions)
         self._chance = chance
         self._roster = Roster(settings)
@@ -242,11 +244,12 @@ class RouterMachine:
         """Place a queued or new request; after anything but `Wait` it is in no queue."""
         standings = self._roster.standings(live)
         asked = self._asked(live, now)
-        outcome = decide(asked, standings, self._policy, self._settings, self._chance)
+        crossover = self._crossover if self._settings.learn_remote_prefill else None
+        outcome = decide(asked, standings, self._policy, self._settings, self._chance, crossover)
         if isinstance(outcome, Impossible) and live.failures:
             # Overrides bind the first placement; after a failure, an answer by another way is better than none.
             free = structs.replace(asked, placement=Placement.AUTO, kv_path=None, pin=None)
-            outcome = decide(free, standings, self._policy, self._settings, self._chance)
+            outcome = decide(free, standings, self._policy, self._settings, self._chance, crossover)
             if isinstance(outcome, Impossible):
                 message = f"its worker was lost; {outcome.message}"
                 outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
@@ -373,6 +376,8 @@ class RouterMachine:
     def _answered(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.token_ids:
             if live.stage is not Stage.DECODING:
+                if live.stage is Stage.HANDED_OVER:
+                    self._crossover.handed_over(Nanos(now - live.handed_over_at))
                 live.stage = advance(live.stage, Turn.FIRST_TOKEN)
                 self._roster[work.worker_id].bookings.computed(live.id, now)
             self._emit(live, work.worker_id, progress, out)
@@ -382,6 +387,7 @@ class RouterMachine:
     def _prefilled(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.finish is None:
             return  # the token comes again with the finish
+        self._roster[work.worker_id].bookings.computed(live.id, now)
         assert live.placed is not None
         assert live.placed.kv_path is not None
         stopped = progress.finish is Finish.STOP and live.ends_with_prefill_token(live.placed.kv_path)
@@ -401,6 +407,7 @@ class RouterMachine:
         if live.emits_prefill_token(progress.handoff.kv_path):
             self._emit(live, decode_id, progress, out)
         live.stage = advance(live.stage, Turn.HANDED_OVER)
+        live.handed_over_at = now
         self._start(live, decode_id, Phase.DECODE, now, out, handoff=progress.handoff)
 
     def _decode_worker(self, live: LiveRequest, prefill: KnownWorker, handoff: Handoff, now: Nanos) -> WorkerId | None:

@@ -34,12 +34,14 @@ from fleet.router.candidates import (
     LIMIT,
     REQUESTS,
     STORE_BLOCKS,
+    TOKEN_SECONDS,
     Asked,
     Candidates,
     Chance,
     Flags,
     Rows,
 )
+from fleet.router.crossover import Crossover
 from fleet.router.members import Members, Standings, common_path
 from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
@@ -111,6 +113,7 @@ class Placed(Struct, frozen=True, kw_only=True):
     policy: str  # that chose the decode worker
     prefill_policy: str = ""
     uncached_tokens: int  # that the decode worker would have to compute itself
+    min_tokens: int  # of these, from which on another worker computes the prompt
     prefill_tokens: int  # that whoever computes the prompt has to compute
     candidates: tuple[Terms, ...]
     prefill_candidates: tuple[Terms, ...] = ()
@@ -125,6 +128,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     kv_path: KvPath | None = None
     why: Why
     uncached_tokens: int
+    min_tokens: int
     prefill_tokens: int
     asked: Asked
     standings: Standings
@@ -148,6 +152,7 @@ class Decision(Struct, frozen=True, kw_only=True):
             policy=self.policy.name,
             prefill_policy="" if self.prefill_policy is None else self.prefill_policy.name,
             uncached_tokens=self.uncached_tokens,
+            min_tokens=self.min_tokens,
             prefill_tokens=self.prefill_tokens,
             candidates=_terms(self.policy, self.asked, candidates, Phase.AGGREGATED),
             prefill_candidates=partners,
@@ -167,9 +172,23 @@ class Impossible(Struct, frozen=True, kw_only=True):
 
 
 def decide(
-    asked: Asked, standings: Standings, policy: Policy, settings: RouterSettings, chance: Chance
+    asked: Asked,
+    standings: Standings,
+    policy: Policy,
+    settings: RouterSettings,
+    chance: Chance,
+    crossover: Crossover | None = None,
 ) -> Decision | Wait | Impossible:
-    """Place one request on the workers of its model (all of them, in any state)."""
+    """Place one request on the workers of its model (all of them, in any state).
+
+    Args:
+        asked: The request.
+        standings: The workers.
+        policy: That chooses among those who can.
+        settings: The router's.
+        chance: For ties.
+        crossover: What was learned of hand-offs, where that counts.
+    """
     members, columns = standings.members, standings.columns
     rows = _able(asked, standings).nonzero()[0]
     if len(rows) == 0:
@@ -178,7 +197,10 @@ def decide(
     row = int(rows[place])
     uncached = _uncached(asked, standings, row) if standings.warm else asked.prompt_tokens
 
-    if asked.placement is Placement.AUTO and uncached < settings.remote_prefill_min_tokens:
+    min_tokens = settings.remote_prefill_min_tokens
+    if crossover is not None:
+        min_tokens = crossover.min_tokens(_token_seconds(standings, row), int(columns[REQUESTS, row]), min_tokens)
+    if asked.placement is Placement.AUTO and uncached < min_tokens:
         splitting, why = False, Why.SHORT_UNCACHED_PROMPT
     elif asked.placement is Placement.AGGREGATED:
         splitting, why = False, Why.ASKED_BY_CLIENT
@@ -189,7 +211,7 @@ def decide(
         splitting, why = split(
             asked.placement,
             uncached,
-            settings.remote_prefill_min_tokens,
+            min_tokens,
             pool=_pool(standings, partners.pool),
             paired=len(paired) > 0,
             free=len(prefill_rows) > 0,
@@ -205,6 +227,7 @@ def decide(
                 kv_path=partners.paths[prefill_row],
                 why=why,
                 uncached_tokens=uncached,
+                min_tokens=min_tokens,
                 prefill_tokens=_uncached(asked, standings, prefill_row, coming=True),
                 asked=asked,
                 standings=standings,
@@ -217,6 +240,7 @@ def decide(
         decode=members.worker_ids[row],
         why=why,
         uncached_tokens=uncached,
+        min_tokens=min_tokens,
         prefill_tokens=_uncached(asked, standings, row, coming=True) if standings.warm else uncached,
         asked=asked,
         standings=standings,
@@ -331,6 +355,15 @@ def _pool(standings: Standings, rows: Rows) -> Pool:
     if standings.failed is not None and bool(standings.failed[alive].all()):
         return Pool.ALL_FAILED
     return Pool.ALIVE
+
+
+def _token_seconds(standings: Standings, row: int) -> float:
+    """That a prompt token takes on a worker; where it has computed none, on those of its pool that have. 0: not known."""
+    known = standings.columns[TOKEN_SECONDS]
+    if known[row] > 0:
+        return float(known[row])
+    computing = known[known > 0]
+    return float(computing.mean()) if len(computing) else 0.0
 
 
 def _uncached(asked: Asked, standings: Standings, row: int, *, coming: bool = False) -> int:

@@ -198,6 +198,11 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     the store's, in blocks of prefill. A core converts at half the speed of a copy or faster: a block of 32 tokens of an
     8-billion model, 4 MB, at 6 GB/s takes a tenth of what its prefill takes at 5,000 tokens a second."""
 
+    learn_remote_prefill: bool = False
+    """Learn from hand-offs and prefills from how many tokens on another worker computes a prompt; until that is known,
+    `remote_prefill_min_tokens` counts. Off: the answer then depends on what was measured before, which a test of a cluster may not
+    want."""
+
     policy: Annotated[str, Meta(min_length=1)] = "fleet"
     """How workers are chosen: a name that `fleet router policies` lists."""
 

@@ -109,6 +109,9 @@ def decode_infer(message: pb.ModelInferRequest, request_id: RequestId, now: Nano
         tenant=told.tenant,
         placement=told.placement,
         kv_path=told.kv_path,
+        expected_tokens=told.expected_tokens,
+        pin=told.pin,
+        labels=told.labels,
     )
     form = Form(
         id=message.id,

@@ -66,6 +66,9 @@ class RequestParameters(SamplingParameters, frozen=True, kw_only=True, forbid_un
     tenant: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
+    expected_tokens: int = 0
+    pin: str = ""
+    labels: str = ""  # with commas between them
     triton_enable_empty_final_response: bool = False  # our final response always comes, and is not empty
 
 
@@ -93,6 +96,9 @@ class Told(Struct, frozen=True, kw_only=True):
     tenant: str
     placement: Placement
     kv_path: KvPath | None
+    expected_tokens: int
+    pin: str
+    labels: tuple[str, ...]
     names: Mapping[str, str]  # what the client called the fields, by paths of the public protocol
 
 
@@ -132,6 +138,9 @@ def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) ->
         tenant=one_by_one.tenant,
         placement=one_by_one.placement,
         kv_path=one_by_one.kv_path,
+        expected_tokens=one_by_one.expected_tokens,
+        pin=one_by_one.pin,
+        labels=tuple(label.strip() for label in one_by_one.labels.split(",") if label.strip()),
         names=names,
     )
 

@@ -5,6 +5,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import cycle
 from typing import Protocol, cast
 
@@ -115,7 +116,8 @@ class Slot(asyncio.Protocol):
         return False
 
     def close(self) -> None:
-        self._transport.close()
+        """At once, whatever was not sent."""
+        self._transport.abort()
 
 
 class Until:
@@ -145,17 +147,30 @@ def round_of(
 async def _round_of(
     ports: Sequence[int], following: Sequence[Next], seconds: float, meter: Meter, *, ordinary: bool
 ) -> Window:
+    with ExitStack() as connections:  # all closed at the end: the event loop may wait for ever for one that is not
+        return await _asked(connections, ports, following, seconds, meter, ordinary=ordinary)
+
+
+async def _asked(
+    connections: ExitStack,
+    ports: Sequence[int],
+    following: Sequence[Next],
+    seconds: float,
+    meter: Meter,
+    *,
+    ordinary: bool,
+) -> Window:
     until = Until()
     try:
         async with asyncio.timeout(START_SECONDS):
             dealt = list(zip(cycle(ports), following, strict=False))
-            slots = [await _connect(port, each, until, ordinary=ordinary) for port, each in dealt]
+            slots = [await _connect(connections, port, each, until, ordinary=ordinary) for port, each in dealt]
         meter.start()
         started, cpu = time.perf_counter(), time.process_time()
         until.at = started + seconds
         async with asyncio.timeout(seconds + WAIT_SECONDS), asyncio.TaskGroup() as tasks:
             lives = [
-                tasks.create_task(_live(port, slot, until, ordinary=ordinary))
+                tasks.create_task(_live(connections, port, slot, until, ordinary=ordinary))
                 for (port, _), slot in zip(dealt, slots, strict=True)
             ]
         ended, cpu = time.perf_counter(), time.process_time() - cpu
@@ -179,15 +194,16 @@ async def _round_of(
     )
 
 
-async def _connect(port: int, following: Next, until: Until, *, ordinary: bool) -> Slot:
+async def _connect(connections: ExitStack, port: int, following: Next, until: Until, *, ordinary: bool) -> Slot:
     loop = asyncio.get_running_loop()
     sock = socket.create_connection(("127.0.0.1", port), START_SECONDS)
     sock.setblocking(False)
     _, slot = await loop.create_connection(lambda: Slot(following, until, None if ordinary else sock), sock=sock)
+    connections.callback(slot.close)
     return slot
 
 
-async def _live(port: int, slot: Slot, until: Until, *, ordinary: bool) -> list[Slot]:
+async def _live(connections: ExitStack, port: int, slot: Slot, until: Until, *, ordinary: bool) -> list[Slot]:
     """One after the other, as long as they fail: everybody keeps asking."""
     lived = [slot]
     while True:
@@ -196,5 +212,5 @@ async def _live(port: int, slot: Slot, until: Until, *, ordinary: bool) -> list[
         slot.close()
         if not slot.complaint or len(lived) > FAILURES:
             return lived
-        slot = await _connect(port, slot.following, until, ordinary=ordinary)
+        slot = await _connect(connections, port, slot.following, until, ordinary=ordinary)
         lived.append(slot)

@@ -177,7 +177,16 @@ class TestTritonsClient:
             timeout=5_000_000,
             sequence_id=77,
             sequence_start=True,
-            parameters={"seed": 3, "top_p": 0.5, "min_p": "0.125", "ignore_eos": True, "tenant": "acme"},
+            parameters={
+                "seed": 3,
+                "top_p": 0.5,
+                "min_p": "0.125",
+                "ignore_eos": True,
+                "tenant": "acme",
+                "expected_tokens": 9,
+                "pin": "w1",
+                "labels": "fast, h100",
+            },
         )
 
         (arrived,) = fronts.router.submitted
@@ -185,6 +194,7 @@ class TestTritonsClient:
         assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.25, 7, 0.5, 0.125)
         assert (sampling.seed, sampling.ignore_eos) == (3, True)
         assert (arrived.priority, arrived.session, arrived.tenant) == (100, "77", "acme")
+        assert (arrived.expected_tokens, arrived.pin, arrived.labels) == (9, "w1", ("fast", "h100"))
         assert 0 < arrived.deadline - fronts.generation._clock.now() < 5 * SECOND
 
     async def test_it_is_told_which_parameter_is_wrong(self, fronts, triton):
@@ -410,6 +420,32 @@ async def test_cancelling_a_call_cancels_all_its_requests(fronts, stub, method):
     call.cancel()
 
     await fronts.router.until(fronts.router.cancelled, messages)
+
+
+async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, caplog):
+    fronts.will_answer("the quick brown fox " * 50)
+    fronts.router.pause_seconds = 0.001
+    call = stub.ModelStreamInfer([streaming(a_message(parameters={"max_tokens": 500}))] * 20)
+    for _ in range(30):
+        await call.read()
+
+    call.cancel()
+
+    await fronts.router.until(fronts.router.cancelled, 20)
+    assert [record.message for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+
+
+async def test_a_client_that_reads_nothing_holds_up_nobody_else(fronts, kserve, stub):
+    fronts.will_answer("the quick brown fox " * 50)
+    idle = stub.ModelStreamInfer([streaming(a_message(parameters={"max_tokens": 500}))] * 300)
+    await fronts.router.until(fronts.router.submitted, 2)
+
+    async with grpc.aio.insecure_channel(kserve.address) as other:
+        response = await kserve_pb2_grpc.GRPCInferenceServiceStub(other).ModelInfer(a_message())
+
+    assert outputs_of(response)["text_output"][0].startswith(b"the quick")
+    idle.cancel()
+    await fronts.router.until(fronts.router.cancelled)
 
 
 async def test_the_earlier_of_the_deadlines_of_call_and_request_counts(fronts, stub):

@@ -264,6 +264,26 @@ async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_reques
         assert world.router.status().counters.retried == 0
 
 
+async def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(server):
+    served: set[asyncio.StreamWriter] = set()
+
+    async def one_each(answering: Answering) -> None:
+        if answering.writer in served:
+            answering.writer.transport.abort()
+        else:
+            served.add(answering.writer)
+            await answering.respond(200, b"{}")
+
+    server.play = one_each
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(4):
+            await peer.send(post(COMPLETIONS, ASKED))
+            assert (await peer.answer())[0] == 200
+        assert (len(server.seen), server.connections) == (7, 4)
+        assert world.router.status().counters.retried == 0
+        await world.settled()
+
+
 async def test_pipelined_requests_are_answered_in_order(server):
     async def echo(answering: Answering) -> None:
         await answering.respond(200, answering.seen.body)
@@ -439,10 +459,11 @@ async def test_what_is_no_http_is_a_failure_of_the_server(server):
         await world.settled()
 
 
-async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server):
+@pytest.mark.parametrize("size", [3, 30, None])
+async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server, size):
     async def twice(answering: Answering) -> None:
         answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
-        await answering.send(answer + b"{}" + answer + b"[]")
+        await answering.send(answer + b"{}" + (answer + b"[]")[:size])
 
     server.play = twice
     async with a_relay(server) as world, connected(world) as peer:
@@ -597,6 +618,20 @@ async def test_a_client_that_never_reads_is_cut_off(server):
 
 
 # Placement
+
+
+async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, model_dir):
+    async with a_relay(server, model_dir=model_dir) as world, a_client(world) as client, connected(world) as peer:
+        world.reader.inline_bytes = 10
+        answers = [client.completions.create(model=MODEL, prompt="the quick brown fox " * 500) for _ in range(5)]
+        for answer in answers:
+            assert (await answer).choices[0].text == "abcde"
+        assert world.router.status().index_blocks > 10
+
+        await peer.send(post(COMPLETIONS, {**ASKED, "prompt": "the quick brown fox " * 50_000}))
+        peer.writer.close()
+        await world.settled()
+        assert world.registry.get_sample_value("fleet_relayed_requests_total", {"outcome": "served"}) == 5
 
 
 async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir):

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from loadtests.absent import Absent
 from loadtests.kvstore.nodes import ROOT, environment
-from loadtests.router import relay, workers
+from loadtests.router import client, relay, workers
 from loadtests.router.client import round_of
 from loadtests.router.processes import ask, started, started_module, wait_until_it_answers
 from loadtests.router.prompts import MODEL, PATH, request
@@ -143,6 +144,13 @@ def test_a_client_gives_up_on_a_router_that_refuses_everything_and_says_what_it_
 
     with pytest.raises(Absent, match=r"answers nothing: HTTP/1\.1 404 Not Found"):
         round_of([port], [lambda: refused], 10, NoMeter())
+
+
+def test_a_router_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(client, "WAIT_SECONDS", 0.2)
+    large = request("word " * 2_000_000, 1)  # more than goes out while nobody reads
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Absent, match="does not answer within"):
+        round_of([silent.getsockname()[1]], [lambda: large] * 2, 0.1, NoMeter())
 
 
 def test_a_router_that_does_not_start_is_absent_with_its_last_words(tmp_path):

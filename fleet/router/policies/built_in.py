@@ -1,6 +1,7 @@
 """The policies of this package by name, and the parts that they are made of."""
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -64,6 +65,18 @@ def parameters(settings: RouterSettings) -> dict[str, Any]:
     return shared | table
 
 
+def check_finite(plugin: Any) -> None:
+    """Assert that no parameter is infinite or no number, so that costs are not.
+
+    Raises:
+        ValueError: One is; the message begins with its name.
+    """
+    for name in getattr(plugin, "__struct_fields__", ()):
+        value = getattr(plugin, name)
+        if isinstance(value, float) and not isfinite(value):
+            raise ValueError(f"{name}: must be finite")
+
+
 def policy(name: str, parameters: Mapping[str, Any], catalogue: Catalogue = BUILT_IN) -> Policy:
     """A new policy of that name.
 
@@ -79,6 +92,7 @@ def policy(name: str, parameters: Mapping[str, Any], catalogue: Catalogue = BUIL
         raise ConfigurationRefused(f"router.policy: {name!r} is not one of {', '.join(catalogue.policies)}")
     try:
         plugin = msgspec.convert(dict(parameters), kind)
+        check_finite(plugin)
         return plugin.of(catalogue) if isinstance(plugin, Composed) else plugin.policy()
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigurationRefused(f"router.policies.{name}: {error}") from error

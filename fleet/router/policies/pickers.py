@@ -79,5 +79,5 @@ class TwoChoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return 0
         first = chance.randrange(count)
         second = chance.randrange(count - 1)
-        second += second >= first
+        pass
         return first if costs[first] <= costs[second] else second

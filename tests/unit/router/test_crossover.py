@@ -1,0 +1,74 @@
+"""From how many tokens on a prompt is handed over, when that is learned (row B15)."""
+
+import random
+
+import pytest
+
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.ids import RequestId
+from fleet.requests import Finish, Sampling
+from fleet.roles import Phase, Role
+from fleet.router.crossover import LEAST_TOKENS, MIN_SAMPLES, MOST_TOKENS, Crossover
+from fleet.router.placement import Why
+from tests.builders import a_handoff, a_prompt, an_arrival
+from tests.unit.router.driver import Dispatch, Driver, dispatched, the
+
+
+def learned(milliseconds: float, samples: int = MIN_SAMPLES) -> Crossover:
+    crossover = Crossover()
+    for _ in range(samples):
+        crossover.handed_over(Nanos(int(milliseconds * MILLISECOND)))
+    return crossover
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "token_seconds", "requests", "tokens"),
+    [
+        (40, 1e-4, 1, 400),
+        (40, 1e-4, 0, 400),
+        (40, 1e-4, 4, 100),
+        (40, 1e-4, 40, LEAST_TOKENS),
+        (400, 1e-5, 1, MOST_TOKENS),
+        (40, 0.0, 4, 512),
+    ],
+)
+def test_it_is_where_holding_others_up_costs_as_much_as_a_hand_off(milliseconds, token_seconds, requests, tokens):
+    assert learned(milliseconds).min_tokens(token_seconds, requests, 512) == tokens
+
+
+def test_the_constant_counts_until_enough_has_been_seen():
+    assert learned(40, MIN_SAMPLES - 1).min_tokens(1e-4, 1, 512) == 512
+
+
+@pytest.mark.parametrize("begin", [1, 10_000])
+def test_from_a_wrong_start_it_comes_within_a_tenth_of_what_is_true(begin):
+    """The first sample is wrong by orders of magnitude; the others scatter by a quarter around 40 ms."""
+    rng = random.Random(1)
+    crossover = learned(begin, samples=1)
+    for _ in range(100):
+        crossover.handed_over(Nanos(int(rng.uniform(30, 50) * MILLISECOND)))
+
+    assert crossover.min_tokens(1e-4, 1, 512) == pytest.approx(400, rel=0.1)
+
+
+def test_a_router_learns_it_from_its_requests_and_tells_what_it_went_by():
+    """200 ms a hand-off, 1 ms a prompt token, nobody held up: 200 tokens are the same either way."""
+    router = Driver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
+    sampling = Sampling(temperature=0.0, max_tokens=2)
+    for number in range(MIN_SAMPLES):
+        request_id = f"r{number}"
+        tokens = a_prompt(1000, first=100_000 * (number + 1))
+        prefill = the(Dispatch, router.send(an_arrival(request_id=request_id, tokens=tokens, sampling=sampling)))
+        assert prefill.start.phase is Phase.PREFILL
+        router.now = Nanos(router.now + SECOND)
+        handed = router.step(prefill, 1, finish=Finish.LENGTH, handoff=a_handoff(num_tokens=1000))
+        router.now = Nanos(router.now + 200 * MILLISECOND)
+        router.step(the(Dispatch, handed), 2, finish=Finish.LENGTH)
+
+    short = dispatched(router.send(an_arrival(request_id="short", tokens=a_prompt(190, first=1), sampling=sampling)))
+    router.cancel("short")
+    longer = dispatched(router.send(an_arrival(request_id="longer", tokens=a_prompt(210, first=7), sampling=sampling)))
+
+    assert (short.phase, longer.phase) == (Phase.AGGREGATED, Phase.PREFILL)
+    (placed,) = router.machine.explain(RequestId("longer")).placements
+    assert (placed.why, placed.min_tokens) == (Why.PROMPT_LONG_UNCACHED, 200)

@@ -10,7 +10,8 @@ Rules:
 2. A request is a method (1 byte) and its message. An answer is a status (1 byte, a code of gRPC) and the message; or, where
    the status is not 0, the field that is to blame, a zero byte, and the reason.
 3. Answers come in the order of the requests. This client has one call at a time on a connection, and as many connections
-   as it has threads that call at the same time.
+   as it has threads that call at the same time. For the answer to a release nobody waits: it is read before the next
+   request is sent.
 4. Whoever breaks these rules, or misses a deadline in the middle of a call, loses the connection; nothing else is affected.
 5. Where no such connection can be had (containers that share a host and no sockets, a node that is full or of another
    version, or away), calls go by gRPC. A connection that the node has ended is noticed before a request is sent, so that
@@ -47,6 +48,7 @@ OK = 0
 
 ROOM_BYTES = 64 << 10  # for answers; longer ones are rare
 AT_ONCE_BYTES = 32 << 10  # that fit into the socket's buffer, so that sending them takes no time
+GOODBYE_SECONDS = 0.1  # for what was to be released soon
 IDLE_LINES = 8  # that are kept: more threads at a time are rare
 
 Answer = TypeVar("Answer", bound=Message)
@@ -117,6 +119,31 @@ class Calls:
     def release(self, request: pb.ReleaseRequest, timeout_seconds: float) -> pb.ReleaseResponse:
         return self._ask(Method.RELEASE, request, pb.ReleaseResponse, self._stub.Release, timeout_seconds)
 
+    def release_soon(self, request: pb.ReleaseRequest, timeout_seconds: float) -> None:
+        """As `release`, without waiting for the node where that is possible; `settle` does."""
+        deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
+        line = self._line(deadline) if self._path else None
+        if line is None:
+            self._stub.Release(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
+            return
+        whole = False
+        try:
+            line.tell(Method.RELEASE, request.SerializeToString(), deadline)
+            whole = True
+        except OSError as error:
+            raise _failed(error) from error
+        finally:
+            self._give_back(line, whole=whole)
+
+    def settle(self, timeout_seconds: float) -> None:
+        """What was to be released soon has been released, unless the node does not answer in time."""
+        deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
+        with self._lock:
+            owing = [line for line in self._idle if line.is_owed]
+            self._idle = [line for line in self._idle if not line.is_owed]
+        for line in owing:
+            self._give_back(line, whole=line.settle(deadline))
+
     def reserve(self, request: pb.ReserveRequest, timeout_seconds: float) -> pb.ReserveResponse:
         return self._ask(Method.RESERVE, request, pb.ReserveResponse, self._stub.Reserve, timeout_seconds)
 
@@ -125,6 +152,7 @@ class Calls:
 
     def retire(self) -> None:
         """Let the connections go, those in use after their calls."""
+        self.settle(GOODBYE_SECONDS)
         with self._lock:
             self._over = True
             idle, self._idle = self._idle, []
@@ -156,10 +184,8 @@ class Calls:
             status, body = line.exchange(method, request.SerializeToString(), deadline)
             answer = kind.FromString(body) if status == OK else None
             whole = True
-        except TimeoutError as error:
-            raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from error
         except (OSError, DecodeError) as error:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+            raise _failed(error) from error
         finally:
             self._give_back(line, whole=whole)
         if answer is None:
@@ -176,9 +202,11 @@ class Calls:
                 if not self._idle:
                     break
                 line = self._idle.pop()
-            if line.is_silent():
+            if line.settle(deadline) and line.is_silent():
                 return line
             self._give_back(line, whole=False)
+            if self._clock.now() >= deadline:
+                raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         try:
             line = _Line(self._path, self._clock, deadline)
         except TimeoutError as error:
@@ -198,6 +226,12 @@ class Calls:
         line.close()
 
 
+def _failed(error: Exception) -> Refused:
+    if isinstance(error, TimeoutError):
+        return Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+    return Refused(grpc.StatusCode.UNAVAILABLE, str(error))
+
+
 class _Line:
     """One connection; for one thread at a time."""
 
@@ -210,6 +244,7 @@ class _Line:
         """
         self._clock = clock
         self._room = memoryview(bytearray(ROOM_BYTES))
+        self.is_owed = False  # an answer, for which nobody has waited
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._hurry(deadline)
@@ -234,13 +269,38 @@ class _Line:
             TimeoutError: It has not come by the deadline.
             OSError: The connection is over, or what came is no answer. After all of these only `close` is left.
         """
+        self._send(method, message, deadline)
+        if len(message) > AT_ONCE_BYTES:
+            self._hurry(deadline)
+        return self._answer(deadline)
+
+    def tell(self, method: Method, message: bytes, deadline: Nanos) -> None:
+        """Send a request for whose answer nobody waits. Raises as `exchange` does."""
+        self._send(method, message, deadline)
+        self.is_owed = True
+
+    def settle(self, deadline: Nanos) -> bool:
+        """Read the answer that is owed; whether the connection is still of use."""
+        try:
+            if self.is_owed:
+                self._hurry(deadline)
+                self._answer(deadline)
+                self.is_owed = False
+        except OSError:
+            return False
+        return True
+
+    def _send(self, method: Method, message: bytes, deadline: Nanos) -> None:
+        assert not self.is_owed, "two answers at a time cannot be told apart"
         if len(message) >= FRAME_BYTES:
             raise ConnectionError(f"a request of {len(message)} bytes is longer than {FRAME_BYTES}")
         self._hurry(deadline)
         self._socket.sendall(REQUEST.pack(1 + len(message), method) + message)
+
+    def _answer(self, deadline: Nanos) -> tuple[int, bytes]:
         room, filled, size = self._room, 0, 0
         while not size or filled < size:
-            if filled or len(message) > AT_ONCE_BYTES:
+            if filled:
                 self._hurry(deadline)
             count = self._socket.recv_into(room[filled:])
             if not count:

@@ -17,7 +17,6 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -64,11 +63,6 @@ CHANNEL_OPTIONS = (
 LOOK_AGAIN_SECONDS = 0.002  # between looks at a load; a batch of it takes longer than that from any disk
 
 WRITE_BATCH = 32  # blocks asked for at a time, so that a source that has to copy does not copy the whole chain at once
-
-PART_BLOCKS = 64
-PART_BYTES = 16 << 20
-"""Of the first part of a long chain, at least both of these: while a part is copied, the node finds places for the next one
-and publishes the one before. What is copied in less than a millisecond is not worth the threads."""
 
 Answer = TypeVar("Answer")
 
@@ -281,7 +275,15 @@ class StoreClient:
         held = [lease_id for lease_id in lease_ids if lease_id]
         if held:
             request = pb.ReleaseRequest(lease_ids=held)
-            self._call(lambda session, timeout: session.calls.release(request, timeout), deadline)
+            wait = not self._breaker.closed  # a call that waits for nothing does not tell that the node is back
+
+            def call(session: Session, timeout_seconds: float) -> None:
+                if wait:
+                    session.calls.release(request, timeout_seconds)
+                else:
+                    session.calls.release_soon(request, timeout_seconds)
+
+            self._call(call, deadline)
 
     def hold(self, session: str, hashes: Sequence[ChainHash], *, seconds: float) -> Held | None:
         """Keep the held prefix of a chain from eviction while its session waits for something else, a tool for instance.
@@ -338,32 +340,19 @@ class StoreClient:
         """
         if not hashes:
             return 0
+        asked = hashes[: wire.MAX_HASHES]
+        started = self._clock.now()
+        found = self._reserve(asked, tenant, deadline)
+        if found is None:
+            self._count(dropped=len(hashes))
+            return 0
+        session, places = found
         source = sources if callable(sources) else sources.__getitem__
-        ends = self._ends(min(len(hashes), wire.MAX_HASHES))
-        covered = reserved = refused = published = 0
-        publications: list[Future[int]] = []
-        with ThreadPoolExecutor(2, "kvstore-write") as others:  # threads begin when there is more than one part
-            asked_at = self._clock.now()
-            following: Future[tuple[Session, Places] | None] | None = None
-            for end, next_end in zip(ends, [*ends[1:], 0], strict=True):
-                found = following.result() if following else self._reserve(hashes[:end], tenant, deadline)
-                started, asked_at = asked_at, self._clock.now()
-                following = others.submit(self._reserve, hashes[:next_end], tenant, deadline) if next_end else None
-                if found is None:
-                    continue
-                session, places = found
-                covered, refused = end, places.refused
-                reserved += len(places)
-                until = _earlier(deadline, Nanos(started + session.max_reservation))
-                written = self._put(session, places, source, until)
-                if next_end and places.indices:
-                    publications.append(others.submit(self._publish, places, written, deadline))
-                elif places.indices:
-                    published = self._publish(places, written, deadline)
-        published += sum(each.result() for each in publications)
+        written = self._put(session, places, source, _earlier(deadline, Nanos(started + session.max_reservation)))
+        published = self._publish(places, written, deadline) if places.indices else 0
         self._count(
             bytes_written=published * self._namespace.block_bytes,
-            dropped=reserved - published + refused + len(hashes) - covered,
+            dropped=len(places) - published + places.refused + len(hashes) - len(asked),
         )
         return published
 
@@ -374,7 +363,14 @@ class StoreClient:
 
     def stats(self) -> Stats | None:
         """What the node says of itself; None when it does not answer."""
-        return self._call(lambda _, timeout: wire.parse_stats(self._stub.Stats(pb.StatsRequest(), timeout=timeout)))
+
+        def call(session: Session, timeout_seconds: float) -> Stats:
+            asked = self._clock.now()
+            session.calls.settle(timeout_seconds)  # what was released before is not pinned
+            left = max(timeout_seconds - seconds(self._clock.now() - asked), 0.001)
+            return wire.parse_stats(self._stub.Stats(pb.StatsRequest(), timeout=left))
+
+        return self._call(call)
 
     def close(self) -> None:
         """Calls in other threads end with misses. Leases stay until released or over."""
@@ -408,15 +404,6 @@ class StoreClient:
             return session, wire.parse_reservation(session.calls.reserve(request, timeout_seconds))
 
         return self._call(call, deadline)
-
-    def _ends(self, blocks: int) -> list[int]:
-        """Where the parts of a chain end that is written. Each names the chain from its start, so they grow."""
-        first = max(PART_BLOCKS, PART_BYTES // self._namespace.block_bytes)
-        ends = []
-        while first < blocks:
-            ends.append(first)
-            first *= 2
-        return [*ends, blocks]
 
     def _put(self, session: Session, places: Places, source: Callable[[int], Block], deadline: Nanos) -> dict[int, int]:
         """The checksums of those blocks that were written, by index."""

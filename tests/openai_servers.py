@@ -216,6 +216,7 @@ async def a_relay(
     http: HttpSettings | None = None,
     tenants: dict[str, TenantSettings] | None = None,
     limits: dict[str, object] | None = None,
+    only: bool = True,
     **worker: object,
 ) -> AsyncIterator[RelayWorld]:
     """A router in front of servers `w0`, `w1` and so on, all of which have joined."""
@@ -244,7 +245,7 @@ async def a_relay(
     )
     metrics = RelayMetrics(lambda: ())
     registry.register(metrics)
-    relay = Relay(router, workers, {MODEL: reader}, shared, metrics, clock, id_prefix="t", only=True)
+    relay = Relay(router, workers, {MODEL: reader}, shared, metrics, clock, id_prefix="t", only=only)
     generation = Generation(router, {}, clock=clock, tenants=shared, tenant_secret=b"", metrics=Metrics(registry))
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         async with open_http_frontend(

@@ -84,7 +84,8 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
             )
 
             async def stay() -> None:
-                announce({"http": planned.http, "grpc": planned.grpc})
+                kserve = {"kserve": planned.kserve} if planned.kserve else {}
+                announce({"http": planned.http, "grpc": planned.grpc, **kserve})
                 await asyncio.Event().wait()
 
             asyncio.run(hold(processes, stay))

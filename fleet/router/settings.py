@@ -51,7 +51,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where it repeats them (its `replay_endpoint`); empty: what it had cached before it joined is not known."""
 
     cache_ttl_seconds: PositiveSeconds = 600.0
-    """Without `kv_events`: how long, at least half of it, a prompt is believed to be cached after it was sent."""
+    """Without `kv_events`: how long, at least three quarters of it, a prompt is believed to be cached after it was sent."""
 
     health_path: Annotated[str, Meta(pattern="^/")] = "/health"
     """Asked while nothing else is heard from it. A server that has no such path is asked for ``/v1/models``."""

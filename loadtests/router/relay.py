@@ -9,12 +9,15 @@ asks again, as the one of this benchmark does, and of no other; this is a floor 
 import asyncio
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterator
 from itertools import cycle
 from typing import cast
 
 import uvloop
+
+from fleet.adapters.process_group import die_with_parent
 
 
 class Upstream(asyncio.Protocol):
@@ -114,6 +117,7 @@ async def _serve(ports: list[int]) -> None:
 
 
 def main() -> None:
+    die_with_parent(os.getppid())
     uvloop.run(_serve([int(port) for port in sys.argv[1:]]))
 
 

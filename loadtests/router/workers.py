@@ -17,6 +17,7 @@ Rules:
 import asyncio
 import gc
 import json
+import os
 import re
 import sys
 import time
@@ -27,6 +28,7 @@ import msgspec
 import uvloop
 from msgspec import Struct
 
+from fleet.adapters.process_group import die_with_parent
 from loadtests.router.prefix_cache import PrefixCache
 from loadtests.router.prompts import CONTEXT_TOKENS, MODEL
 
@@ -316,6 +318,7 @@ async def _serve(settings: Settings) -> None:
 
 
 def main() -> None:
+    die_with_parent(os.getppid())
     uvloop.run(_serve(msgspec.json.decode(sys.argv[1], type=Settings)))
 
 

@@ -217,6 +217,46 @@ def test_a_connection_that_the_node_has_ended_is_replaced_before_anything_is_sen
         calls.close()
 
 
+def test_nobody_waits_for_a_release_and_it_takes_place():
+    with a_node() as node, StoreClient.connect(node.address, NAMESPACE, call_timeout_seconds=5) as client:
+        client.write(a_chain(2), a_block)
+        first, second = (client.match(a_chain(2), lease_seconds=10) for _ in range(2))
+        node.freeze()
+        started = time.monotonic()
+        client.release(first.lease_id)
+        assert time.monotonic() - started < 1
+        node.thaw()
+
+        assert len(client.match(a_chain(1), lease_seconds=0)) == 1, "not the answer to the release"
+        client.release(second.lease_id)
+        assert client.stats().pinned == 0
+        assert len(client._session.calls._lines) == 1
+
+
+def test_a_release_that_nobody_answered_costs_the_next_call_its_deadline_and_no_more():
+    with a_node() as node, StoreClient.connect(node.address, NAMESPACE, call_timeout_seconds=0.3) as client:
+        client.write(a_chain(1), a_block)
+        match = client.match(a_chain(1), lease_seconds=10)
+        node.freeze()
+        client.release(match.lease_id)
+        started = time.monotonic()
+
+        assert len(client.match(a_chain(1), lease_seconds=0)) == 0
+        assert 0.25 < time.monotonic() - started < 1
+        client.release(match.lease_id)
+        assert not client.answers, "a call that waits for nothing does not tell that the node is back"
+        node.thaw()
+        assert eventually(lambda: len(client.match(a_chain(1), lease_seconds=0))) == 1
+
+
+def test_what_is_released_by_a_client_that_closes_is_released(node):
+    with StoreClient.connect(node.address, NAMESPACE) as client:
+        client.release(client.match(a_chain(2), lease_seconds=10).lease_id)
+
+    with StoreClient.connect(node.address, NAMESPACE) as other:
+        assert other.stats().pinned == 0
+
+
 def test_where_there_is_no_socket_calls_go_by_grpc(node):
     with StoreClient.connect(node.address, NAMESPACE) as client:
         client._session.calls._path = f"{node.folder}/gone"

@@ -212,42 +212,17 @@ def test_a_full_store_drops_what_does_not_fit_and_counts_it(client):
     assert client.write(a_chain(3, "b"), a_block) == 3
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    """Chains are written in parts of 2, 2, 4, 8 … blocks."""
-    monkeypatch.setattr("kvstore.client.PART_BLOCKS", 2)
-    monkeypatch.setattr("kvstore.client.PART_BYTES", 1)
-
-
-def test_a_long_chain_is_written_in_parts_and_published_whole(client, small_parts):
-    chain = a_chain(11)
-    client.write(chain[3:5], lambda index: a_block(3 + index))
-    asked = []
-
-    def source(index: int) -> np.ndarray:
-        asked.append(index)
-        return a_block(index)
-
-    assert client.write(chain, source) == 9
-
-    assert asked == [0, 1, 2, 5, 6, 7, 8, 9, 10]
-    assert equal(fetch(client, chain), [a_block(seed) for seed in range(11)])
-    assert client.counters().dropped == 0
-    stats = client.stats()
-    assert (stats.reservations, stats.pinned, stats.written) == (0, 0, 11)
-
-
-def test_of_a_long_chain_what_does_not_fit_is_dropped_from_its_end_and_counted_once(client, small_parts):
+def test_of_a_chain_what_does_not_fit_is_dropped_from_its_end_and_counted_once(client):
     chain = a_chain(CAPACITY_BLOCKS + 4)
 
     assert client.write(chain, a_block) == CAPACITY_BLOCKS
 
     assert client.counters().dropped == 4
-    assert client.stats().evicted == 0, "no part pushes out what comes before it"
+    assert client.stats().evicted == 0, "a chain pushes out nothing of its own"
     assert equal(fetch(client, chain), [a_block(seed) for seed in range(CAPACITY_BLOCKS)])
 
 
-def test_the_end_of_a_chain_that_was_written_in_parts_goes_first(client, small_parts):
+def test_the_end_of_a_chain_goes_first(client):
     chain = a_chain(CAPACITY_BLOCKS)
     client.write(chain, a_block)
 
@@ -256,7 +231,7 @@ def test_the_end_of_a_chain_that_was_written_in_parts_goes_first(client, small_p
     assert len(client.match(chain, lease_seconds=0)) == CAPACITY_BLOCKS - 3
 
 
-def test_a_node_that_dies_while_a_long_chain_is_written_costs_the_rest(client, node, small_parts):
+def test_a_node_that_dies_while_a_chain_is_written_costs_the_chain(client, node):
     def source(index: int) -> np.ndarray:
         if index == 5:
             node.kill()
@@ -265,8 +240,8 @@ def test_a_node_that_dies_while_a_long_chain_is_written_costs_the_rest(client, n
     written = client.write(a_chain(12), source)
 
     counters = client.counters()
-    assert written <= 4, "the part with block 5 was not published"
-    assert (counters.bytes_written, counters.dropped) == (written * BLOCK_BYTES, 12 - written)
+    assert written == 0
+    assert (counters.bytes_written, counters.dropped) == (0, 12)
 
 
 def test_of_two_writers_of_the_same_chain_each_block_is_written_once(client, node):

@@ -129,7 +129,7 @@ async def test_embeddings_pass_through(server):
 
     server.play = embed
     async with a_relay(server) as world, a_client(world) as client:
-        answer = await client.embeddings.create(model=MODEL, input="x", encoding_format="float")
+        answer = await client.embeddings.create(model=MODEL, input="x" * 1000, encoding_format="float")
 
         assert answer.data[0].embedding == [0.5, 0.25]
         assert server.seen[0].start == "POST /v1/embeddings HTTP/1.1"
@@ -725,6 +725,18 @@ async def test_what_a_server_tells_of_its_cache_is_known_by_token(servers, model
             publisher.send_multipart([b"", (number + 1).to_bytes(8, "big"), b"\xc1 no msgpack"])
             await asyncio.sleep(0.2)
             assert world.serving() == 1
+
+
+async def test_models_of_other_workers_are_served_beside(server):
+    async with a_relay(server, only=False) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert (await peer.answer())[0] == 200
+        await peer.send(post(COMPLETIONS, {**ASKED, "model": "own"}))
+        status, _, content = await peer.answer()
+
+        assert (status, error_of(content)["code"]) == (404, "model_not_found")  # as the other front says it
+        assert len(server.seen) == 1
+        await world.settled()
 
 
 async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(servers, model_dir, tmp_path):

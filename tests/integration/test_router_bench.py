@@ -215,3 +215,57 @@ def test_the_command_names_the_scenario_that_there_is_not(tmp_path):
 
     assert done.returncode == 2
     assert "nonsense is not one of prompt-128" in done.stderr
+
+
+class Sink:
+    """Takes what a connection sends."""
+
+    def __init__(self):
+        self.sent = []
+
+    def write(self, data):
+        self.sent.append(data)
+
+    def abort(self):
+        pass
+
+
+@pytest.mark.parametrize("piece", [1, 3, 7, 1000])
+async def test_an_answer_ends_with_its_last_chunk_however_it_is_cut(piece):
+    misleading = b"10\r\n\r\ndata: {12345678\r\n"  # sixteen bytes of which the first look like an end
+    answer = b"HTTP/1.1 200 OK\r\n\r\n" + misleading + b"0\r\n\r\n"
+    sink, until = Sink(), client.Until()
+    until.at = time.perf_counter() + 60
+    slot = client.Slot(one(b"first", b"second"), until, None)
+    slot.connection_made(sink)
+    slot.send()
+
+    slot.data_received(answer[: 20 + 13])
+    assert (slot.completed, sink.sent) == (0, [b"first"])
+    for at in range(33, len(answer), piece):
+        slot.data_received(answer[at : at + piece])
+
+    assert (slot.completed, sink.sent, slot.ended.done()) == (1, [b"first", b"second"], False)
+    slot.data_received(answer)
+    assert (slot.completed, slot.ended.done(), slot.complaint) == (2, True, "")
+    assert len(slot.latencies) == 2
+
+
+def test_the_command_measures_the_grpc_front_as_well(tmp_path):
+    report = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "loadtests.router", "--quick", "--targets", "fleet", "--scenarios", "grpc-stream"]
+
+    done = subprocess.run(
+        [*command, "--json", str(report)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(report.read_text())
+    assert (row["scenario"], row["target"], row["absent"]) == ("grpc-stream", "fleet", "")
+    assert 0 < row["cpu_us_per_token"] < row["cpu_us_per_request"]

@@ -79,5 +79,5 @@ class TwoChoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return 0
         first = chance.randrange(count)
         second = chance.randrange(count - 1)
-        pass
+        second += second >= first
         return first if costs[first] <= costs[second] else second

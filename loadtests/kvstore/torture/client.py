@@ -297,7 +297,7 @@ class Worker:
                 wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             try:
                 wire.connect(target)
-                wire.sendall(self._rng.choice([b"", b"FKV1", b"FKVM"]) + noise)
+                wire.sendall(self._rng.choice([b"", b"FKV1", b"FKVM", b"FKVC"]) + noise)
                 self._pause(0.05)
             except OSError:  # the node is away, or has had enough
                 return

@@ -34,7 +34,16 @@ class RedisServer:
         """Returns when it listens."""
         self._socket.unlink(missing_ok=True)
         command = [self._program, "--port", "0", "--unixsocket", str(self._socket), "--dir", str(self._folder)]
-        command += ["--save", "", "--appendonly", "no", "--maxmemory", self._memory, "--maxmemory-policy", "allkeys-lru"]
+        command += [
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--maxmemory",
+            self._memory,
+            "--maxmemory-policy",
+            "allkeys-lru",
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + START_SECONDS
         while not self._socket.exists():

@@ -64,6 +64,14 @@ def test_a_prompt_of_tokens_is_taken_as_it_is(model_dir):
     assert read.tokens == b"".join(token.to_bytes(4, "little") for token in (1, 2, 3))
 
 
+def test_a_key_stands_for_all_that_is_before_its_block(model_dir):
+    reader = a_reader(model_dir)
+    one = reader.read(raw([*range(16), *range(16)]), NOTHING, NOTHING).keys[16]
+    other = reader.read(raw([*range(1, 17), *range(16)]), NOTHING, NOTHING).keys[16]
+
+    assert len({*one, *other}) == 4
+
+
 def test_tools_make_another_prompt_of_the_same_messages(model_dir):
     reader = a_reader(model_dir)
     messages = raw([{"role": "user", "content": "the quick brown fox " * 40}])

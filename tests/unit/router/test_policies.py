@@ -255,12 +255,14 @@ def test_random_is_uniform():
 def test_two_choices_take_the_less_loaded_of_a_uniform_pair():
     """Of four, the least loaded is in half of all pairs, the next wins two of six, and the most loaded never."""
     chosen = policy("p2c", {})
-    candidates = candidates_of([a_standing(f"d{number}", requests=number) for number in range(4)], SETTINGS)
+    loads = (2, 3, 0, 1)
+    candidates = candidates_of([a_standing(f"d{load}", requests=load) for load in loads], SETTINGS)
     rng = random.Random(4)
 
-    drawn = Counter(chosen.choose(ASKED, candidates, Phase.AGGREGATED, rng)[0] for _ in range(12_000))
+    places = (chosen.choose(ASKED, candidates, Phase.AGGREGATED, rng)[0] for _ in range(12_000))
+    drawn = Counter(loads[place] for place in places)
 
-    assert [abs(drawn[place] - count) < 250 for place, count in enumerate((6000, 4000, 2000))] == [True] * 3
+    assert [abs(drawn[load] - count) < 250 for load, count in enumerate((6000, 4000, 2000))] == [True] * 3
     assert drawn[3] == 0
 
 

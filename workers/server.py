@@ -70,6 +70,9 @@ class WorkerServer:
             store_id=facts.store_id,
             engine=facts.name,
             kv=facts.kv,
+            prefill_speed=settings.prefill_speed,
+            decode_speed=settings.decode_speed,
+            labels=settings.labels,
         )
         self._settings = settings
         self._engine = engine

@@ -146,6 +146,15 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_running: Positive = 16
     """Requests in one batch."""
 
+    prefill_speed: Annotated[float, Meta(gt=0)] = 1.0
+    """Of its hardware at computing prompts, in proportion to the other workers of its model: twice as fast is 2."""
+
+    decode_speed: Annotated[float, Meta(gt=0)] = 1.0
+    """Likewise at generating."""
+
+    labels: tuple[str, ...] = ()
+    """That a request may ask for, such as a zone or a licence."""
+
     max_waiting: Annotated[int, Meta(ge=0)] = 256
     """Requests that wait for a place in the batch; more are refused with QUEUE_FULL."""
 

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x66leet/v1/worker.proto\x12\x08\x66leet.v1\"\x82\x01\n\rRouterMessage\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.fleet.v1.HelloH\x00\x12 \n\x05start\x18\x02 \x01(\x0b\x32\x0f.fleet.v1.StartH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.fleet.v1.CancelH\x00\x42\t\n\x07message\"\x1a\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xf3\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05phase\x18\x02 \x01(\x0e\x32\x13.fleet.v1.WorkPhase\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.fleet.v1.WorkSampling\x12\x0c\n\x04salt\x18\x05 \x01(\x0c\x12\"\n\x07handoff\x18\x06 \x01(\x0b\x32\x11.fleet.v1.Handoff\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x0f\n\x07kv_path\x18\t \x01(\t\x12\x0f\n\x07session\x18\n \x01(\t\"\xb5\x02\n\x0cWorkSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x02\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"\x93\x01\n\x07Handoff\x12\x0f\n\x07kv_path\x18\x01 \x01(\t\x12\x19\n\x11prefill_worker_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0e\n\x06params\x18\x05 \x01(\x0c\x12#\n\x02kv\x18\x06 \x01(\x0b\x32\x17.fleet.v1.KvFingerprint\"\xf3\x01\n\rKvFingerprint\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\relement_bytes\x18\x06 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x0e\n\x06layers\x18\x08 \x01(\r\x12\x10\n\x08kv_heads\x18\t \x01(\r\x12\x10\n\x08head_dim\x18\n \x01(\r\x12\x0e\n\x06layout\x18\x0b \x01(\t\x12\n\n\x02tp\x18\x0c \x01(\r\x12\x16\n\x0ehash_algorithm\x18\r \x01(\t\"\x1c\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa7\x02\n\rWorkerMessage\x12,\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x15.fleet.v1.DescriptionH\x00\x12\x1e\n\x04step\x18\x02 \x01(\x0b\x32\x0e.fleet.v1.StepH\x00\x12\'\n\tkv_events\x18\x03 \x01(\x0b\x32\x12.fleet.v1.KvEventsH\x00\x12\x1e\n\x04load\x18\x04 \x01(\x0b\x32\x0e.fleet.v1.LoadH\x00\x12&\n\x08rejected\x18\x05 \x01(\x0b\x32\x12.fleet.v1.RejectedH\x00\x12&\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x12.fleet.v1.DrainingH\x00\x12$\n\x07goodbye\x18\x07 \x01(\x0b\x32\x11.fleet.v1.GoodbyeH\x00\x42\t\n\x07message\"\x95\x02\n\x0b\x44\x65scription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x11\n\tkv_blocks\x18\x07 \x01(\r\x12\x13\n\x0bmax_running\x18\x08 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\t\x12\x10\n\x08kv_paths\x18\n \x03(\t\x12\x10\n\x08store_id\x18\x0b \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0c \x01(\t\x12#\n\x02kv\x18\r \x01(\x0b\x32\x17.fleet.v1.KvFingerprint\",\n\x04Step\x12$\n\x08progress\x18\x01 \x03(\x0b\x32\x12.fleet.v1.Progress\"\xb4\x01\n\x08Progress\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.fleet.v1.WorkLogprobs\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t\x12#\n\x02kv\x18\x05 \x01(\x0b\x32\x17.fleet.v1.KvPhaseReport\x12\"\n\x07handoff\x18\x06 \x01(\x0b\x32\x11.fleet.v1.Handoff\"F\n\x0cWorkLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"h\n\rKvPhaseReport\x12\x15\n\rprompt_blocks\x18\x01 \x01(\r\x12)\n\x07origins\x18\x02 \x03(\x0b\x32\x18.fleet.v1.KvOriginReport\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"M\n\x0eKvOriginReport\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0c\n\x04\x66rom\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"?\n\x08KvEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x11.fleet.v1.KvEvent\"\x88\x01\n\x07KvEvent\x12$\n\x06stored\x18\x01 \x01(\x0b\x32\x12.fleet.v1.KvStoredH\x00\x12&\n\x07removed\x18\x02 \x01(\x0b\x32\x13.fleet.v1.KvRemovedH\x00\x12&\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x13.fleet.v1.KvClearedH\x00\x42\x07\n\x05\x65vent\"\x1a\n\x08KvStored\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\"\x1b\n\tKvRemoved\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\"\x0b\n\tKvCleared\"@\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x03 \x01(\r\"N\n\x08Rejected\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\n\n\x08\x44raining\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0f\x44\x65scribeRequest\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\"\n\rDrainResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r*q\n\tWorkPhase\x12\x1a\n\x16WORK_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORK_PHASE_AGGREGATED\x10\x01\x12\x16\n\x12WORK_PHASE_PREFILL\x10\x02\x12\x15\n\x11WORK_PHASE_DECODE\x10\x03\x32\x80\x01\n\x06Worker\x12<\n\x08\x44\x65scribe\x12\x19.fleet.v1.DescribeRequest\x1a\x15.fleet.v1.Description\x12\x38\n\x05\x44rain\x12\x16.fleet.v1.DrainRequest\x1a\x17.fleet.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x66leet/v1/worker.proto\x12\x08\x66leet.v1\"\x82\x01\n\rRouterMessage\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.fleet.v1.HelloH\x00\x12 \n\x05start\x18\x02 \x01(\x0b\x32\x0f.fleet.v1.StartH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.fleet.v1.CancelH\x00\x42\t\n\x07message\"\x1a\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xf3\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05phase\x18\x02 \x01(\x0e\x32\x13.fleet.v1.WorkPhase\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.fleet.v1.WorkSampling\x12\x0c\n\x04salt\x18\x05 \x01(\x0c\x12\"\n\x07handoff\x18\x06 \x01(\x0b\x32\x11.fleet.v1.Handoff\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x0f\n\x07kv_path\x18\t \x01(\t\x12\x0f\n\x07session\x18\n \x01(\t\"\xb5\x02\n\x0cWorkSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x02\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"\x93\x01\n\x07Handoff\x12\x0f\n\x07kv_path\x18\x01 \x01(\t\x12\x19\n\x11prefill_worker_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0e\n\x06params\x18\x05 \x01(\x0c\x12#\n\x02kv\x18\x06 \x01(\x0b\x32\x17.fleet.v1.KvFingerprint\"\xf3\x01\n\rKvFingerprint\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\relement_bytes\x18\x06 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x0e\n\x06layers\x18\x08 \x01(\r\x12\x10\n\x08kv_heads\x18\t \x01(\r\x12\x10\n\x08head_dim\x18\n \x01(\r\x12\x0e\n\x06layout\x18\x0b \x01(\t\x12\n\n\x02tp\x18\x0c \x01(\r\x12\x16\n\x0ehash_algorithm\x18\r \x01(\t\"\x1c\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa7\x02\n\rWorkerMessage\x12,\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x15.fleet.v1.DescriptionH\x00\x12\x1e\n\x04step\x18\x02 \x01(\x0b\x32\x0e.fleet.v1.StepH\x00\x12\'\n\tkv_events\x18\x03 \x01(\x0b\x32\x12.fleet.v1.KvEventsH\x00\x12\x1e\n\x04load\x18\x04 \x01(\x0b\x32\x0e.fleet.v1.LoadH\x00\x12&\n\x08rejected\x18\x05 \x01(\x0b\x32\x12.fleet.v1.RejectedH\x00\x12&\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x12.fleet.v1.DrainingH\x00\x12$\n\x07goodbye\x18\x07 \x01(\x0b\x32\x11.fleet.v1.GoodbyeH\x00\x42\t\n\x07message\"\xd2\x02\n\x0b\x44\x65scription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x11\n\tkv_blocks\x18\x07 \x01(\r\x12\x13\n\x0bmax_running\x18\x08 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\t\x12\x10\n\x08kv_paths\x18\n \x03(\t\x12\x10\n\x08store_id\x18\x0b \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0c \x01(\t\x12#\n\x02kv\x18\r \x01(\x0b\x32\x17.fleet.v1.KvFingerprint\x12\x15\n\rprefill_speed\x18\x0e \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_speed\x18\x0f \x01(\x01\x12\x0e\n\x06labels\x18\x10 \x03(\t\",\n\x04Step\x12$\n\x08progress\x18\x01 \x03(\x0b\x32\x12.fleet.v1.Progress\"\xb4\x01\n\x08Progress\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.fleet.v1.WorkLogprobs\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t\x12#\n\x02kv\x18\x05 \x01(\x0b\x32\x17.fleet.v1.KvPhaseReport\x12\"\n\x07handoff\x18\x06 \x01(\x0b\x32\x11.fleet.v1.Handoff\"F\n\x0cWorkLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"h\n\rKvPhaseReport\x12\x15\n\rprompt_blocks\x18\x01 \x01(\r\x12)\n\x07origins\x18\x02 \x03(\x0b\x32\x18.fleet.v1.KvOriginReport\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"M\n\x0eKvOriginReport\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0c\n\x04\x66rom\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"?\n\x08KvEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x11.fleet.v1.KvEvent\"\x88\x01\n\x07KvEvent\x12$\n\x06stored\x18\x01 \x01(\x0b\x32\x12.fleet.v1.KvStoredH\x00\x12&\n\x07removed\x18\x02 \x01(\x0b\x32\x13.fleet.v1.KvRemovedH\x00\x12&\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x13.fleet.v1.KvClearedH\x00\x42\x07\n\x05\x65vent\"\x1a\n\x08KvStored\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\"\x1b\n\tKvRemoved\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\"\x0b\n\tKvCleared\"@\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x03 \x01(\r\"N\n\x08Rejected\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\n\n\x08\x44raining\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0f\x44\x65scribeRequest\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\"\n\rDrainResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r*q\n\tWorkPhase\x12\x1a\n\x16WORK_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORK_PHASE_AGGREGATED\x10\x01\x12\x16\n\x12WORK_PHASE_PREFILL\x10\x02\x12\x15\n\x11WORK_PHASE_DECODE\x10\x03\x32\x80\x01\n\x06Worker\x12<\n\x08\x44\x65scribe\x12\x19.fleet.v1.DescribeRequest\x1a\x15.fleet.v1.Description\x12\x38\n\x05\x44rain\x12\x16.fleet.v1.DrainRequest\x1a\x17.fleet.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fleet.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKPHASE']._serialized_start=2795
-  _globals['_WORKPHASE']._serialized_end=2908
+  _globals['_WORKPHASE']._serialized_start=2856
+  _globals['_WORKPHASE']._serialized_end=2969
   _globals['_ROUTERMESSAGE']._serialized_start=36
   _globals['_ROUTERMESSAGE']._serialized_end=166
   _globals['_HELLO']._serialized_start=168
@@ -50,41 +50,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERMESSAGE']._serialized_start=1181
   _globals['_WORKERMESSAGE']._serialized_end=1476
   _globals['_DESCRIPTION']._serialized_start=1479
-  _globals['_DESCRIPTION']._serialized_end=1756
-  _globals['_STEP']._serialized_start=1758
-  _globals['_STEP']._serialized_end=1802
-  _globals['_PROGRESS']._serialized_start=1805
-  _globals['_PROGRESS']._serialized_end=1985
-  _globals['_WORKLOGPROBS']._serialized_start=1987
-  _globals['_WORKLOGPROBS']._serialized_end=2057
-  _globals['_KVPHASEREPORT']._serialized_start=2059
-  _globals['_KVPHASEREPORT']._serialized_end=2163
-  _globals['_KVORIGINREPORT']._serialized_start=2165
-  _globals['_KVORIGINREPORT']._serialized_end=2242
-  _globals['_KVEVENTS']._serialized_start=2244
-  _globals['_KVEVENTS']._serialized_end=2307
-  _globals['_KVEVENT']._serialized_start=2310
-  _globals['_KVEVENT']._serialized_end=2446
-  _globals['_KVSTORED']._serialized_start=2448
-  _globals['_KVSTORED']._serialized_end=2474
-  _globals['_KVREMOVED']._serialized_start=2476
-  _globals['_KVREMOVED']._serialized_end=2503
-  _globals['_KVCLEARED']._serialized_start=2505
-  _globals['_KVCLEARED']._serialized_end=2516
-  _globals['_LOAD']._serialized_start=2518
-  _globals['_LOAD']._serialized_end=2582
-  _globals['_REJECTED']._serialized_start=2584
-  _globals['_REJECTED']._serialized_end=2662
-  _globals['_DRAINING']._serialized_start=2664
-  _globals['_DRAINING']._serialized_end=2674
-  _globals['_GOODBYE']._serialized_start=2676
-  _globals['_GOODBYE']._serialized_end=2701
-  _globals['_DESCRIBEREQUEST']._serialized_start=2703
-  _globals['_DESCRIBEREQUEST']._serialized_end=2720
-  _globals['_DRAINREQUEST']._serialized_start=2722
-  _globals['_DRAINREQUEST']._serialized_end=2757
-  _globals['_DRAINRESPONSE']._serialized_start=2759
-  _globals['_DRAINRESPONSE']._serialized_end=2793
-  _globals['_WORKER']._serialized_start=2911
-  _globals['_WORKER']._serialized_end=3039
+  _globals['_DESCRIPTION']._serialized_end=1817
+  _globals['_STEP']._serialized_start=1819
+  _globals['_STEP']._serialized_end=1863
+  _globals['_PROGRESS']._serialized_start=1866
+  _globals['_PROGRESS']._serialized_end=2046
+  _globals['_WORKLOGPROBS']._serialized_start=2048
+  _globals['_WORKLOGPROBS']._serialized_end=2118
+  _globals['_KVPHASEREPORT']._serialized_start=2120
+  _globals['_KVPHASEREPORT']._serialized_end=2224
+  _globals['_KVORIGINREPORT']._serialized_start=2226
+  _globals['_KVORIGINREPORT']._serialized_end=2303
+  _globals['_KVEVENTS']._serialized_start=2305
+  _globals['_KVEVENTS']._serialized_end=2368
+  _globals['_KVEVENT']._serialized_start=2371
+  _globals['_KVEVENT']._serialized_end=2507
+  _globals['_KVSTORED']._serialized_start=2509
+  _globals['_KVSTORED']._serialized_end=2535
+  _globals['_KVREMOVED']._serialized_start=2537
+  _globals['_KVREMOVED']._serialized_end=2564
+  _globals['_KVCLEARED']._serialized_start=2566
+  _globals['_KVCLEARED']._serialized_end=2577
+  _globals['_LOAD']._serialized_start=2579
+  _globals['_LOAD']._serialized_end=2643
+  _globals['_REJECTED']._serialized_start=2645
+  _globals['_REJECTED']._serialized_end=2723
+  _globals['_DRAINING']._serialized_start=2725
+  _globals['_DRAINING']._serialized_end=2735
+  _globals['_GOODBYE']._serialized_start=2737
+  _globals['_GOODBYE']._serialized_end=2762
+  _globals['_DESCRIBEREQUEST']._serialized_start=2764
+  _globals['_DESCRIBEREQUEST']._serialized_end=2781
+  _globals['_DRAINREQUEST']._serialized_start=2783
+  _globals['_DRAINREQUEST']._serialized_end=2818
+  _globals['_DRAINRESPONSE']._serialized_start=2820
+  _globals['_DRAINRESPONSE']._serialized_end=2854
+  _globals['_WORKER']._serialized_start=2972
+  _globals['_WORKER']._serialized_end=3100
 # @@protoc_insertion_point(module_scope)

@@ -401,6 +401,9 @@ class Description(_message.Message):
     STORE_ID_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    PREFILL_SPEED_FIELD_NUMBER: _builtins.int
+    DECODE_SPEED_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """New at each start of the worker process."""
@@ -420,11 +423,18 @@ class Description(_message.Message):
     """of the KV store node; empty: none"""
     engine: _builtins.str
     """name and version"""
+    prefill_speed: _builtins.float
+    """of its hardware, in proportion to the others of its model; 0: as theirs"""
+    decode_speed: _builtins.float
     @_builtins.property
     def kv_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def kv(self) -> Global___KvFingerprint:
         """of its blocks; not set: it does not say"""
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that a request may ask for"""
 
     def __init__(
         self,
@@ -442,10 +452,13 @@ class Description(_message.Message):
         store_id: _builtins.str = ...,
         engine: _builtins.str = ...,
         kv: Global___KvFingerprint | None = ...,
+        prefill_speed: _builtins.float = ...,
+        decode_speed: _builtins.float = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "engine", b"engine", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "role", b"role", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "prefill_speed", b"prefill_speed", "role", b"role", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ Rules:
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from math import inf
 from typing import TypeVar, assert_never
 
 from fleet.errors import Reason
@@ -166,6 +167,9 @@ def encode_description(description: Description) -> pb.Description:
         store_id=description.store_id or "",
         engine=description.engine,
         kv=_kv_to_wire(description.kv),
+        prefill_speed=description.prefill_speed,
+        decode_speed=description.decode_speed,
+        labels=description.labels,
     )
 
 
@@ -189,7 +193,16 @@ def decode_description(description: pb.Description) -> Description:
         store_id=StoreId(description.store_id) if description.store_id else None,
         engine=description.engine,
         kv=_kv_from_wire(description.kv, "description.kv") if description.HasField("kv") else None,
+        prefill_speed=_speed(description.prefill_speed, "description.prefill_speed"),
+        decode_speed=_speed(description.decode_speed, "description.decode_speed"),
+        labels=tuple(description.labels),
     )
+
+
+def _speed(value: float, field: str) -> float:
+    if not 0 <= value < inf:
+        raise Malformed(f"{field}: must be a number from 0, not {value}")
+    return value or 1.0
 
 
 def _kv_to_wire(kv: Fingerprint | None) -> pb.KvFingerprint | None:

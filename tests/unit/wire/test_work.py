@@ -154,6 +154,9 @@ worker_messages = (
         store_id=st.none() | NAME.map(StoreId),
         engine=TEXT,
         kv=st.none() | fingerprints,
+        prefill_speed=st.floats(0.01, 100),
+        decode_speed=st.floats(0.01, 100),
+        labels=st.lists(TEXT, max_size=3).map(tuple),
     )
     | st.just(Draining())
     | st.builds(Goodbye, reason=st.text())

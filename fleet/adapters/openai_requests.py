@@ -113,6 +113,19 @@ class Body(Struct, frozen=True, kw_only=True):
     add_generation_prompt: Any = None
     include_stop_str_in_output: Any = None
     skip_special_tokens: Any = None
+    tool_choice: Any = None
+    function_call: Any = None
+    parallel_tool_calls: Any = None
+    add_special_tokens: Any = None
+    detokenize: Any = None
+    length_penalty: Any = None
+    spaces_between_special_tokens: Any = None
+    return_tokens_as_token_ids: Any = None
+    return_token_ids: Any = None
+    cache_salt: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -157,6 +170,19 @@ ALREADY_SO: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "add_special_tokens": (True,),
+    "detokenize": (True,),
+    "length_penalty": (1, 1.0),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "cache_salt": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
 }
 """Fields that we cannot obey, with the values that ask for what happens anyway (null always does)."""
 

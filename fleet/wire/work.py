@@ -201,7 +201,7 @@ def decode_description(description: pb.Description) -> Description:
 
 def _speed(value: float, field: str) -> float:
     if not 0 <= value < inf:
-        raise Malformed(f"{field}: must be a number from 0, not {value}")
+        raise Malformed(field, f"must be a number from 0, not {value}")
     return value or 1.0
 
 

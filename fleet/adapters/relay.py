@@ -293,6 +293,10 @@ class Relay:
                     self._submit(relayed, body, reader.read(body.prompt, body.messages, body.tools))
         except Refused as refused:
             relayed.refuse(refused)
+        except Exception:  # supervisor: a bug in one request does not leave its client waiting
+            log.exception("request failed", extra={"request": relayed.request_id})
+            relayed.refuse(Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
+            self.router.close(relayed.request_id, relayed)
         return relayed
 
     # From requests

@@ -14,6 +14,7 @@ Rules:
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Never, Protocol
 
 from google.protobuf.message import DecodeError
@@ -202,11 +203,7 @@ class _Heard:
             case "hello":
                 self._replica = f"{message.hello.router_id}@{id(self)}"  # a new connection is not the old one
             case "bookings":
-                booked = {
-                    WorkerId(each.worker_id): Booked(each.prefill_tokens, each.blocks, each.requests)
-                    for each in message.bookings.workers
-                }
-                self._router.hear(ReplicaBooked(replica=self._replica, booked=booked))
+                self._router.hear(ReplicaBooked(replica=self._replica, booked=_booked(message.bookings)))
             case "registered":
                 self._registry.register(
                     Register(
@@ -215,11 +212,13 @@ class _Heard:
                         address=message.registered.address,
                     )
                 )
-            case "deregistered" | None:
+            case "deregistered":
                 gone = message.deregistered
                 self._registry.deregister(
                     Deregister(worker_id=WorkerId(gone.worker_id), incarnation=Incarnation(gone.incarnation))
                 )
+            case None:
+                """Of a later version."""
 
     def resumed(self) -> None:
         """Nothing is said here."""
@@ -232,3 +231,17 @@ class _Heard:
 
     def _silent(self) -> None:
         self._connection.abort(ConnectionError(f"it said nothing for {SILENCE_SECONDS:g} s"))
+
+
+def _booked(told: pb.ReplicaBookings) -> dict[WorkerId, Booked]:
+    """By worker.
+
+    Raises:
+        ConnectionError: Blocks are no number to reckon with: one worker with them would spoil every comparison.
+    """
+    booked = {}
+    for each in told.workers:
+        if not 0 <= each.blocks < inf:
+            raise ConnectionError(f"another router has booked {each.blocks} blocks on {each.worker_id[:100]!r}")
+        booked[WorkerId(each.worker_id)] = Booked(each.prefill_tokens, each.blocks, each.requests)
+    return booked

@@ -19,11 +19,12 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import Reason, Refused, invalid
+from fleet.errors import ConfigurationRefused, Reason, Refused, invalid
 from fleet.requests import Allowance, Remaining
 
 MINUTE_SECONDS = 60
 
+PerMinute = Annotated[float, Meta(ge=0, le=1e12)]
 Sha256Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -33,14 +34,19 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     api_key_sha256: tuple[Sha256Hex, ...] = ()
     """SHA-256 of each key it may show, in hex (``printf %s KEY | sha256sum``), so that the file holds no secret."""
 
-    weight: Annotated[float, Meta(gt=0)] = 1.0
+    weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
     """Its share of the prompt tokens computed while requests wait, beside the others' weights."""
 
-    requests_per_minute: Annotated[float, Meta(ge=0)] = 0.0
-    """Requests let in; 0: no limit."""
+    requests_per_minute: PerMinute = 0.0
+    """Requests let in, 1 or more; 0: no limit."""
 
-    tokens_per_minute: Annotated[float, Meta(ge=0)] = 0.0
-    """Tokens of prompts and answers; 0: no limit."""
+    tokens_per_minute: PerMinute = 0.0
+    """Tokens of prompts and answers, 1 or more; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        for field, limit in (("requests", self.requests_per_minute), ("tokens", self.tokens_per_minute)):
+            if 0 < limit < 1:
+                raise ValueError(f"{field}_per_minute: {limit:g} would never let anything in; 0 means no limit")
 
 
 class Bucket:
@@ -85,7 +91,16 @@ class Tenants:
     """All tenants that the settings name; others have neither keys nor limits."""
 
     def __init__(self, settings: Mapping[str, TenantSettings], now: Nanos) -> None:
-        self._by_key = {key: name for name, tenant in settings.items() for key in tenant.api_key_sha256}
+        """All buckets are full.
+
+        Raises:
+            ConfigurationRefused: Two tenants have the same key.
+        """
+        self._by_key: dict[str, str] = {}
+        for name, tenant in settings.items():
+            for key in tenant.api_key_sha256:
+                if (other := self._by_key.setdefault(key, name)) != name:
+                    raise ConfigurationRefused(f"tenants.{name}.api_key_sha256: {key[:8]}… is a key of {other!r} too")
         self._limited = {
             name: _Tenant(tenant, now)
             for name, tenant in settings.items()
@@ -110,7 +125,8 @@ class Tenants:
         if not self._by_key:
             return named
         scheme, _, key = authorization.partition(" ")
-        known = self._by_key.get(sha256(key.strip().encode(errors="surrogateescape")).hexdigest())
+        sent = key.strip(" \t").encode("latin-1", "replace")  # the bytes of the header, which fronts read as Latin-1
+        known = self._by_key.get(sha256(sent).hexdigest())
         if scheme.lower() != "bearer" or known is None:
             missing = "is missing" if not authorization else "has no key that is known here"
             raise Refused(

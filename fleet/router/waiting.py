@@ -26,6 +26,7 @@ from fleet.router.ranked import Ranked
 
 PACE_SECONDS = 10.0  # memory of the pace; a burst is over in less, a change of load is noticed in a few of them
 EVIDENCE = 8  # departures before a pace is believed
+LONGEST_SECONDS = 1e9  # thirty years; more is the same, and infinitely much is no number to reckon with
 LAGGARDS = 64  # tenants not waiting whose clocks are kept without looking
 
 
@@ -52,7 +53,8 @@ def rank(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float,
         size_seconds: By how much a thousand tokens put a request back. Zero: size does not count; much: the shortest
             first, which has the lowest mean wait (W. E. Smith, Naval Research Logistics 1956).
     """
-    return arrived - round(priority * priority_seconds * SECOND) + round(tokens * size_seconds * SECOND / 1000)
+    step, thousand = min(priority_seconds, LONGEST_SECONDS), min(size_seconds, LONGEST_SECONDS)
+    return arrived - round(priority * step * SECOND) + round(tokens * thousand * SECOND / 1000)
 
 
 class Pace:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import struct
 import threading
@@ -375,6 +376,22 @@ async def test_a_bug_in_an_answer_ends_the_connection():
         assert await read(ours) == TAKEN
         assert await read(ours) == b""
     server.close()
+
+
+def test_a_node_that_runs_out_of_descriptors_lives_on():
+    with a_node() as node, contextlib.ExitStack() as crowd:
+        descriptors = Path(f"/proc/{node.process.pid}/fd")
+        _, most = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
+        limit = len(list(descriptors.iterdir())) + 2
+        resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (limit, most))
+        for _ in range(8):
+            line = crowd.enter_context(socket.socket(socket.AF_UNIX))
+            line.connect(node.endpoints.shm_socket)
+        eventually(lambda: len(list(descriptors.iterdir())) == limit)
+        crowd.close()
+
+        with StoreClient.connect(node.address, NAMESPACE, prefer=["shm"]) as client:
+            assert client.write(a_chain(2), a_block) == 2
 
 
 async def test_beyond_its_connections_a_node_takes_no_more_and_calls_go_by_grpc(monkeypatch):

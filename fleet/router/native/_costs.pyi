@@ -10,6 +10,7 @@ def fleet_costs(
     store: float,
     lower: float,
     request: float,
+    decode: float,
     spread: float,
     warm: bool,
     even: bool,

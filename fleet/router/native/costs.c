@@ -29,18 +29,18 @@ enum {
 static double larger(double a, double b) { return a > b ? a : b; }
 static double smaller(double a, double b) { return a < b ? a : b; }
 
-PyDoc_STRVAR(fleet_doc, "fleet_costs(columns, out, prompt_tokens, engine, store, lower, request, spread, warm, even, prefill)\n--\n\n"
+PyDoc_STRVAR(fleet_doc, "fleet_costs(columns, out, prompt_tokens, engine, store, lower, request, decode, spread, warm, even, prefill)\n--\n\n"
                         "See `fleet.router.native.twin`.");
 
 static PyObject *fleet_costs(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *table_object, *out_object;
-    double prompt, engine, store, lower, request, spread;
+    double prompt, engine, store, lower, request, decode, spread;
     int warm, even, prefill;
     Py_buffer table, out;
 
-    if (!PyArg_ParseTuple(arguments, "OOddddddppp", &table_object, &out_object, &prompt, &engine, &store, &lower, &request,
-                          &spread, &warm, &even, &prefill))
+    if (!PyArg_ParseTuple(arguments, "OOdddddddppp", &table_object, &out_object, &prompt, &engine, &store, &lower, &request,
+                          &decode, &spread, &warm, &even, &prefill))
         return NULL;
     if (PyObject_GetBuffer(table_object, &table, PyBUF_C_CONTIGUOUS) < 0)
         return NULL;
@@ -84,7 +84,7 @@ static PyObject *fleet_costs(PyObject *Py_UNUSED(module), PyObject *arguments)
                 cost = larger(cost, 0.0);
             double load = request * AT(REQUESTS);
             if (!prefill)
-                load = AT(ACTIVE_BLOCKS) + AT(NEW_BLOCKS) + load;
+                load = decode * (AT(ACTIVE_BLOCKS) + AT(NEW_BLOCKS)) + load;
             if (!even)
                 load /= AT(DECODE_SPEED);
             costs[i] = cost + load;

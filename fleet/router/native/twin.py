@@ -28,6 +28,7 @@ def fleet_costs(
     store: float,
     lower: float,
     request: float,
+    decode: float,
     spread: float,
     warm: bool,
     even: bool,
@@ -44,6 +45,7 @@ def fleet_costs(
         store: Credit for a block in the store's memory.
         lower: Credit for a block below that.
         request: What a running request weighs.
+        decode: What a block that live requests hold weighs.
         spread: How fast a full batch takes the worth of a hit.
         warm: Whether anybody may hold anything of the prompt.
         even: Whether all speeds are 1.
@@ -59,7 +61,7 @@ def fleet_costs(
         np.maximum(out, 0.0, out=out)
     load = request * columns[REQUESTS]
     if not prefill:
-        load = columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS] + load
+        load = decode * (columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]) + load
     if not even:
         load /= columns[DECODE_SPEED]
     out += load

@@ -1,6 +1,6 @@
 """The default policy: what a request takes from a worker, in blocks of prefill.
 
-    cost = max(0, prefill - credit)  +  decode blocks  +  running requests × their weight  -  session
+    cost = max(0, prefill - credit)  +  decode blocks × their weight  +  running requests × their weight  -  session
 
 1. *prefill* is (backlog + prompt tokens) / block.
 2. *credit* is what the prompt's leading blocks need not be computed, by where they are: in the engine 1, in the store's memory
@@ -18,7 +18,7 @@
 7. The worker that had this session's last request is preferred by `session_blocks`.
 8. With a goal for the first token, those go first that should keep it, by what a prompt token took there lately.
 
-1, 2 and 4 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6); the others are ours.
+1, 2 and 4 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), but for the weight of decoding; the others are ours.
 """
 
 from collections.abc import Mapping
@@ -53,6 +53,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     store_hit_credit: float = 0.75
     lower_tier_hit_credit: float = 0.5
     running_request_blocks: float = 1.0
+    decode_weight: float = 1.0
     spread: float = 2.0
     session_blocks: float = 1.0
 
@@ -66,6 +67,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self.store_hit_credit,
             self.lower_tier_hit_credit,
             self.running_request_blocks,
+            self.decode_weight,
             self.spread,
             candidates.warm,
             candidates.even,
@@ -91,7 +93,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         speed = columns[DECODE_SPEED]
         parts = {"prefill": prefill, "credit": left - prefill}
         if phase is not Phase.PREFILL:
-            parts["decode"] = (columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]) / speed
+            parts["decode"] = self.decode_weight * (columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]) / speed
         parts["requests"] = self.running_request_blocks * columns[REQUESTS] / speed
         if asked.bound is not None:
             parts["session"] = -self._session(asked, candidates)
@@ -135,6 +137,11 @@ class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     running_request_blocks: float = 1.0
     """What a request on a worker costs there besides its blocks: its share of each decode step."""
 
+    decode_weight: float = 0.1
+    """What a block that live requests hold costs, in blocks of prefill: it is read once a step, which for an answer of some
+    hundred tokens takes about a tenth of computing it. With 1, as Dynamo has it, a chain that is held counts against its
+    worker for as much as finding it there is worth, and shared prefixes are torn apart."""
+
     spread: float = 2.0
     """How fast a hit loses its worth on a worker whose batch is full: with 2, all of it when half a batch waits."""
 
@@ -153,6 +160,7 @@ class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             store_hit_credit=self.store_hit_credit,
             lower_tier_hit_credit=self.lower_tier_hit_credit,
             running_request_blocks=self.running_request_blocks,
+            decode_weight=self.decode_weight,
             spread=self.spread,
             session_blocks=self.session_blocks,
         )

@@ -29,7 +29,7 @@ def test_costs_are_those_of_the_twin_bit_for_bit(workers):
     rng = random.Random(workers)
     for _ in range(30):
         table = a_table(rng, workers)
-        weights = (rng.choice([1.0, 0.1, 3.3]), 0.75, rng.random(), rng.random() * 4, rng.choice([0.0, 2.0, 0.3]))
+        weights = (rng.choice([1.0, 0.1, 3.3]), 0.75, *(rng.random() for _ in range(3)), rng.choice([0.0, 2.0, 0.3]))
         switches = tuple(rng.random() < 0.5 for _ in range(3))
         expected, found = np.empty(workers), np.empty(workers)
         twin.fleet_costs(table, expected, 1000, *weights, *switches)
@@ -57,7 +57,7 @@ def test_costs_that_are_no_numbers_are_refused(module, values):
 @pytest.mark.parametrize("shape", [(quantity.QUANTITIES - 1, 4), (quantity.QUANTITIES, 3), (1, 4)])
 def test_a_table_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match="17 quantities"):
-        costs.fleet_costs(np.zeros(shape), np.empty(4), 1, 1.0, 1.0, 1.0, 1.0, 1.0, True, True, False)
+        costs.fleet_costs(np.zeros(shape), np.empty(4), 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, True, True, False)
 
 
 def test_the_rows_of_the_c_source_are_those_of_the_table():

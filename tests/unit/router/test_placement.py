@@ -17,7 +17,9 @@ from fleet.router.settings import RouterSettings
 from tests.builders import BLOCK_TOKENS, a_description
 from tests.unit.router.rows import Standing, a_standing, decide, score
 
-SETTINGS = RouterSettings(remote_prefill_min_tokens=512, oversubscribe=1.0)
+SETTINGS = RouterSettings(
+    remote_prefill_min_tokens=512, oversubscribe=1.0, policies={"fleet": {"decode_weight": 1.0}}
+)  # so that costs are whole numbers
 BOTH_PATHS = (KvPath.STORE, KvPath.DIRECT)
 
 

@@ -22,7 +22,7 @@ from tests.builders import BLOCK_TOKENS, a_prompt, an_arrival
 from tests.unit.router.driver import Dispatch, Driver, the
 from tests.unit.router.rows import a_standing, candidates_of, decide, score
 
-SETTINGS = RouterSettings()
+SETTINGS = RouterSettings(policies={"fleet": {"decode_weight": 1.0}})  # so that the figures are whole
 ASKED = Asked(prompt_tokens=320)
 
 
@@ -94,6 +94,17 @@ GOLDEN = [
 """Worked out by hand from the docstring of `fleet.router.policies.fleet`, in fractions: blocks of 32, batch of 16."""
 
 
+def test_decoding_weighs_a_tenth_of_prefill_so_that_a_shared_prefix_stays_together():
+    """A worker with all of the prompt and two requests that use it is better than an idle one without anything."""
+    settings = RouterSettings()
+    cold = score(a_standing(prompt_tokens=2048), 2048, settings)
+    warm = score(
+        a_standing(prompt_tokens=2048, engine_blocks=60, active_blocks=64, new_blocks=4, requests=2), 2048, settings
+    )
+    assert cold.cost == pytest.approx(64 + 6.4)
+    assert warm.cost == pytest.approx(64 - 60 + 6.8 + 2)
+
+
 @pytest.mark.parametrize(("fields", "cost"), GOLDEN)
 def test_the_cost_is_that_of_the_golden_table(fields, cost):
     fields = dict(fields)
@@ -103,7 +114,7 @@ def test_the_cost_is_that_of_the_golden_table(fields, cost):
 
     terms = score(standing, prompt, SETTINGS, phase=phase)
     alone = candidates_of([standing], SETTINGS)
-    hot_path = policy("fleet", {})._scorers[0][2].costs(Asked(prompt_tokens=prompt), alone, phase)
+    hot_path = policy("fleet", {"decode_weight": 1.0})._scorers[0][2].costs(Asked(prompt_tokens=prompt), alone, phase)
 
     assert terms.cost == pytest.approx(cost, abs=1e-9)
     assert hot_path[0] == pytest.approx(cost, abs=1e-9), "what is explained is what was decided on"

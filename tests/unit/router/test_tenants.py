@@ -2,10 +2,11 @@
 
 from hashlib import sha256
 
+import msgspec
 import pytest
 
 from fleet.clock import SECOND, Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import ConfigurationRefused, Reason, Refused
 from fleet.router.tenants import Tenants, TenantSettings
 
 START = Nanos(5 * SECOND)
@@ -57,6 +58,31 @@ def test_without_a_known_key_a_request_is_not_authenticated(authorization):
 def test_nobody_can_name_another_tenant_than_that_of_the_key():
     refused = refusal(tenants(acme=with_key("k1"), other=with_key("k2")).tenant, "Bearer k1", "other")
     assert (refused.reason, refused.field) == (Reason.INVALID_ARGUMENT, "tenant")
+
+
+def test_a_key_of_any_characters_is_compared_as_the_bytes_that_were_sent():
+    """Fronts read header bytes as Latin-1, among them some that it takes for spaces."""
+    sent = "schlüssel-à".encode()
+    known = tenants(acme=with_key("schlüssel-à"))
+    assert known.tenant(f"Bearer {sent.decode('latin-1')}", "") == "acme"
+
+
+def test_two_tenants_cannot_have_the_same_key():
+    with pytest.raises(ConfigurationRefused, match=r"tenants\.b\.api_key_sha256: .* of 'a' too"):
+        tenants(a=with_key("k1", "k1"), b=with_key("k2", "k1"))
+
+
+@pytest.mark.parametrize("name", ["requests_per_minute", "tokens_per_minute"])
+@pytest.mark.parametrize("limit", [float("inf"), 0.5])
+def test_limits_that_cannot_be_kept_are_refused(name, limit):
+    with pytest.raises(msgspec.ValidationError, match=name):
+        msgspec.convert({name: limit}, TenantSettings)
+
+
+@pytest.mark.parametrize("weight", [float("inf"), 5e-324, 0.0])
+def test_weights_that_cannot_be_divided_by_are_refused(weight):
+    with pytest.raises(msgspec.ValidationError, match="weight"):
+        msgspec.convert({"weight": weight}, TenantSettings)
 
 
 # Limits.

@@ -86,6 +86,16 @@ def test_where_priority_is_worth_very_much_it_is_strict():
     assert room.serve_all() == ["high", "low"]
 
 
+@pytest.mark.parametrize("seconds", [1e300, float("inf")])
+def test_no_priority_is_worth_too_much_to_be_reckoned_with(seconds):
+    room = Room(priority_seconds=seconds, size_seconds=seconds)
+    room.add("plain", tokens=0)
+    room.add("high", priority=100, tokens=0)
+    room.add("higher", priority=101, tokens=0)
+    room.add("long", priority=0, tokens=1_000_000)
+    assert room.serve_all() == ["higher", "high", "plain", "long"]
+
+
 def test_where_size_counts_the_shorter_go_first_and_the_longest_still_goes_in_bounded_time():
     room = Room(size_seconds=10.0)
     room.add("long", tokens=6000)

@@ -1,0 +1,86 @@
+"""What a router makes of what another one says, over real sockets: nonsense ends the connection and changes nothing."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from fleet.adapters.replicas import Replicas
+from fleet.router.settings import RouterSettings
+from fleet.v1 import replica_pb2 as pb
+from kvstore.frames import connect
+
+pytestmark = pytest.mark.integration
+
+HELLO = pb.ReplicaMessage(hello=pb.ReplicaHello(router_id="other"))
+
+
+class Heard:
+    """A router and its registry that note what they hear."""
+
+    def __init__(self):
+        self.on_change = None
+        self.events = []
+
+    def booked(self):
+        return {}
+
+    def hear(self, event):
+        self.events.append(type(event).__name__)
+
+    def register(self, event):
+        self.events.append(type(event).__name__)
+
+    deregister = register
+
+
+class Speaker:
+    """The other router's end of a connection."""
+
+    def __init__(self):
+        self.over = asyncio.Event()
+
+    def received(self, payload):
+        raise AssertionError(payload)
+
+    def resumed(self):
+        pass
+
+    def lost(self, cause):
+        self.over.set()
+
+
+def heard_of(tmp_path, *said):
+    """What one router hears of another that says so and waits until it is cut, or a moment."""
+
+    async def play():
+        router = Heard()
+        address = f"unix:{tmp_path}/r.sock"
+        running = asyncio.create_task(Replicas(RouterSettings(replicas_listen=address), router, router).run())
+        speaker = Speaker()
+        async with asyncio.timeout(10):
+            while not (tmp_path / "r.sock").exists():
+                await asyncio.sleep(0.002)
+            connection = await connect(address, lambda _: speaker)
+            for message in (HELLO, *said, pb.ReplicaMessage(bookings=pb.ReplicaBookings())):
+                connection.send(message.SerializeToString())
+            while not speaker.over.is_set() and "ReplicaBooked" not in router.events:
+                await asyncio.sleep(0.002)
+        told = list(router.events)
+        connection.abort()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        return told
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize("blocks", [float("nan"), float("inf"), -1.0])
+def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
+    workers = [pb.WorkerBookings(worker_id="w", requests=1, prefill_tokens=1, blocks=blocks)]
+    assert "ReplicaBooked" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
+
+
+def test_a_message_of_a_later_version_is_passed_over(tmp_path):
+    assert heard_of(tmp_path, pb.ReplicaMessage()) == ["ReplicaBooked"]

@@ -176,6 +176,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         announce(endpoints)
         await stop.wait()
         grpc.drain()
+        selection.drain()
         if kserve is not None:
             kserve.drain()
         async with asyncio.TaskGroup() as draining:
@@ -314,9 +315,9 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     async with AsyncExitStack() as held:
         try:
             engine = await held.enter_async_context(_open_engine(settings))
+            keeper = await held.enter_async_context(_holds(settings, engine.facts))
         except LayoutMismatch as error:
             raise ConfigurationRefused(f"{error.field}: {error}") from error
-        keeper = await held.enter_async_context(_holds(settings, engine.facts))
         worker = WorkerServer(settings, engine, SystemClock(), incarnation, keeper=keeper)
         listening = await held.enter_async_context(serve_routers(worker, settings.listen, tls))
         endpoints = {"stream": listening}

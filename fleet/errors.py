@@ -53,5 +53,15 @@ def invalid(field: str, message: str) -> Refused:
     return Refused(Reason.INVALID_ARGUMENT, f"{field}: {message}", field=field)
 
 
+def internal_error() -> Refused:
+    """A bug of ours, which the log has."""
+    return Refused(Reason.INTERNAL, "internal error; the router's log has the details")
+
+
+def shutting_down() -> Refused:
+    """Of a router that takes no more requests."""
+    return Refused(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
+
+
 class ConfigurationRefused(Exception):
     """A configuration that cannot be obeyed; the message names file, path and cause. The command exits 3."""

@@ -14,6 +14,8 @@ Rules:
    that computing the blocks again would take.
 5. Nobody ever waits for blocks to go down. The queue of a tier is bounded; what does not fit is dropped and counted.
 6. A tier that fails is fenced by a breaker: its blocks are misses, until one attempt after a pause finds it well.
+7. What a tier was given is not offered to it again, until it says that it has let it go. A tier that cannot say so (a
+   server that restarts, or is short of memory) is taken to have lost what it does not find.
 """
 
 from collections import OrderedDict
@@ -196,6 +198,7 @@ class Hierarchy:
         tier = self._tiers[load.tier]
         if not tier.rule.finds_in_memory:
             tier.reading.succeeded()
+            self._forget_lost(load, tier, count)
         if count == 0:
             self._look(load, load.tier + 1, now)
             return
@@ -381,6 +384,17 @@ class Hierarchy:
             self._commands.append(Find(load.id, tier.index, keys, load.deadline))
             return
         self._end(load)
+
+    def _forget_lost(self, load: "_Load", tier: "_Tier", count: int) -> None:
+        """A tier that is shared, or elsewhere, does not tell what it lets go (rule 7).
+
+        What lies behind the first block that it lacks may still be there: to offer that once more costs little, and to
+        miss it block by block would cost a look-up each.
+        """
+        if count < self._batch_blocks(load.block_bytes):
+            keys = [BlockKey(load.digest, name) for name in load.chain[load.position + count :]]
+            if lost := [key for key in keys if key in tier.known]:
+                self.gone(tier.index, lost)
 
     def _publish(self, load: "_Load", answers: Sequence[Fetched], now: Nanos) -> None:
         """Make what came readable, and give the other places back."""

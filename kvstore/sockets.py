@@ -1,5 +1,6 @@
 """Unix sockets that a node may take: free paths, and those that a killed node left behind."""
 
+import errno
 import socket
 import stat
 from pathlib import Path
@@ -8,6 +9,9 @@ from kvstore.errors import StoreNotStarted
 
 PATH_BYTES = 107  # of sun_path, less its final zero; unix(7)
 PROBE_SECONDS = 1.0
+
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""A connection that cannot be accepted for one of these can be a little later: it is no reason to end."""
 
 
 def clear_path(field: str, path: str) -> None:

@@ -1,7 +1,8 @@
 """The async shell of a worker: joins an engine, the machine and the streams of any number of routers.
 
 Flow: routers -> `Session.receive` -> machine -> engine -> `outputs()` -> machine -> `Session.offer` -> routers, without
-a task in between but the one that reads `outputs()`. The engine's cache changes go to every router; a router that connects first hears all that the cache holds.
+a task in between but the one that reads `outputs()`. The engine's cache changes go to every router; a router that connects
+first hears all that the cache holds.
 """
 
 import asyncio

@@ -10,9 +10,10 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -57,9 +58,9 @@ class StoreHolds:
                 continue
             if isinstance(each, Hold):
                 number = self._wanted[each.session] = next(self._numbers)
-                task = self._tasks.create_task(self._supervised(self._hold(each, number)))
+                task = self._tasks.create_task(self._supervised(partial(self._hold, each, number)))
             else:
-                task = self._tasks.create_task(self._supervised(self._release(each)))
+                task = self._tasks.create_task(self._supervised(partial(self._release, each)))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
@@ -68,9 +69,9 @@ class StoreHolds:
         for task in self._running:
             task.cancel()
 
-    async def _supervised(self, work: Coroutine[None, None, None]) -> None:
+    async def _supervised(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except Exception:  # supervisor: a chain that is not held is a later miss, and nobody else's affair
             log.exception("a session's blocks could not be held")
             self.dropped += 1

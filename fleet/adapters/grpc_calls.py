@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from fleet.adapters.grpc_errors import grpc_status_of
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, Refused, internal_error
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ async def answered(call: Awaitable[Answer], context: Context) -> Answer:
         raise
     except Exception:  # supervisor: a bug in one call does not end the others
         log.exception("call failed")
-        await abort(context, Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
+        await abort(context, internal_error())
 
 
 def unary(method: Callable[[bytes], Awaitable[Message]]) -> Any:

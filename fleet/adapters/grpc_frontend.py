@@ -13,7 +13,7 @@ from fleet.adapters.grpc_cluster import AskStore, ClusterService, Router, asking
 from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from fleet.adapters.grpc_port import open_port
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import shutting_down
 from fleet.ids import RequestId
 from fleet.requests import Admitted
 from fleet.router.generation import Generation
@@ -107,7 +107,7 @@ class GrpcFrontend:
 
     async def _stream(self, content: bytes, context: Context) -> None:
         if self._draining:
-            raise Refused(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
+            raise shutting_down()
         message = parse(inference_pb2.GenerateRequest, content)
         deadline = self._deadline(message.timeout_ms, context.time_remaining())
         request = decode_request(message, RequestId(uuid4().hex), deadline)

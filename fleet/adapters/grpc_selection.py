@@ -65,6 +65,7 @@ class Booking:
         self.lease_seconds = lease_seconds
         self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.work: tuple[WorkerId, Start] | None = None
+        self.decode = WorkerId("")  # that the caller was told of
         self._end = end
         self._handed_over = False
         self._lease: asyncio.TimerHandle | None = None
@@ -77,7 +78,8 @@ class Booking:
 
     def begun(self, worker_id: WorkerId, start: Start) -> None:
         """The router has placed it, or goes on with it."""
-        lost = self.work is not None and not self._handed_over
+        as_told = self._handed_over and worker_id == self.decode  # else the decode worker was lost meanwhile
+        lost = self.work is not None and not as_told
         self.work, self._handed_over = (worker_id, start), False
         if lost:
             asyncio.get_running_loop().call_soon(self._end, self)  # the machine is in the middle of a decision
@@ -147,6 +149,12 @@ class SelectionService:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
+    def drain(self) -> None:
+        """End all leases: they end with this process anyway, and nobody waits here for what they are about."""
+        for booking in list(self._bookings.values()):
+            if booking.placed.done():  # else its caller waits here
+                self._end(booking)
+
     async def _select(self, content: bytes) -> Message:
         asked = parse(pb.SelectRequest, content)
         arrived = self._arrived(asked)
@@ -173,6 +181,7 @@ class SelectionService:
         booking.renew()
         decision = self._router.decision(arrived.request_id)
         assert decision is not None, "it was placed just now"
+        booking.decode = decision.decode
         response = pb.SelectResponse(
             lease_id=arrived.request_id,
             decode=self._worker(decision.decode),

@@ -28,7 +28,7 @@ from fleet.adapters.relay import PATHS as RELAYED_PATHS
 from fleet.adapters.relay import Relay
 from fleet.adapters.status import renamed
 from fleet.clock import Clock, Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, Refused, internal_error, shutting_down
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Allowance, Delta, Finished, Logprobs, Remaining
 from fleet.router.generation import Generation
@@ -186,7 +186,7 @@ class HttpFrontend:
                 raise
             except Exception:  # supervisor: a bug in one request does not end the others
                 log.exception("request failed", extra={"path": exchange.request.path})
-                fail(exchange, Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
+                fail(exchange, internal_error())
             await exchange.drained()
 
     async def _route(self, exchange: Exchange) -> None:
@@ -211,7 +211,7 @@ class HttpFrontend:
 
     async def _generate(self, exchange: Exchange, read: Read, shape: type[ChatShape | CompletionShape]) -> None:
         if self._draining:
-            raise Refused(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
+            raise shutting_down()
         if (problem := _unsuitable_content(exchange.request.headers)) is not None:
             refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
             return

@@ -370,6 +370,8 @@ class Connection(asyncio.Protocol):
 
     def finished(self, *, keep_alive: bool) -> None:
         """The served request is over, whether its answer is complete or not."""
+        if self._source is not None and self._paused is not None:
+            self._source.resume_reading()  # its next answer is another client's
         self._exchange = self._serving = self._source = None
         if self._gone:
             return

@@ -25,7 +25,7 @@ from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from fleet.adapters.grpc_port import open_port
 from fleet.adapters.status import renamed
 from fleet.clock import SECOND, Clock, Nanos
-from fleet.errors import Reason, Refused, invalid
+from fleet.errors import Reason, Refused, internal_error, invalid, shutting_down
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Delta, Finished, Logprobs, ModelCard
 from fleet.router.generation import Generation
@@ -188,14 +188,14 @@ class KserveFrontend:
             raise
         except Exception:  # supervisor: a bug in one request does not end the others
             log.exception("request failed", extra={"method": "ModelStreamInfer"})
-            failure = Refused(Reason.INTERNAL, "internal error; the router's log has the details")
+            failure = internal_error()
         else:
             return
         await write(encode_refusal(failure, message.id, message.model_name))
 
     def _read(self, message: pb.ModelInferRequest, context: Context) -> Inference:
         if self._draining:
-            raise Refused(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
+            raise shutting_down()
         now, remaining = self._clock.now(), context.time_remaining()
         latest = None if remaining is None else Nanos(now + int(remaining * SECOND))
         return decode_infer(message, RequestId(uuid4().hex), now, latest)

@@ -65,6 +65,7 @@ MAX_HEALTH_BYTES = 1 << 20  # of an answer
 TOKEN = 0  # stands for each that is not known
 NO_SUCH_PATH = frozenset({404, 405, 501})
 FIRST_SERVER_ERROR = 500
+NOT_UNDERSTOOD = (msgspec.DecodeError, ArithmeticError, LookupError, TypeError, ValueError)  # nobody checks KV events
 
 Hear = Callable[[WorkerEvent], None]
 """`fleet.router.server.RouterServer.hear`."""
@@ -212,6 +213,7 @@ class OpenAiWorker:
             log.warning("worker unreachable", extra={"worker": self.worker_id, "cause": cause})
             self._reject(work_id, Reason.WORKER_LOST, cause)
             self._suspend()
+            self._leave_when_done()
         else:
             self._send(upstream, work_id, relayed)
 
@@ -278,7 +280,7 @@ class OpenAiWorker:
             try:
                 async for events in read_events(settings.kv_events, settings.kv_events_replay, books):
                     self._hear(KvChanged(worker_id=self.worker_id, events=tuple(events)))
-            except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:  # what it sends, nobody checks
+            except NOT_UNDERSTOOD as error:
                 log.warning("KV events not understood", extra={"worker": self.worker_id, "cause": repr(error)})
             self._hear(KvChanged(worker_id=self.worker_id, events=(books.clear(),)))
             await asyncio.sleep(settings.probe_seconds)
@@ -292,12 +294,11 @@ class OpenAiWorker:
             self._suspend()
 
     def _suspend(self) -> None:
-        """Take no new requests; leave when those that run are over."""
+        """Take no new requests; who calls this also calls `_leave_when_done`, once all is told."""
         if self._taking:
             self._taking = False
             log.warning("worker suspended", extra={"worker": self.worker_id, "running": len(self._works)})
             self._hear(WorkerDraining(worker_id=self.worker_id))
-            self._leave_when_done()
 
     def _leave_when_done(self) -> None:
         if self.joined and not self._taking and not self._works:

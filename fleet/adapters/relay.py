@@ -31,7 +31,7 @@ from fleet.adapters.openai_requests import FleetOptions, decode_body
 from fleet.adapters.prompt_keys import PromptReader, Read
 from fleet.adapters.relay_metrics import RelayMetrics
 from fleet.clock import MILLISECOND, Clock, Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, Refused, internal_error
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Sampling
 from fleet.router.messages import Arrived, Complete, Emit
@@ -295,7 +295,7 @@ class Relay:
             relayed.refuse(refused)
         except Exception:  # supervisor: a bug in one request does not leave its client waiting
             log.exception("request failed", extra={"request": relayed.request_id})
-            relayed.refuse(Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
+            relayed.refuse(internal_error())
             self.router.close(relayed.request_id, relayed)
         return relayed
 
@@ -378,7 +378,7 @@ class Relay:
                 relayed.refuse(refused)
             except Exception:  # supervisor: a tokenizer that fails on one prompt does not leave its request waiting
                 log.exception("prompt not read", extra={"request": relayed.request_id})
-                relayed.refuse(Refused(Reason.INTERNAL, "internal error; the router's log has the details"))
+                relayed.refuse(internal_error())
 
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._executor, reader.read, body.prompt, body.messages, body.tools)

@@ -64,7 +64,6 @@ class Replicas:
         self._router = router
         self._registry = registry
         self._links: dict[str, _Link] = {}  # by address
-        self._told: Mapping[WorkerId, Booked] = {}
         self._timer: asyncio.TimerHandle | None = None
         router.on_change = self._changed
 
@@ -146,6 +145,7 @@ class Replicas:
                 del self._links[address]
                 link.connection.abort()
             log.warning("lost another router", extra={"address": address})
+            await asyncio.sleep(DIAL_SECONDS)  # who takes connections and ends them is not dialled without a pause
 
     def _accept(self, connection: FrameConnection) -> "_Heard":
         return _Heard(connection, self._router, self._registry)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -42,6 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ready_fd is not None:
         os.set_inheritable(arguments.ready_fd, False)  # or an engine process would keep it open when this one dies
 
+    if arguments.part == "router":  # two a stream: the usual 1024 are 500 streams, and then no worker can be reached
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if arguments.processes > 1:
         return _serve_routers(arguments)
     from fleet.app import serve  # noqa: PLC0415 - after the parent's death would be noticed, because it takes a second

@@ -30,7 +30,6 @@ BLOCK_TOKENS = 6
 PREFILL_SPEED = 7  # of this hardware; 1: as the others
 DECODE_SPEED = 8
 TOKEN_SECONDS = 9  # that a prompt token took lately, waiting for the others included; 0: not known
-KEPT = 10
 # Of one request.
 LIVE_BLOCKS = 10  # leading blocks of the prompt that live requests hold there, or are about to compute
 NEW_BLOCKS = 11  # unique, that the prompt would add

@@ -139,7 +139,10 @@ class RouterServer:
         return RequestStream(arrived, self)
 
     def hear(self, event: WorkerEvent | ReplicaEvent) -> None:
-        """Take in at once what a worker or another router did. What goes wrong with it ends `run`: whoever calls this reads a socket, say."""
+        """Take in at once what a worker or another router did.
+
+        What goes wrong with it ends `run`: whoever calls this reads a socket, and can do nothing about it.
+        """
         try:
             self._absorb(event)
         except Exception as bug:  # supervisor: nothing that the machine says can be trusted any more

@@ -20,6 +20,7 @@ from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import GONE, SLOT, AnySlots, Fetched, Outcome, Slots
 from kvstore.native import checksums
+from kvstore.sockets import OUT_OF_FILES
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier
 from kvstore.transports.summing import told
 
@@ -38,6 +39,7 @@ OUTCOMES = (Outcome.MOVED, Outcome.GONE, Outcome.CORRUPT)  # by the number that 
 
 HANDOUT_SECONDS = 2.0  # for a client to ask its question
 HANDOUTS = 32  # at a time
+OUT_OF_FILES_SECONDS = 0.1  # until a client that waits is looked at again
 
 
 Answer = TypeVar("Answer")
@@ -161,7 +163,14 @@ class MemoryHandout:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._room.acquire()
-                connection, _ = await loop.sock_accept(self._listener)
+                try:
+                    connection, _ = await loop.sock_accept(self._listener)
+                except OSError as error:
+                    if error.errno not in OUT_OF_FILES:
+                        raise
+                    self._room.release()
+                    await asyncio.sleep(OUT_OF_FILES_SECONDS)
+                    continue
                 tasks.create_task(self._serve(connection))
 
     async def _serve(self, connection: socket.socket) -> None:

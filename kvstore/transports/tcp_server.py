@@ -11,7 +11,6 @@ Rules:
 """
 
 import asyncio
-import errno
 import socket
 from collections import deque
 from collections.abc import Callable, Generator
@@ -25,6 +24,7 @@ from kvstore.machine import BlockMachine
 from kvstore.messages import Slot
 from kvstore.ports import MemoryTier
 from kvstore.runs import Run
+from kvstore.sockets import OUT_OF_FILES
 from kvstore.transports.authentication import PROOF_BYTES, Key, Side, nonce
 from kvstore.transports.frames import (
     CHALLENGE,
@@ -47,8 +47,6 @@ BACKLOG = 128
 TURN_BYTES = 2 << 20
 SCRATCH_BYTES = 1 << 18
 LOW_WATER_BYTES = 1 << 18  # of a body, received at a time if that much is still to come
-
-OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Ready(Enum):

@@ -24,13 +24,13 @@ def heard(fronts):
     return {name: getattr(arrived, name) for name in HINTS} | {"labels": list(arrived.labels)}
 
 
-async def test_over_grpc(fronts):
+async def test_hints_reach_the_router_over_grpc(fronts):
     async with AsyncClient(fronts.grpc.address) as client:
         await client.complete("A question", max_tokens=4, **HINTS)
     assert heard(fronts) == HINTS
 
 
-async def test_over_http(fronts):
+async def test_hints_reach_the_router_over_http(fronts):
     async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0) as client:
         await client.completions.create(model=MODEL, prompt="A question", max_tokens=4, extra_body={"fleet": HINTS})
     assert heard(fronts) == HINTS

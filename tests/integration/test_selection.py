@@ -9,6 +9,7 @@ import pytest
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService
 from fleet.client.errors import error_of
+from fleet.clock import Nanos
 from fleet.errors import Reason
 from fleet.ids import WorkerId
 from fleet.roles import Role
@@ -38,8 +39,9 @@ class Untouched:
 
 
 class Brain:
-    def __init__(self, server, stub):
+    def __init__(self, server, service, stub):
         self.server = server
+        self.service = service
         self._stub = stub
 
     async def select(self, tokens=PROMPT, **fields):
@@ -77,7 +79,7 @@ async def a_brain(*workers, **settings):
     address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"
     await port.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Brain(server, SelectionStub(channel))
+        yield Brain(server, service, SelectionStub(channel))
     await port.stop(0)
 
 
@@ -141,6 +143,25 @@ async def test_a_booking_ends_with_its_worker():
         gone = await brain.refused(brain.report(selected.lease_id))
         assert gone.reason is Reason.REQUEST_NOT_FOUND
         assert set(brain.booked().values()) == {(0, 0)}
+
+
+async def test_a_booking_of_a_pair_ends_when_the_decode_worker_is_lost_during_prefill():
+    async with a_brain(("p1", Role.PREFILL, {}), decode("d1"), decode("d2")) as brain:
+        selected = await brain.select(tokens=LONG, max_tokens=10)
+        assert selected.prefill.worker_id == "p1"
+        brain.server.hear(WorkerLeft(worker_id=WorkerId(selected.decode.worker_id)))
+        await brain.report(selected.lease_id, prefilled=True)
+
+        await until(lambda: set(brain.booked().values()) == {(0, 0)})
+        gone = await brain.refused(brain.report(selected.lease_id))
+        assert gone.reason is Reason.REQUEST_NOT_FOUND
+
+
+async def test_leases_do_not_hold_up_the_end_of_a_router():
+    async with a_brain(decode("d1")) as brain:
+        await brain.select()
+        brain.service.drain()
+        assert await brain.server.drain(Nanos(0)) == 0
 
 
 async def test_a_caller_that_stops_waiting_has_booked_nothing():

@@ -1,6 +1,7 @@
 """Row B9: the blocks of a session that waits stay in the store, under a quota and a deadline, and it goes on from them."""
 
 import asyncio
+import gc
 from contextlib import asynccontextmanager
 
 import pytest
@@ -123,6 +124,12 @@ async def test_holds_are_dropped_when_the_node_is_away():
                 while holds._running:
                     await asyncio.sleep(0.01)
             assert holds.dropped == 1
+
+
+async def test_a_worker_that_ends_leaves_what_was_just_asked_for_without_a_word():
+    async with holding() as (holds, _):
+        holds.keep([a_hold(), Release(session="another")])
+    gc.collect()  # a coroutine that was never awaited would warn here
 
 
 async def test_what_goes_wrong_with_one_hold_is_counted_and_concerns_no_other(monkeypatch):

@@ -138,7 +138,7 @@ def test_blocks_come_up_from_redis_while_their_request_waits_in_the_queue(cluste
     tokens, _ = cluster.ask(0, prompt)
     cluster.until_kept(0, 1, before)
     engine, hits = cluster.hosted.engines[1], cluster.stats(1).tiers[0].hits
-    running = [work(fresh_prompt(40), 400) for _ in range(MAX_RUNNING)]
+    running = [work(fresh_prompt(40), 3000) for _ in range(MAX_RUNNING)]  # for as long as it takes
     queued = work(prompt, 8)
 
     async def run() -> tuple[int, Progress | Rejected]:
@@ -149,6 +149,8 @@ def test_blocks_come_up_from_redis_while_their_request_waits_in_the_queue(cluste
             await asyncio.sleep(0.005)
         assert not ended(running)
         assert engine.tokens[queued.request_id] == (), "it is still in the queue"
+        for each in running:
+            engine.engine.cancel(each.request_id)
         return there, await engine.end_of(queued)
 
     def ended(starts: list[Start]) -> bool:

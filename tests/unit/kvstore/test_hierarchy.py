@@ -312,6 +312,26 @@ def test_what_a_tier_let_go_is_offered_again():
     assert [address.key.name for address in again.addresses] == a_chain(2)[1:]
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_what_a_shared_tier_has_lost_by_itself_is_noticed_when_it_is_missed_and_offered_again(left):
+    below = Below(blocks=3, tiers=("redis",))
+    below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="redis", admission=Everything())], BLOCK_BYTES)
+    below.hold(a_chain(3))
+    below.perform_all()
+    below.hold(a_chain(3, "b"))  # pushes the first chain out of the pool
+    below.perform_all()
+    below.hierarchy.changes()
+    below.held[0] = set(a_chain(left))  # restarted, or short of memory
+
+    below.want(a_chain(3))
+    below.perform_all()
+
+    assert [change.removed for change in below.hierarchy.changes()] == [tuple(a_chain(3)[left:])]
+    below.hold(a_chain(3))
+    below.perform_all()
+    assert below.held[0] >= set(a_chain(3))
+
+
 def test_blocks_that_go_down_stay_until_they_are_there():
     below = Below(blocks=2, tiers=("ssd",))
     below.hold(a_chain(2))

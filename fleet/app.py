@@ -159,6 +159,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
             clock,
             store=settings.store,
             shared=settings.share_ports,
+            control_listen=settings.control_listen,
             services=services,
         ) as grpc,
         _kserve(settings, generation, clock) as kserve,
@@ -171,6 +172,8 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
             parts.append(replicas.run())
         running = [tasks.create_task(part) for part in parts]
         endpoints = {"http": http.address, "grpc": grpc.address}
+        if grpc.control:
+            endpoints["control"] = grpc.control
         if kserve is not None:
             endpoints["kserve"] = kserve.address
         announce(endpoints)

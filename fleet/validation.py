@@ -5,7 +5,8 @@ the refusal (`fleet.adapters.status.renamed`).
 """
 
 import re
-from typing import assert_never
+from collections.abc import Sequence
+from typing import Protocol, assert_never
 
 import numpy as np
 from msgspec import Struct
@@ -129,16 +130,44 @@ def prompt_field(request: GenerateRequest) -> str:
 def _check_names(request: GenerateRequest) -> None:
     if not _REQUEST_ID.fullmatch(request.id):
         raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
-    if len(request.labels) > MAX_LABELS:
-        raise invalid("labels", f"has {len(request.labels)} labels, and {MAX_LABELS} are allowed")
-    named = {"session": request.session, "tenant": request.tenant, "pin": request.pin}
-    for field, hint in (*named.items(), *((f"labels[{index}]", label) for index, label in enumerate(request.labels))):
+    check_hints(request)
+
+
+class Hints(Protocol):
+    """What a client may say besides its prompt; see `fleet.requests.GenerateRequest`."""
+
+    @property
+    def session(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def pin(self) -> str: ...
+    @property
+    def labels(self) -> Sequence[str]: ...
+    @property
+    def expected_tokens(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+
+
+def check_hints(hints: Hints) -> None:
+    """Assert that hints are of a size that a router may remember.
+
+    Raises:
+        Refused: INVALID_ARGUMENT with the field that is not.
+    """
+    if len(hints.labels) > MAX_LABELS:
+        raise invalid("labels", f"has {len(hints.labels)} labels, and {MAX_LABELS} are allowed")
+    named = (("session", hints.session), ("tenant", hints.tenant), ("pin", hints.pin))
+    for field, hint in (*named, *((f"labels[{index}]", label) for index, label in enumerate(hints.labels))):
         if len(hint) > MAX_HINT_CHARACTERS:
             raise invalid(field, f"has {len(hint)} characters, and {MAX_HINT_CHARACTERS} are allowed")
-    if not 0 <= request.expected_tokens <= MAX_EXPECTED_TOKENS:
-        raise invalid("expected_tokens", f"must be from 0 to {MAX_EXPECTED_TOKENS}, not {request.expected_tokens}")
-    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
-        raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {request.priority}")
+    if not 0 <= hints.expected_tokens <= MAX_EXPECTED_TOKENS:
+        raise invalid(
+            "expected_tokens", f"must be from 0 to {MAX_EXPECTED_TOKENS}, not {_short(hints.expected_tokens)}"
+        )
+    if not -MAX_PRIORITY <= hints.priority <= MAX_PRIORITY:
+        raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {_short(hints.priority)}")
 
 
 def _check_prompt(request: GenerateRequest, vocab_size: int | None) -> None:

@@ -109,6 +109,12 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for index, address in enumerate(self.listen):
             if not unix_path(address):
                 _require_host_port(f"listen[{index}]", address)
+        kinds = [tier.__struct_config__.tag for tier in self.tiers]
+        for index, kind in enumerate(kinds):
+            if kind in kinds[:index]:
+                raise ValueError(
+                    f"tiers[{index}]: there is a tier of kind {kind} already; give that one more directories or peers"
+                )
         for field in ("data_listen", "metrics_listen"):
             if address := getattr(self, field):
                 _require_host_port(field, address)

@@ -34,6 +34,7 @@ async def open_grpc_frontend(
     *,
     store: str = "",
     shared: bool = False,
+    control_listen: str = "",
     services: Mapping[str, Callable[[grpc.aio.Server], None]] | None = None,
 ) -> AsyncIterator["GrpcFrontend"]:
     """Listen and serve until the context ends; then running calls are cancelled.
@@ -45,7 +46,8 @@ async def open_grpc_frontend(
         clock: For deadlines.
         store: gRPC address of the KV store node, asked how full it is; empty: there is none.
         shared: Whether other processes may listen on the same port.
-        services: More services for the same port: what adds each to the server, by full name.
+        control_listen: Where what is not for clients listens: `services` and `fleet.v1.Cluster`; empty: on the same port.
+        services: More services: what adds each to the server, by full name.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
@@ -58,11 +60,18 @@ async def open_grpc_frontend(
             ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
         server = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
         frontend = GrpcFrontend(generation, router, clock, ask_store)
-        server.add_generic_rpc_handlers(frontend.handlers())
+        server.add_generic_rpc_handlers((frontend.inference(),))
+        inner = server
+        if control_listen:
+            inner = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
+        inner.add_generic_rpc_handlers((frontend.cluster(),))
         for add in services.values():
-            add(server)
-        names = (INFERENCE, CLUSTER, *services)
-        async with open_port(server, listen, names, frontend.ready) as frontend.address:
+            add(inner)
+        names = (CLUSTER, *services)
+        if control_listen:
+            frontend.control = await held.enter_async_context(open_port(inner, control_listen, names, frontend.ready))
+            names = ()
+        async with open_port(server, listen, (INFERENCE, *names), frontend.ready) as frontend.address:
             yield frontend
 
 
@@ -77,6 +86,7 @@ class GrpcFrontend:
         ask_store: AskStore | None,
     ) -> None:
         self.address = ""  # as clients write it, with the port that was taken
+        self.control = ""  # of the port that is not for clients, where that is another one
         self._generation = generation
         self._cluster = ClusterService(router, ask_store)
         self._clock = clock
@@ -90,17 +100,18 @@ class GrpcFrontend:
         """Whether a request sent now would find a worker."""
         return bool(self._generation.models()) and not self._draining
 
-    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """The services' methods, all of which take bytes."""
+    def inference(self) -> grpc.GenericRpcHandler:
+        """`fleet.v1.Inference`, whose methods take bytes."""
         stream: Any = grpc.unary_stream_rpc_method_handler  # the stubs know no coroutines
         inference = {
             "Generate": stream(self._generate, response_serializer=serialize),
             "ListModels": unary(self._list_models),
         }
-        return (
-            grpc.method_handlers_generic_handler(INFERENCE, inference),
-            grpc.method_handlers_generic_handler(CLUSTER, self._cluster.methods()),
-        )
+        return grpc.method_handlers_generic_handler(INFERENCE, inference)
+
+    def cluster(self) -> grpc.GenericRpcHandler:
+        """`fleet.v1.Cluster`, likewise."""
+        return grpc.method_handlers_generic_handler(CLUSTER, self._cluster.methods())
 
     async def _generate(self, content: bytes, context: Context) -> None:
         await answered(self._stream(content, context), context)

@@ -25,6 +25,9 @@ SEPARATE_CHANNEL_OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel
 """For whoever dials again by itself: a broken connection must not make the next attempt wait for gRPC's own back-off."""
 
 _SERVER: Final = (
+    # The library refuses calls at random, without a word, where more than a thousand begin before it takes them up.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 200_000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # below the client's keepalive time

@@ -27,6 +27,7 @@ from fleet.router.placement import Decision
 from fleet.router.ports import Workers
 from fleet.router.server import Listener
 from fleet.v1 import selection_pb2 as pb
+from fleet.validation import check_hints
 from fleet.work import Handoff, Progress, Start
 from kvstore.block import salt_for
 
@@ -68,6 +69,7 @@ class Booking:
         self.decode = WorkerId("")  # that the caller was told of
         self._end = end
         self._handed_over = False
+        self._answered = 0  # tokens
         self._lease: asyncio.TimerHandle | None = None
 
     def put(self, item: Emit | Complete | Refused) -> None:
@@ -107,10 +109,12 @@ class Booking:
         return Stepped(worker_id=worker_id, progress=(done,))
 
     def answered(self, tokens: int) -> Stepped:
-        """What the worker that answers would have told."""
+        """What the worker that answers would have told; of more tokens than were asked for, all that were."""
         assert self.work is not None
         worker_id, start = self.work
-        progress = Progress(request_id=start.request_id, token_ids=(TOKEN,) * tokens)
+        told = min(tokens, start.sampling.max_tokens - self._answered)
+        self._answered += told
+        progress = Progress(request_id=start.request_id, token_ids=(TOKEN,) * told)
         return Stepped(worker_id=worker_id, progress=(progress,))
 
 
@@ -220,15 +224,19 @@ class SelectionService:
         tokens = len(asked.tokens) // TOKEN_BYTES
         if not tokens or len(asked.tokens) % TOKEN_BYTES:
             raise invalid("tokens", f"must be token ids of {TOKEN_BYTES} bytes each, and at least one")
+        check_hints(asked)
         if asked.placement not in ("", *Placement):
             raise invalid("placement", f"must be one of {', '.join(Placement)}")
+        card = self._card(asked.model)
+        room = max(1, card.max_model_len - tokens)
         return Arrived(
             request_id=RequestId(f"select-{secrets.token_hex(8)}"),
-            model=self._model(asked.model),
+            model=card.name,
             tokens=asked.tokens,
             salt=salt_for(self._tenant_secret, asked.tenant),
             tenant=asked.tenant,
-            sampling=Sampling(max_tokens=max(1, asked.max_tokens), seed=0),  # nobody else could go on with the answer
+            sampling=Sampling(max_tokens=asked.max_tokens or room, seed=0),  # nobody else could go on with it
+            second_hand=True,
             priority=asked.priority,
             session=asked.session,
             expected_tokens=asked.expected_tokens,
@@ -237,17 +245,17 @@ class SelectionService:
             placement=Placement(asked.placement) if asked.placement else Placement.AUTO,
         )
 
-    def _model(self, name: str) -> ModelName:
-        names = [card.name for card in self._router.models()]
-        if name in names:
-            return ModelName(name)
-        if name or len(names) != 1:
+    def _card(self, name: str) -> ModelCard:
+        cards = {card.name: card for card in self._router.models()}
+        if card := cards.get(ModelName(name)):
+            return card
+        if name or len(cards) != 1:
             raise Refused(
                 Reason.MODEL_NOT_FOUND,
-                f"model: {name[:100]!r} is not served now; served: {', '.join(names) or 'none'}",
+                f"model: {name[:100]!r} is not served now; served: {', '.join(cards) or 'none'}",
                 field="model",
             )
-        return names[0]
+        return next(iter(cards.values()))
 
     def _worker(self, worker_id: WorkerId) -> pb.SelectedWorker:
         return pb.SelectedWorker(worker_id=worker_id, address=self._router.address(worker_id))

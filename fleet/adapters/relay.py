@@ -27,9 +27,10 @@ from msgspec import Raw, Struct
 from fleet.adapters.http_messages import ClientGone, HttpHead
 from fleet.adapters.http_protocol import Exchange, Serving
 from fleet.adapters.openai_failures import fail
-from fleet.adapters.openai_requests import FleetOptions, decode_body
+from fleet.adapters.openai_requests import NAMES, FleetOptions, decode_body
 from fleet.adapters.prompt_keys import PromptReader, Read
 from fleet.adapters.relay_metrics import RelayMetrics
+from fleet.adapters.status import renamed
 from fleet.clock import MILLISECOND, Clock, Nanos
 from fleet.errors import Reason, Refused, internal_error
 from fleet.ids import ModelName, RequestId, WorkerId
@@ -37,6 +38,7 @@ from fleet.requests import TOKEN_BYTES, Sampling
 from fleet.router.messages import Arrived, Complete, Emit
 from fleet.router.server import Listener
 from fleet.router.tenants import Tenants
+from fleet.validation import check_hints
 
 log = logging.getLogger(__name__)
 
@@ -341,6 +343,11 @@ class Relay:
             Refused: The router takes no requests.
         """
         options = body.fleet or NO_OPTIONS
+        if options is not NO_OPTIONS:
+            try:
+                check_hints(options)
+            except Refused as refused:
+                raise renamed(refused, NAMES) from refused
         relayed.keys = read.keys
         self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         arrived = Arrived(

@@ -127,10 +127,10 @@ class WorkerBookings:
         self.prefill_tokens += prefill_tokens
         self._note()
 
-    def computed(self, request_id: RequestId, now: Nanos) -> None:
-        """The prompt is computed (or fetched): its prefill is no backlog any more."""
+    def computed(self, request_id: RequestId, now: Nanos | None) -> None:
+        """The prompt is computed (or fetched): its prefill is no backlog any more. Since `now`; None: since some time."""
         booking = self._bookings[request_id]
-        if booking.prefill_tokens >= PACE_TOKENS:
+        if now is not None and booking.prefill_tokens >= PACE_TOKENS:
             seconds = (now - booking.since) / SECOND / booking.tokens_ahead
             known = self._token_seconds
             self._token_seconds = seconds if known == 0 else known + PACE_WEIGHT * (seconds - known)

@@ -376,10 +376,10 @@ class RouterMachine:
     def _answered(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.token_ids:
             if live.stage is not Stage.DECODING:
-                if live.stage is Stage.HANDED_OVER:
+                if live.stage is Stage.HANDED_OVER and not live.arrived.second_hand:
                     self._crossover.handed_over(Nanos(now - live.handed_over_at))
                 live.stage = advance(live.stage, Turn.FIRST_TOKEN)
-                self._roster[work.worker_id].bookings.computed(live.id, now)
+                self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
             self._emit(live, work.worker_id, progress, out)
         if progress.finish is not None:
             self._complete(live, progress.finish, out)
@@ -387,7 +387,7 @@ class RouterMachine:
     def _prefilled(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.finish is None:
             return  # the token comes again with the finish
-        self._roster[work.worker_id].bookings.computed(live.id, now)
+        self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
         assert live.placed is not None
         assert live.placed.kv_path is not None
         stopped = progress.finish is Finish.STOP and live.ends_with_prefill_token(live.placed.kv_path)

@@ -131,6 +131,9 @@ class Arrived(Struct, frozen=True, kw_only=True):
     pin: WorkerId | None = None  # the only worker that may answer
     labels: tuple[str, ...] = ()  # that this worker must have
     expected_tokens: int = 0  # of the answer, as the client believes; 0: it does not say
+    second_hand: bool = (
+        False  # its progress is told by others than workers, at times of their own: nothing is learned of it
+    )
     keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt's full blocks by block size, where the front knows them
 
 

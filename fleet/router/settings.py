@@ -10,7 +10,7 @@ from fleet.router.tenants import TenantSettings
 from kvstore.credentials import Credentials
 
 PositiveInt = Annotated[int, Meta(ge=1)]
-PositiveSeconds = Annotated[float, Meta(gt=0)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 COMPARED_TOKENS = 64
 """Where it is not known to the block what a server holds, finer pieces than these cost memory and time and tell nothing."""
@@ -101,7 +101,7 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     A chunk of prefill that long delays every stream of the decode worker by about one whole step, while the hand-off
     costs a few milliseconds; from there on the hand-off is the lesser evil."""
 
-    oversubscribe: Annotated[float, Meta(gt=0)] = 2.0
+    oversubscribe: Annotated[float, Meta(gt=0, le=1e6)] = 2.0
     """Requests given to a worker, over its batch size. Above 1, so that a batch refills without a round trip; a request
     that waits here instead can still be placed better, or be refused in time."""
 
@@ -112,11 +112,11 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_queue_seconds: PositiveSeconds = 60.0
     """A request that would wait longer, at the pace at which others have been leaving the queue, is refused at once."""
 
-    priority_seconds: Annotated[float, Meta(ge=0)] = 10.0
+    priority_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """What a step of priority is worth in waiting: a request goes before those of one step less that came up to so much
     earlier. Very much makes priority strict, 0 makes it nothing."""
 
-    size_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    size_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """By how much each thousand prompt tokens put a request back in the queue. 0: first come, first served."""
 
 
@@ -140,6 +140,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     grpc_listen: str = "127.0.0.1:50051"
     """host:port of the gRPC API, and of the registry where workers announce themselves."""
+
+    control_listen: str = ""
+    """host:port or ``unix:/path`` of what is not for clients: the registry, `fleet.v1.Cluster` and `fleet.v1.Selection`, which ask
+    for no key. Empty: beside the API on `grpc_listen`, for networks where everybody is trusted."""
 
     kserve_listen: str = ""
     """host:port of the Open Inference Protocol over gRPC, for clients of KServe and Triton, who expect it on port 8001; empty:
@@ -181,19 +185,19 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     max_attempts: PositiveInt = 3
     """Placements of one request: more failures than two in a row are the request's fault, not the workers'."""
 
-    running_request_blocks: Annotated[float, Meta(ge=0)] = 1.0
+    running_request_blocks: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """What a request on a worker costs there besides its blocks, in blocks: its share of each decode step."""
 
-    engine_hit_credit: Annotated[float, Meta(ge=0)] = 1.0
+    engine_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Credit for a block in the engine's own cache, in blocks of prefill."""
 
-    store_hit_credit: Annotated[float, Meta(ge=0)] = 0.75
+    store_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 0.75
     """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
 
-    lower_tier_hit_credit: Annotated[float, Meta(ge=0)] = 0.5
+    lower_tier_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 0.5
     """Credit for a block that the store has to fetch from below its memory first: SSD, Redis, another node."""
 
-    conversion_cost: Annotated[float, Meta(ge=0)] = 0.1
+    conversion_cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.1
     """What a block from the store costs a worker that has to convert it, since its layout or number of ranks differs from
     the store's, in blocks of prefill. A core converts at half the speed of a copy or faster: a block of 32 tokens of an
     8-billion model, 4 MB, at 6 GB/s takes a tenth of what its prefill takes at 5,000 tokens a second."""
@@ -209,7 +213,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     policies: dict[str, dict[str, Any]] = {}
     """Parameters by policy; only those of the chosen one are looked at."""
 
-    policy_budget_ms: Annotated[float, Meta(gt=0)] = 5.0
+    policy_budget_ms: Annotated[float, Meta(gt=0, le=1e6)] = 5.0
     """For one decision of a policy from outside this package: after that, the default policy decides. Ours take
     some ten microseconds; a request should not notice which one it was."""
 

@@ -42,7 +42,7 @@ class SelectRequest(_message.Message):
     session: _builtins.str
     priority: _builtins.int
     max_tokens: _builtins.int
-    """of the answer; 0: 1"""
+    """of the answer; 0: as many as the prompt leaves"""
     expected_tokens: _builtins.int
     """of the answer, as the caller believes; 0: it does not say"""
     lease_ms: _builtins.int

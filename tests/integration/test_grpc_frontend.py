@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.grpc_frontend import open_grpc_frontend
 from fleet.errors import ConfigurationRefused, Reason, Refused
@@ -330,3 +331,22 @@ async def test_a_port_in_use_is_refused_with_its_address(fronts):
     with pytest.raises(ConfigurationRefused, match=fronts.grpc.address):
         async with open_grpc_frontend(fronts.grpc.address, fronts.generation, fronts.router, fronts.generation._clock):
             pass
+
+
+async def test_what_is_not_for_clients_can_have_a_port_of_its_own(fronts):
+    generation, router = fronts.generation, fronts.router
+    listen = "127.0.0.1:0"
+    async with (
+        open_grpc_frontend(listen, generation, router, SystemClock(), control_listen=listen) as front,
+        grpc.aio.insecure_channel(front.address) as public,
+        grpc.aio.insecure_channel(front.control) as inner,
+    ):
+        asked = control_pb2.StatusRequest()
+        assert (await control_pb2_grpc.ClusterStub(inner).Status(asked)).router.models == ["tiny"]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await control_pb2_grpc.ClusterStub(public).Status(asked)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (await inference_pb2_grpc.InferenceStub(public).ListModels(pb.ListModelsRequest())).models
+        with pytest.raises(grpc.aio.AioRpcError) as hidden:
+            await inference_pb2_grpc.InferenceStub(inner).ListModels(pb.ListModelsRequest())
+        assert hidden.value.code() is grpc.StatusCode.UNIMPLEMENTED

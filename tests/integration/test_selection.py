@@ -181,6 +181,9 @@ async def test_a_caller_that_stops_waiting_has_booked_nothing():
         ({"placement": "nowhere"}, "placement"),
         ({"model": "other"}, "model"),
         ({"lease_ms": 10**7}, "lease_ms"),
+        ({"session": "s" * 300}, "session"),
+        ({"labels": ["l"] * 20}, "labels"),
+        ({"priority": 1000}, "priority"),
     ],
 )
 async def test_wrong_fields_are_named_and_book_nothing(fields, field):
@@ -188,3 +191,19 @@ async def test_wrong_fields_are_named_and_book_nothing(fields, field):
         refused = await brain.refused(brain.select(**fields))
         assert refused.field == field
         assert brain.booked() == {"d1": (0, 0)}
+
+
+async def test_without_a_limit_an_answer_may_fill_what_the_prompt_leaves_and_a_pair_keeps_its_booking():
+    async with a_brain(("p1", Role.PREFILL, {}), decode("d1")) as brain:
+        selected = await brain.select(tokens=LONG)
+        await brain.report(selected.lease_id, prefilled=True)
+        await brain.report(selected.lease_id, answer_tokens=5)
+        assert brain.booked() == {"p1": (0, 0), "d1": (1, 0)}
+
+
+async def test_more_tokens_than_were_asked_for_count_for_no_more():
+    async with a_brain(decode("d1")) as brain:
+        selected = await brain.select(max_tokens=64)
+        for _ in range(5):
+            await brain.report(selected.lease_id, answer_tokens=60)
+        assert brain.server.status().pools[0].workers[0].booked_blocks == 4 + 2  # the prompt's, and two of the answer

@@ -384,10 +384,10 @@ def test_a_node_that_runs_out_of_descriptors_lives_on():
         _, most = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
         limit = len(list(descriptors.iterdir())) + 2
         resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (limit, most))
-        for _ in range(8):
+        for _ in range(32):  # more than it can take, also when it has just closed what it needed for its start
             line = crowd.enter_context(socket.socket(socket.AF_UNIX))
             line.connect(node.endpoints.shm_socket)
-        eventually(lambda: len(list(descriptors.iterdir())) == limit)
+        eventually(lambda: len(list(descriptors.iterdir())) >= limit - 1)
         crowd.close()
 
         with StoreClient.connect(node.address, NAMESPACE, prefer=["shm"]) as client:

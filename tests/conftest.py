@@ -9,6 +9,8 @@ import uvloop
 
 from tests.text_model import write_model
 
+UNIT = Path(__file__).parent / "unit"
+
 ON_BOTH_LOOPS = {
     "test_http_connections.py",
     "test_relay.py",
@@ -20,6 +22,14 @@ ON_BOTH_LOOPS = {
     "test_worker_streams.py",
 }
 """Tests of what talks to transports directly: routers run on uvloop, whose transports differ in small things."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With two processes (`make test`), one takes what starts servers and engines, in order; unit tests fill the other."""
+    for item in items:
+        if not item.path.is_relative_to(UNIT):
+            item.add_marker(pytest.mark.xdist_group("servers"))
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.text_model import write_model
-
-UNIT = Path(__file__).parent / "unit"
 
 ON_BOTH_LOOPS = {
     "test_http_connections.py",
@@ -24,12 +24,16 @@ ON_BOTH_LOOPS = {
 """Tests of what talks to transports directly: routers run on uvloop, whose transports differ in small things."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class UnitBesideServers(LoadScopeScheduling):  # type: ignore[misc]
     """With two processes (`make test`), one takes what starts servers and engines, in order; unit tests fill the other."""
-    for item in items:
-        if not item.path.is_relative_to(UNIT):
-            item.add_marker(pytest.mark.xdist_group("servers"))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if file.startswith("tests/unit/") else "servers"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> UnitBesideServers:
+    return UnitBesideServers(config, log)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -115,7 +115,7 @@ def test_prefill_makes_requests_of_a_worker_wait_for_each_other(serve):
     window = round_of([port], [one(request(f"{number}" * 300, 1)) for number in range(4)], 10, NoMeter())
 
     assert window.requests == 4
-    assert window.seconds >= 4 * 0.02
+    assert window.seconds > 3 * 0.02  # timers may fire early by a clock tick; side by side they would take 0.02
 
 
 def one(*requests):

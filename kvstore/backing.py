@@ -1,15 +1,15 @@
 """The tiers below a node's memory, made from its settings: the one place that knows them all."""
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from kvstore.admission import ReuseAdmission, WriteBudget
 from kvstore.client import StoreClient
 from kvstore.clock import Clock, Nanos
 from kvstore.codecs.registry import Codecs
 from kvstore.credentials import Credentials
-from kvstore.errors import NamespaceUnknown
+from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.hierarchy import Admission, Everything, TierRule
 from kvstore.layout import Namespace
 from kvstore.ports import BackingTier, Codec
@@ -64,12 +64,15 @@ class Backing:
             held: Closes what was opened.
 
         Raises:
-            StoreNotStarted: A tier cannot be had; names it and the setting.
+            StoreNotStarted: A tier cannot be had; the message begins with the setting, as in ``tiers[0].url: …``.
         """
         tiers, rules, all_codecs = [], [], []
-        for each in settings:
-            codecs, budget = Codecs(each.codec), _budget(each, clock)
-            tier = _open(each, _codec_of(codecs, namespaces), namespaces, budget, credentials, clock)
+        for index, each in enumerate(settings):
+            budget = _budget(each, clock)
+            with _within(f"tiers[{index}].codec"):
+                codecs = Codecs(each.codec)
+            with _within(f"tiers[{index}]"):
+                tier = _open(each, _codec_of(codecs, namespaces), namespaces, budget, credentials, clock)
             held.callback(tier.close)
             tiers.append(tier)
             admission = _admission(each, budget)
@@ -85,6 +88,15 @@ class Backing:
         """
         for codecs in self._codecs:
             codecs.open(namespace)
+
+
+@contextmanager
+def _within(path: str) -> Iterator[None]:
+    """What is refused is a field of the settings at that path."""
+    try:
+        yield
+    except StoreNotStarted as error:
+        raise StoreNotStarted(f"{path}.{error}") from error
 
 
 def _open(

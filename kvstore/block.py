@@ -6,14 +6,15 @@ Rules, in full, so that another language can do the same (golden vectors: tests/
    have a name; the rest of a prompt has none.
 2. H is SHA-256 cut to its first 16 bytes ("sha256-128"), or XXH3-128 with seed 0, big-endian ("xxh3-128").
 3. The root is H("fleet.chain.v1" ‖ 0x00 ‖ algorithm id in ASCII ‖ 0x00 ‖ salt). The salt is empty, or 32 bytes:
-   HMAC-SHA-256 of the tenant's name under the deployment's secret.
+   HMAC-SHA-256 of the tenant's name under the deployment's secret. For requests that run with an adapter (LoRA) it is
+   SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ that salt).
 4. The name of block i is H(name of block i-1, or the root ‖ the block's tokens ‖ its extras). Extras stand for inputs
    that are not tokens (images, audio): for each item that begins in or reaches into the block, in order of position,
    its 4-byte little-endian signed offset from the block's start and the 32-byte SHA-256 of its content.
 
-So a name says everything that came before it, and two tenants, or two LoRA adapters (which differ in namespace, see
-kvstore.layout), never share one. 128 bits, because a collision would hand one prompt's KV to another; SHA-256 by
-default, because clients choose the tokens and a collision must not be constructible.
+So a name says everything that came before it, and two tenants, or two adapters, never share one. (An adapter that is merged
+into the weights is part of the namespace, see kvstore.layout.) 128 bits, because a collision would hand one prompt's KV to
+another; SHA-256 by default, because clients choose the tokens and a collision must not be constructible.
 """
 
 import hashlib
@@ -118,6 +119,17 @@ def salt_for(secret: bytes, tenant: str) -> bytes:
     if not tenant:
         return b""
     return hmac.new(secret, tenant.encode(), hashlib.sha256).digest()
+
+
+def salt_of_adapter(adapter: str, salt: bytes = b"") -> bytes:
+    """The salt that keeps an adapter's blocks apart from those of the model itself and of all other adapters.
+
+    Args:
+        adapter: Its identity; where adapters of one name can differ, that says which one it is.
+        salt: Of the tenant.
+    """
+    assert adapter, "the model itself has no salt of its own"
+    return hashlib.sha256(b"fleet.adapter.v1\0" + adapter.encode() + b"\0" + salt).digest()
 
 
 def split(hashes: bytes) -> list[ChainHash]:

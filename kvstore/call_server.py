@@ -3,10 +3,11 @@
 Rules:
 
 1. A request is answered at once, in the order in which it came: nothing is kept of it, and nothing waits.
-2. What a client does not take is kept up to `SEND_BYTES`; nothing more is read from it meanwhile.
-3. Who stops in the middle of a request, or does not take its answers, for `STALLED`, is cut. Quiet connections cost a
+2. Of the requests that came together, a connection has `TURN_REQUESTS` answered; then others have their turn.
+3. What a client does not take is kept up to `SEND_BYTES`; nothing more is read from it meanwhile.
+4. Who stops in the middle of a request, or does not take its answers, for `STALLED`, is cut. Quiet connections cost a
    descriptor, and there are at most `CONNECTIONS`.
-4. What is no request ends the connection that it came by, and no other.
+5. What is no request ends the connection that it came by, and no other; it is counted.
 """
 
 import asyncio
@@ -20,11 +21,12 @@ from kvstore import wire
 from kvstore.calls import FRAME_BYTES, OK, Method, refusal_message
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import StoreError
-from kvstore.frames import FrameConnection
+from kvstore.frames import FrameConnection, FrameTooLong
 
 CONNECTIONS = 1024
 SEND_BYTES = 4 * FRAME_BYTES
 STALLED = Nanos(10 * SECOND)
+TURN_REQUESTS = 8  # half a millisecond, for look-ups of a usual size
 
 Act = Callable[[bytes], Message]
 """From the bytes of a request to its answer; raises `StoreError`, or `DecodeError` where they are none."""
@@ -39,6 +41,8 @@ class CallServer:
         """Serves whom `take` is given."""
         self._acts = {bytes((method,)): act for method, act in acts.items()}
         self._callers: set[_Caller] = set()
+        self.undecodable = 0
+        """What was no request, since the node started."""
 
     async def take(self, accepted: socket.socket) -> None:
         """Serve a connection whose opening has been read; takes the socket over."""
@@ -48,7 +52,10 @@ class CallServer:
         accepted.setblocking(False)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: FrameConnection(self._accept, limit=FRAME_BYTES, send_limit=SEND_BYTES), accepted
+                lambda: FrameConnection(
+                    self._accept, limit=FRAME_BYTES, send_limit=SEND_BYTES, turn_frames=TURN_REQUESTS
+                ),
+                accepted,
             )
         except BaseException:
             accepted.close()
@@ -84,6 +91,11 @@ class CallServer:
         connection.send()  # it is taken
         return caller
 
+    def garbled(self, error: Exception) -> None:
+        """A connection brought what is no request."""
+        self.undecodable += 1
+        log.warning("a local connection brought what is no request; cut", extra={"reason": str(error)})
+
     def forget(self, caller: "_Caller") -> None:
         self._callers.discard(caller)
 
@@ -105,7 +117,11 @@ class _Caller:
         try:
             self.connection.send(*self._server.answer(payload))
             self.connection.flush()  # before the uses are noted, which takes longer than the answer
-        except (DecodeError, ConnectionError) as error:
+        except DecodeError as error:
+            self._server.garbled(error)
+            self.connection.abort()
+            return
+        except ConnectionError as error:
             log.warning("a local connection was cut", extra={"reason": str(error)})
             self.connection.abort()
             return
@@ -119,8 +135,10 @@ class _Caller:
             self._held_up = False
             self.connection.resume_reading()
 
-    def lost(self, cause: Exception | None) -> None:  # noqa: ARG002 - clients come and go as they like
-        self._server.forget(self)
+    def lost(self, cause: Exception | None) -> None:
+        if isinstance(cause, FrameTooLong):
+            self._server.garbled(cause)
+        self._server.forget(self)  # clients come and go as they like
 
     def cut_if_stalled(self, now: Nanos) -> None:
         if not (self.connection.full or self.connection.torn):

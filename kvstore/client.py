@@ -8,6 +8,10 @@ Rules:
 3. A restarted node refuses the ids of its former incarnation; the client then shakes hands again, maps the new pool
    and repeats the call, within the same deadline.
 4. What was matched in one process can be read in another that has a client of the same node.
+5. Where shared memory was wanted and could not be had, since too many asked for it perhaps, a thread tries again by and by,
+   and what is called from then on goes that way.
+6. Ranks of one engine, each in its process, share whole blocks (`kvstore.shards`): one reserves, each writes its share, and
+   the one that reserved publishes. Writing shares takes the node's own memory; they can be read by every way.
 """
 
 import logging
@@ -21,15 +25,16 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import grpc
+import numpy as np
 
 from kvstore import wire
 from kvstore.access import load
 from kvstore.block import ChainHash
 from kvstore.breaker import Breaker
-from kvstore.buffers import Block, MutableBlock
+from kvstore.buffers import Block, MutableBlock, pieces
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.credentials import Credentials
-from kvstore.errors import InvalidArgument, LayoutMismatch, StoreUnreachable
+from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
 from kvstore.layout import Namespace
 from kvstore.messages import (
     NO_RESERVATION,
@@ -40,11 +45,15 @@ from kvstore.messages import (
     Match,
     Outcome,
     Places,
+    Slots,
     Stats,
 )
 from kvstore.monotonic import MonotonicClock
-from kvstore.session import Session, refusal, shake_hands
+from kvstore.ports import Transport
+from kvstore.session import Session, refusal, shake_hands, with_memory
+from kvstore.shares import Grant, Share
 from kvstore.transports.authentication import Key
+from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
@@ -99,6 +108,9 @@ class StoreClient:
         self._void: deque[str] = deque(maxlen=16)  # incarnations that are known to be over
         self._ended = threading.Event()
         self._handshake = threading.Lock()
+        self._memory = Breaker()  # of attempts to get at it after all (rule 5)
+        self._seeking = threading.Lock()
+        self._slower: list[Transport] = []  # ways that were used before it, and may be still
         self._counting = threading.Lock()
         self._counts = dict.fromkeys(Counters.__struct_fields__, 0)
 
@@ -162,6 +174,11 @@ class StoreClient:
     def path(self) -> DataPath:
         """How bytes move at the moment."""
         return self._session.path
+
+    @property
+    def writes_shares(self) -> bool:
+        """Whether `write_share` works here, now or as soon as the node's memory can be had (rules 5 and 6)."""
+        return self.path is DataPath.SHM or bool(self._session.memory)
 
     @property
     def namespace(self) -> Namespace:
@@ -261,14 +278,31 @@ class StoreClient:
             self._count(lost=len(slots))
             return [False] * len(slots)
         outcomes = session.transport.get(slots, destinations, _earlier(deadline, self._transfer_deadline(len(slots))))
-        corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is Outcome.CORRUPT]
-        if corrupt:
-            self._condemn(match, corrupt)
-        moved = outcomes.count(Outcome.MOVED)
-        self._count(
-            bytes_read=moved * self._namespace.block_bytes, corrupt=len(corrupt), lost=len(slots) - moved - len(corrupt)
-        )
-        return [outcome is Outcome.MOVED for outcome in outcomes]
+        return self._judge_read(match, indices, outcomes, self._namespace.block_bytes)
+
+    def read_share(
+        self,
+        match: Match,
+        indices: Sequence[int],
+        share: Share,
+        destinations: Sequence[MutableBlock],
+        *,
+        deadline: Nanos | None = None,
+    ) -> list[bool]:
+        """As `read`, of what one rank holds of the blocks. All of a block is verified, also what is not copied."""
+        if not indices:
+            return []
+        slots = match.slots.some(indices)
+        session = self._session_of(match.incarnation)
+        if session is None:
+            self._count(lost=len(slots))
+            return [False] * len(slots)
+        until = _earlier(deadline, self._transfer_deadline(len(slots)))
+        if isinstance(session.transport, SharedMemoryTransport):
+            outcomes = session.transport.get_share(slots, share, destinations, until)
+        else:
+            outcomes = _read_whole(session, slots, share, destinations, until)
+        return self._judge_read(match, indices, outcomes, share.bytes)
 
     def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None:
         """End leases early. May be called from any process; a lease that has ended is fine."""
@@ -331,7 +365,8 @@ class StoreClient:
             hashes: The chain from its start, as far as its blocks are there. Naming held blocks costs nothing and
                 keeps the start of a chain from being evicted before its end.
             sources: The block of an index into `hashes`, asked for only when it is written; one buffer, or a list of
-                consecutive pieces. Must not change during the call.
+                consecutive pieces. Must not change during the call. What it raises comes out of this call; nothing is
+                published then, and nobody waits for the reservation to end.
             tenant: Salt of the chain; whose quota the blocks count against.
             deadline: See `match`.
 
@@ -348,12 +383,74 @@ class StoreClient:
             return 0
         session, places = found
         source = sources if callable(sources) else sources.__getitem__
-        written = self._put(session, places, source, _earlier(deadline, Nanos(started + session.max_reservation)))
+        try:
+            written = self._put(session, places, source, _earlier(deadline, Nanos(started + session.max_reservation)))
+        except BaseException:  # the caller's own; goes on to him
+            self._abandon(places, deadline)
+            raise
         published = self._publish(places, written, deadline) if places.indices else 0
         self._count(
             bytes_written=published * self._namespace.block_bytes,
             dropped=len(places) - published + places.refused + len(hashes) - len(asked),
         )
+        return published
+
+    def reserve(
+        self, hashes: Sequence[ChainHash], *, tenant: bytes = b"", deadline: Nanos | None = None
+    ) -> Grant | None:
+        """Places for those blocks that are not held and not being written, for several ranks to write to (rule 6).
+
+        Ends with `publish`, or by itself. None when the node does not answer; arguments are those of `write`.
+        """
+        asked = hashes[: wire.MAX_HASHES]
+        found = self._reserve(asked, tenant, deadline) if asked else None
+        if found is None:
+            self._count(dropped=len(hashes))
+            return None
+        session, places = found
+        self._count(dropped=places.refused + len(hashes) - len(asked))
+        return Grant(incarnation=session.incarnation, places=places)
+
+    def write_share(
+        self,
+        grant: Grant,
+        positions: Sequence[int],
+        share: Share,
+        sources: Sequence[Block],
+        *,
+        deadline: Nanos | None = None,
+    ) -> dict[int, int]:
+        """Write what this rank holds of some of the granted blocks.
+
+        Args:
+            grant: From `reserve`, of this client or of another one of the same node and namespace.
+            positions: Which of its places.
+            share: What this rank holds.
+            sources: Its bytes, one a position.
+            deadline: See `match`.
+
+        Returns:
+            What this rank adds to the checksums of the blocks that it wrote, by position (`kvstore.shares.together`).
+        """
+        session = self._session_of(grant.incarnation) if positions else None
+        if session is None or not isinstance(session.transport, SharedMemoryTransport):
+            return {}
+        until = _earlier(deadline, self._transfer_deadline(len(positions)))
+        told = session.transport.put_share(grant.places.slots.some(positions), share, sources, until)
+        return {position: added for position, added in zip(positions, told, strict=True) if added is not None}
+
+    def publish(self, grant: Grant, checksums: Mapping[int, int], *, deadline: Nanos | None = None) -> int:
+        """End a reservation of this client: blocks whose checksums are given, by position, can be found from now on.
+
+        Returns:
+            Blocks newly published.
+        """
+        places = grant.places
+        if not places:
+            return 0
+        written = {places.indices[position]: crc32c for position, crc32c in checksums.items()}
+        published = self._publish(places, written, deadline)
+        self._count(bytes_written=published * self._namespace.block_bytes, dropped=len(places) - published)
         return published
 
     def counters(self) -> Counters:
@@ -377,7 +474,8 @@ class StoreClient:
         self._ended.set()
         self._session.calls.close()
         self._channel.close()
-        self._session.transport.close()
+        with self._handshake:
+            self._close_ways(self._session)
 
     def __enter__(self) -> Self:
         return self
@@ -429,6 +527,23 @@ class StoreClient:
         response = self._call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
         return response.published if response is not None else 0
 
+    def _judge_read(
+        self, match: Match, indices: Sequence[int], outcomes: Sequence[Outcome], bytes_a_block: int
+    ) -> list[bool]:
+        """Which blocks are there; those that are bad are told to the node, and all are counted."""
+        corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is Outcome.CORRUPT]
+        if corrupt:
+            self._condemn(match, corrupt)
+        moved = sum(outcome is Outcome.MOVED for outcome in outcomes)
+        self._count(bytes_read=moved * bytes_a_block, corrupt=len(corrupt), lost=len(outcomes) - moved - len(corrupt))
+        return [outcome is Outcome.MOVED for outcome in outcomes]
+
+    def _abandon(self, places: Places, deadline: Nanos | None) -> None:
+        """Give the places of a reservation back."""
+        if places.indices:
+            self._count(dropped=len(places))
+            self._publish(places, {}, deadline)
+
     def _condemn(self, match: Match, indices: list[int]) -> None:
         log.warning("blocks failed their checksum", extra={"store": self._session.store_id, "blocks": len(indices)})
         request = pb.CondemnRequest(
@@ -456,6 +571,8 @@ class StoreClient:
                     return None
             else:
                 self._breaker.succeeded()
+                if session.memory:
+                    self._seek_memory(session)
                 return answer
         return None
 
@@ -508,8 +625,34 @@ class StoreClient:
             self._void.append(former.incarnation)
             log.info("store node has restarted", extra={"store": session.store_id, "incarnation": session.incarnation})
         former.calls.retire()
-        former.transport.close()
+        self._close_ways(former)
         return session
+
+    def _seek_memory(self, session: Session) -> None:
+        if self._memory.allows(self._clock.now()) and self._seeking.acquire(blocking=False):
+            threading.Thread(target=self._map, args=(session,), name="kvstore-memory", daemon=True).start()
+
+    def _map(self, session: Session) -> None:
+        started = self._clock.now()
+        try:
+            better = with_memory(session, self._namespace, self._clock, Nanos(started + self._call_timeout))
+        except (StoreUnreachable, NamespaceUnknown):
+            self._memory.failed(started, self._clock.now())
+            return
+        else:
+            with self._handshake:
+                if self._session is session and not self._ended.is_set():
+                    self._session = better
+                    self._slower.append(session.transport)
+            self._memory.succeeded()
+        finally:
+            self._seeking.release()
+
+    def _close_ways(self, session: Session) -> None:
+        """Those of a session, and those that were used before it had memory."""
+        session.transport.close()
+        while self._slower:
+            self._slower.pop().close()
 
     def _session_of(self, incarnation: str) -> Session | None:
         """The session that a match belongs to, which may come from a process that met a restarted node before us."""
@@ -541,3 +684,19 @@ class StoreClient:
 
 def _earlier(deadline: Nanos | None, other: Nanos) -> Nanos:
     return other if deadline is None else min(deadline, other)
+
+
+def _read_whole(
+    session: Session, slots: Slots, share: Share, destinations: Sequence[MutableBlock], deadline: Nanos
+) -> list[Outcome]:
+    """A rank's share of blocks, by ways that move whole ones only."""
+    outcomes: list[Outcome] = []
+    for start in range(0, len(slots), WRITE_BATCH):
+        batch = slots[start : start + WRITE_BATCH]
+        blocks = list(np.empty((len(batch), share.block_bytes), np.uint8))
+        arrived = session.transport.get(batch, blocks, deadline)
+        for block, into, outcome in zip(blocks, destinations[start : start + WRITE_BATCH], arrived, strict=True):
+            if outcome is Outcome.MOVED:
+                share.take(block, pieces(into))
+        outcomes += arrived
+    return outcomes

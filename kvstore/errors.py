@@ -3,6 +3,11 @@
 from kvstore.layout import Namespace
 
 
+def reason(error: Exception) -> str:
+    """Why something failed, for a person: of an error of the system what it says, without its number and the path."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 class StoreError(Exception):
     """Anything that keeps a store node from being used."""
 
@@ -25,6 +30,10 @@ class LayoutMismatch(StoreError):
 
 class StoreNotStarted(StoreError):
     """The node's settings cannot be obeyed on this machine: an address in use, too little memory. Nothing was started."""
+
+
+class NodeEnded(StoreError):
+    """A node in this process has ended by itself: the process has to go as well, so that its supervisor starts another."""
 
 
 class BadCredentials(StoreNotStarted):

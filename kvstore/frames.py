@@ -8,8 +8,9 @@ Rules:
 3. Sending never waits. What is said in one turn of the event loop leaves in one write, at the end of that turn. What the
    peer does not take is kept up to `send_limit` bytes: then `send` raises. Who asks `full` first, and goes on when the
    receiver's `resumed` is called, never meets that.
-4. A piece of the stream, a few hundred KiB at most, is cut in one turn of the event loop, then others have theirs.
-   `pause_reading` holds after the piece that is being cut.
+4. A piece of the stream, a few hundred KiB at most, is cut in one turn of the event loop, then others have theirs. Where
+   a connection is told so, they have it after `turn_frames` frames of a piece. `pause_reading` holds after the piece, or
+   those frames, that are being received.
 5. `lost` is called once for each connection that was accepted, last, and is the only sign that it is over.
 
 TLS and proofs of a secret are no affair of frames: the former is a context, the latter is a matter of what is said first.
@@ -19,6 +20,8 @@ import asyncio
 import socket
 import ssl
 import struct
+import sys
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
@@ -28,6 +31,7 @@ from typing import Protocol, cast
 from kvstore import sockets
 from kvstore.addresses import host_port, unix_path
 from kvstore.errors import StoreNotStarted
+from kvstore.sockets import BACKLOG
 
 HEAD = struct.Struct("<I")  # bytes of the payload
 
@@ -42,7 +46,6 @@ HIGH_WATER_BYTES = 256 << 10
 
 TURN_BYTES = 64 << 10  # a piece of this size is followed by more at once: one connection could keep the loop for itself
 JOINED_BYTES = 32 << 10  # up to here, copying pieces into one costs less than a gathering write of them
-BACKLOG = 1024  # connections that wait to be accepted
 
 TCP_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -174,10 +177,13 @@ class FrameConnection(asyncio.Protocol):
         *,
         limit: int = FRAME_BYTES,
         send_limit: int = SEND_BYTES,
+        turn_frames: int = sys.maxsize,
     ):
         self._accept = accept
         self._limit = limit
         self._send_limit = send_limit
+        self._turn_frames = turn_frames
+        self._waiting: deque[bytes] = deque()  # frames for the next turns; nothing is read meanwhile
         self._cutter = Cutter(limit)
         self._leaving: list[bytes] = []  # in this turn of the event loop
         self._leaving_bytes = 0
@@ -232,7 +238,10 @@ class FrameConnection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         self._reading = True
-        self._transport.resume_reading()
+        if self._waiting:
+            self._loop.call_soon(self._receive_waiting)
+        else:
+            self._transport.resume_reading()
 
     def close(self, cause: Exception | None = None) -> None:
         """Send what waits to be sent, and end. No frame is received any more.
@@ -266,8 +275,14 @@ class FrameConnection(asyncio.Protocol):
         self._receiver = self._accept(self)
 
     def data_received(self, data: bytes) -> None:
+        payloads = self._cutter.cut(data)
+        if len(payloads) > self._turn_frames:
+            self._waiting.extend(payloads)
+            self._transport.pause_reading()
+            self._receive_waiting()
+            return
         received = self._receiver.received
-        for payload in self._cutter.cut(data):
+        for payload in payloads:
             if self._over:
                 return
             received(payload)
@@ -292,7 +307,25 @@ class FrameConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._over = True
         self._leaving.clear()
+        self._waiting.clear()
         self._receiver.lost(self._cause or exc)
+
+    def _receive_waiting(self) -> None:
+        """One turn's frames; the others have theirs before the next."""
+        try:
+            for _ in range(min(self._turn_frames, len(self._waiting))):
+                if self._over or not self._reading:
+                    return
+                self._receiver.received(self._waiting.popleft())
+        except Exception as error:
+            self.abort(error)  # as the transport does where it calls
+            raise
+        if self._waiting:
+            self._loop.call_soon(self._receive_waiting)
+        elif self._cutter.fault is not None:
+            self.abort(self._cutter.fault)
+        else:
+            self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         if self._reading and not self._over:

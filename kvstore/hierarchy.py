@@ -15,7 +15,9 @@ Rules:
 5. Nobody ever waits for blocks to go down. The queue of a tier is bounded; what does not fit is dropped and counted.
 6. A tier that fails is fenced by a breaker: its blocks are misses, until one attempt after a pause finds it well.
 7. What a tier was given is not offered to it again, until it says that it has let it go. A tier that cannot say so (a
-   server that restarts, or is short of memory) is taken to have lost what it does not find.
+   server that restarts, or is short of memory) is taken to have lost what it does not find, and what it does not deliver.
+8. Watchers are told whatever becomes known to be in a tier, and whatever ceases to be. Those that come later are told the
+   same by `held`, where the tier itself does not know, as far as it is remembered.
 """
 
 from collections import OrderedDict
@@ -198,7 +200,7 @@ class Hierarchy:
         tier = self._tiers[load.tier]
         if not tier.rule.finds_in_memory:
             tier.reading.succeeded()
-            self._forget_lost(load, tier, count)
+        self._forget_lost(load, tier, count)
         if count == 0:
             self._look(load, load.tier + 1, now)
             return
@@ -240,10 +242,10 @@ class Hierarchy:
             tier.failed(tier.reading, load.began, now)  # a call that waits behind one that hangs returns with nothing
         tier.pace.measured(good * load.block_bytes, now - load.began, now)
         tier.counters.loaded += good
-        for index in load.places[:good]:
-            tier.know(BlockKey(load.digest, load.chain[index]))
-        for index in load.places[good:]:
-            tier.forget(BlockKey(load.digest, load.chain[index]))
+        keys = [BlockKey(load.digest, load.chain[index]) for index in load.places]
+        self._know(tier, [key for key, answer in zip(keys, answers, strict=True) if answer.outcome is Outcome.MOVED])
+        if not tier.rule.finds_in_memory:
+            self._forget(tier, [k for k, a in zip(keys, answers, strict=True) if a.outcome is not Outcome.MOVED])
         self._publish(load, answers[:good], now)
         # A block that this tier promised and did not have may be in the next one.
         self._look(load, 0 if good == len(answers) else load.tier + 1, now)
@@ -278,10 +280,8 @@ class Hierarchy:
         tier.copying -= 1
         self._pool.unpin(copy.pinned.pin_id, now)
         there = [a.key for a, kept in zip(copy.pinned.addresses, answers, strict=True) if kept]
-        for key in there:
-            tier.know(key)
         tier.counters.kept += len(there)
-        self._tell(tier, stored=there)
+        self._know(tier, there)
         self._keep(tier, now)
 
     # Both
@@ -324,9 +324,13 @@ class Hierarchy:
 
     def gone(self, tier: int, keys: Sequence[BlockKey]) -> None:
         """A tier has let blocks go by itself."""
-        for key in keys:
-            self._tiers[tier].forget(key)
-        self._tell(self._tiers[tier], removed=keys)
+        which = self._tiers[tier]
+        if not which.rule.finds_in_memory:
+            self._forget(which, keys)
+            return
+        for key in keys:  # among them blocks from before the node started, which the tier alone knew
+            which.forget(key)
+        self._tell(which, removed=keys)
 
     def tick(self, now: Nanos) -> None:
         """Time has passed: a tier that was fenced may be tried again."""
@@ -342,6 +346,10 @@ class Hierarchy:
         """What watchers have to learn; each change is handed out once."""
         changes, self._changes = self._changes, []
         return changes
+
+    def held(self, tier: int) -> list[BlockKey]:
+        """What is known to be in a tier, for watchers that have heard nothing yet."""
+        return list(self._tiers[tier].known)
 
     def counters(self, tier: int) -> TierCounters:
         return self._tiers[tier].counters
@@ -389,12 +397,13 @@ class Hierarchy:
         """A tier that is shared, or elsewhere, does not tell what it lets go (rule 7).
 
         What lies behind the first block that it lacks may still be there: to offer that once more costs little, and to
-        miss it block by block would cost a look-up each.
+        miss it block by block would cost a look-up each. A tier that finds in memory tells, but what it said of a block
+        before may have been heard after that; and of the others it says at once whether they are there.
         """
         if count < self._batch_blocks(load.block_bytes):
-            keys = [BlockKey(load.digest, name) for name in load.chain[load.position + count :]]
-            if lost := [key for key in keys if key in tier.known]:
-                self.gone(tier.index, lost)
+            missing = load.chain[load.position + count :]
+            missing = missing[:1] if tier.rule.finds_in_memory else missing
+            self._forget(tier, [BlockKey(load.digest, name) for name in missing])
 
     def _publish(self, load: "_Load", answers: Sequence[Fetched], now: Nanos) -> None:
         """Make what came readable, and give the other places back."""
@@ -449,6 +458,20 @@ class Hierarchy:
             self._copies[copy.id] = copy
             tier.copying += 1
             self._commands.append(Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, copy.until))
+
+    def _know(self, tier: "_Tier", keys: Sequence[BlockKey]) -> None:
+        """A tier has these blocks."""
+        new = [key for key in keys if key not in tier.known]
+        for key in keys:
+            tier.know(key)
+        self._tell(tier, stored=new)
+
+    def _forget(self, tier: "_Tier", keys: Sequence[BlockKey]) -> None:
+        """A tier does not have those of these blocks that it was known to have."""
+        lost = [key for key in keys if key in tier.known]
+        for key in lost:
+            tier.forget(key)
+        self._tell(tier, removed=lost)
 
     def _tell(self, tier: "_Tier", *, stored: Sequence[BlockKey] = (), removed: Sequence[BlockKey] = ()) -> None:
         for digest in dict.fromkeys(key.digest for key in (*stored, *removed)):

@@ -26,7 +26,7 @@ Rules:
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvstore.block import ChainHash
+from kvstore.block import HASH_BYTES, ChainHash
 from kvstore.clock import Nanos
 from kvstore.holds import Holds
 from kvstore.layout import Namespace
@@ -72,6 +72,7 @@ class BlockMachine:
         max_namespaces: int = 256,
         max_held_bytes: int = 0,
         quotas: Quotas | None = None,
+        table_key: tuple[int, int] = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F),
     ):
         """Starts empty.
 
@@ -83,9 +84,10 @@ class BlockMachine:
             max_namespaces: Open at a time.
             max_held_bytes: That all holds together may keep.
             quotas: Of tenants; none by default.
+            table_key: Of `kvstore.native.tables`; a secret where clients choose names.
         """
         assert 0 < epoch < 1 << 31, epoch
-        self._space = BlockSpace(capacity_bytes, eviction, max_namespaces)
+        self._space = BlockSpace(capacity_bytes, eviction, max_namespaces, table_key)
         self._namespaces = self._space.namespaces
         self._quotas = quotas
         self._holds = Holds(max_held_bytes)
@@ -115,9 +117,16 @@ class BlockMachine:
     # Reading
 
     def match(
-        self, digest: bytes, names: Sequence[ChainHash], *, lease: Nanos, now: Nanos, tenant: bytes = b""
+        self, digest: bytes, names: Sequence[ChainHash] | bytes, *, lease: Nanos, now: Nanos, tenant: bytes = b""
     ) -> Leased:
         """Slots of the longest readable prefix, pinned for `lease` nanoseconds; 0 looks only.
+
+        Args:
+            digest: Of the namespace.
+            names: The chain from its start; as bytes, its names follow each other.
+            lease: See above.
+            now: The present.
+            tenant: Who is counted.
 
         Raises:
             NamespaceUnknown: It was never opened; nothing was pinned.
@@ -125,13 +134,14 @@ class BlockMachine:
         """
         self.expire(now)
         opened = self._namespaces.use(digest, now)
-        found = opened.prefix(names)
-        slots = Slots(b"".join([block.slot for block in found]))
+        joined = names if isinstance(names, bytes) else b"".join(names)
+        slots = Slots(opened.readable.slots(joined))
         if lease == 0:
             return Leased(lease_id=NO_LEASE, slots=slots)
+        found = opened.readable.blocks(joined[: len(slots) * HASH_BYTES])
         if found:
             self._terms.require_room()
-        self._count_match(opened, len(found), len(names) - len(found), tenant)
+        self._count_match(opened, len(found), len(joined) // HASH_BYTES - len(found), tenant)
         if not found:
             return Leased(lease_id=NO_LEASE, slots=slots)
         return Leased(lease_id=self._lease(Lease(found, is_use=True), Nanos(now + lease)), slots=slots)
@@ -163,7 +173,7 @@ class BlockMachine:
         assert span > 0, span
         self.release_hold(digest, session, now)
         opened = self._namespaces.use(digest, now)
-        found = opened.prefix(names)
+        found = opened.readable.blocks(b"".join(names))
         fitting = self._holds.fitting(found)
         refused = len(found) - fitting
         del found[fitting:]
@@ -249,17 +259,18 @@ class BlockMachine:
             return 0
         self._terms.end(reservation_id)
         opened = writing.opened
-        published = 0
-        for index, block in writing.blocks.items():
-            if index in checksums:
-                self._space.publish(opened, block, checksums[index])
-                published += 1
-            else:
-                self._space.abandon(opened, block)
+        written = [(block, checksums[index]) for index, block in writing.blocks.items() if index in checksums]
+        self._space.publish(opened, written)
+        published = len(written)
+        if published < len(writing.blocks):
+            for index, block in writing.blocks.items():
+                if index not in checksums:
+                    self._space.abandon(opened, block)
+        find, admit = opened.readable.get, self._space.admit
         for name in reversed(writing.names):  # the new blocks, and the use of those they continue (rule 6)
-            there = opened.readable.get(name)
+            there = find(name)
             if there is not None and not there.pins:
-                self._space.admit(there, now)
+                admit(there, now)
         self._written += published
         self._bytes_written += published * opened.namespace.block_bytes
         return published
@@ -333,7 +344,9 @@ class BlockMachine:
 
     def held(self) -> list[BlockChanges]:
         """All readable blocks, one item a namespace: the dump that a watcher begins with."""
-        return [BlockChanges(digest=opened.digest, stored=tuple(opened.readable)) for opened in self._namespaces]
+        return [
+            BlockChanges(digest=opened.digest, stored=tuple(opened.readable.names())) for opened in self._namespaces
+        ]
 
     def stats(self) -> Stats:
         return Stats(

@@ -33,7 +33,7 @@ class BlockKey(Struct, frozen=True, order=True, gc=False):
     name: ChainHash
 
 
-class Slot(Struct, frozen=True):
+class Slot(Struct, frozen=True, gc=False):
     """Where the bytes of a block lie, as clients see it."""
 
     offset: int  # bytes from the start of the pool
@@ -55,7 +55,7 @@ class Slots(Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, slots: Iterable[Slot]) -> Self:
-        return cls(b"".join(slot.pack() for slot in slots))
+        return cls(b"".join([SLOT.pack(slot.offset, slot.generation, slot.crc32c) for slot in slots]))
 
     def __len__(self) -> int:
         return len(self.packed) // SLOT.size
@@ -87,7 +87,7 @@ AnySlots: TypeAlias = Slots | Sequence[Slot]
 """Slots in either form."""
 
 
-class Address(Struct, frozen=True, kw_only=True):
+class Address(Struct, frozen=True, kw_only=True, gc=False):
     """Where in the pool the bytes of a block lie, as the node sees it."""
 
     key: BlockKey
@@ -157,13 +157,13 @@ class BlockChanges(Struct, frozen=True, kw_only=True):
     tier: str = POOL_TIER
 
 
-class Claim(Struct, frozen=True):
+class Claim(Struct, frozen=True, gc=False):
     """Command: the place now belongs to this block, whose bytes are about to be written."""
 
     address: Address
 
 
-class Discard(Struct, frozen=True):
+class Discard(Struct, frozen=True, gc=False):
     """Command: the block is gone; whoever still reads there must notice."""
 
     address: Address
@@ -172,7 +172,7 @@ class Discard(Struct, frozen=True):
 TierCommand = Claim | Discard
 
 
-class Reserved(Struct, frozen=True):
+class Reserved(Struct, frozen=True, gc=False):
     """A place to write one block to."""
 
     index: int  # into the names that were asked for

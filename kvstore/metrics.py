@@ -19,6 +19,7 @@ MOVEMENTS = {
     "kept": "Blocks that went down to the tier",
     "dropped": "Blocks that should have gone down, and for which the queue had no room",
     "too_slow": "Loads not begun, because computing the blocks again was predicted to be faster",
+    "failures": "Movements that failed, or did not come back in time",
     "fenced": "Times that a failure closed the tier for a while",
 }
 
@@ -31,6 +32,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     refused_loads: int
     shadows: tuple[NamespaceEstimates, ...]
     mismatches: int = 0  # clients refused, because their blocks are not like those here
+    undecodable: int = 0  # requests refused, because they are no messages
 
 
 # Seconds, three steps a decade: from a look into an index in memory to a disk that hangs.
@@ -62,7 +64,7 @@ COUNTERS = {
     "refused": "Blocks that were not taken: no space, no quota, no budget",
     "evicted": "Blocks that made room for others",
     "corrupt": "Blocks whose bytes were found bad",
-    "failures": "Operations that failed or ran past their deadline",
+    "failures": "Calls of the tier that failed or ended past their deadline, as it counts them",
 }
 GAUGES = {
     "blocks": "Blocks held now",
@@ -139,6 +141,9 @@ class _SnapshotCollector:
         yield GaugeMetricFamily("kvstore_held_bytes", "Bytes that sessions hold while they wait", stats.held_bytes)
         yield CounterMetricFamily(
             "kvstore_mismatches", "Clients refused, because their blocks are not like those here", found.mismatches
+        )
+        yield CounterMetricFamily(
+            "kvstore_undecodable", "Requests refused, because they were no messages", found.undecodable
         )
         yield CounterMetricFamily("kvstore_expired", "Leases and reservations that ended by themselves", stats.expired)
 

@@ -1,6 +1,8 @@
 """The system's clock: the only module of this package that asks what time it is."""
 
 import time
+from collections.abc import Callable
+from typing import cast
 
 from kvstore.clock import Nanos
 
@@ -8,8 +10,8 @@ from kvstore.clock import Nanos
 class MonotonicClock:
     """Never goes back; equal in all processes of a host."""
 
-    def now(self) -> Nanos:
-        return Nanos(time.monotonic_ns())  # noqa: TID251 - this is the Clock
+    # The system's own function, without one of ours around it: this is asked several times for each request.
+    now = staticmethod(cast("Callable[[], Nanos]", time.monotonic_ns))  # noqa: TID251 - this is the Clock
 
 
 def unix_seconds() -> int:

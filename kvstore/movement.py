@@ -57,5 +57,5 @@ class TierCounters(Struct, kw_only=True):
     kept: int = 0  # blocks that went down
     dropped: int = 0  # blocks that should have gone down, and for which the queue had no room
     too_slow: int = 0  # loads not begun, because computing the blocks again was predicted to be faster
-    failures: int = 0  # movements that failed
+    failures: int = 0  # movements that failed, or did not come back in time
     fenced: int = 0  # times that a failure closed the tier for a while

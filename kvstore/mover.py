@@ -81,23 +81,23 @@ class Mover:
                     task.add_done_callback(self._running.discard)
 
     def held(self) -> list[BlockChanges]:
-        """What the tiers hold, as far as they know without asking anybody."""
+        """What the tiers hold, as far as is known without asking anybody."""
         changes = []
-        for tier in self._tiers:
+        for index, tier in enumerate(self._tiers):
             names: dict[bytes, list[ChainHash]] = {}
-            for key in tier.held():
+            for key in tier.held() if tier.finds_in_memory else self._hierarchy.held(index):
                 names.setdefault(key.digest, []).append(key.name)
             changes += [BlockChanges(digest=each, stored=tuple(names[each]), tier=tier.name) for each in names]
         return changes
 
     def status(self) -> tuple[TierStatus, ...]:
-        """Of all tiers, in order; what was dropped on the way down, and calls that were late, are counted here."""
+        """Of all tiers, in order, as they count; what was dropped on the way down was refused as well.
+
+        Failures are the tiers' own: a call that hangs is one once it has come back. As a movement it has failed before
+        (`TierCounters.failures`).
+        """
         return tuple(
-            replace(
-                status,
-                refused=status.refused + self._hierarchy.counters(index).dropped,
-                failures=max(status.failures, self._hierarchy.counters(index).failures),
-            )
+            replace(status, refused=status.refused + self._hierarchy.counters(index).dropped)
             for index, status in enumerate(tier.status() for tier in self._tiers)
         )
 

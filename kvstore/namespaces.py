@@ -1,8 +1,6 @@
 """Which namespaces are open on a node, and which may not be opened beside them (rule 7 of `kvstore.machine`)."""
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import takewhile
-from typing import cast
+from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -12,6 +10,7 @@ from kvstore.errors import Exhausted, InvalidArgument, NamespaceInUse, Namespace
 from kvstore.layout import Namespace
 from kvstore.lifecycle import State
 from kvstore.messages import SLOT, Address, BlockKey, Slot
+from kvstore.native.tables import Table
 from kvstore.quotas import Account
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
@@ -55,29 +54,25 @@ class OpenNamespace:
 
     __slots__ = ("digest", "namespace", "readable", "used", "writing")
 
-    def __init__(self, namespace: Namespace, used: Nanos):
+    def __init__(self, namespace: Namespace, used: Nanos, key: tuple[int, int]):
         self.namespace = namespace
         self.digest = namespace.digest
         self.used = used
-        self.readable: dict[ChainHash, StoredBlock] = {}
+        self.readable: Table[StoredBlock] = Table(key)
         self.writing: dict[ChainHash, StoredBlock] = {}
-
-    def prefix(self, names: Iterable[ChainHash]) -> list[StoredBlock]:
-        """The readable blocks up to the first that is not. Runs without a step of Python a block: it is the lookup."""
-        find: Callable[[ChainHash], StoredBlock | None] = self.readable.get
-        return cast("list[StoredBlock]", list(takewhile(bool, map(find, names))))
 
     @property
     def is_empty(self) -> bool:
-        return not self.readable and not self.writing
+        return not len(self.readable) and not self.writing
 
 
 class Namespaces:
     """By digest."""
 
-    def __init__(self, capacity_bytes: int, limit: int):
+    def __init__(self, capacity_bytes: int, limit: int, table_key: tuple[int, int]):
         self._capacity_bytes = capacity_bytes
         self._limit = limit
+        self._table_key = table_key
         self._opened: dict[bytes, OpenNamespace] = {}
 
     def open(self, namespace: Namespace, now: Nanos) -> None:
@@ -100,7 +95,7 @@ class Namespaces:
                 raise NamespaceInUse(other.namespace, namespace)
         if len(self._opened) >= self._limit:
             self._forget_an_empty_one()
-        self._opened[digest] = OpenNamespace(namespace, now)
+        self._opened[digest] = OpenNamespace(namespace, now, self._table_key)
 
     def get(self, digest: bytes) -> OpenNamespace:
         """The namespace with that digest.

@@ -77,7 +77,7 @@ class BackingTier(Protocol):
         keys: Sequence[BlockKey],
         blocks: Sequence[ByteArray],
         deadline: Nanos,
-        checksums: Sequence[int] | None = None,
+        checksums: Sequence[int],
     ) -> list[bool]:
         """Keep blocks; says which are there now, be it from before.
 
@@ -86,7 +86,7 @@ class BackingTier(Protocol):
             blocks: Their bytes, contiguous, one a key.
             deadline: What was not written by then is False.
             checksums: CRC-32C with which they were published. What has another, or gets it while it is written, is
-                not kept, or found out by `get`. None: the bytes are what they are and do not change.
+                not kept, or found out by `get`.
 
         Raises:
             TierFailed: Nothing can be written now; blocks that were written before it are kept, or not.

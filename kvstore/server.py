@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kvstore import sockets
@@ -20,6 +21,7 @@ from kvstore.addresses import host_port, unix_path
 from kvstore.backing import Backing
 from kvstore.call_server import CallServer
 from kvstore.clock import Clock
+from kvstore.decoding import DecodingGuard
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.eviction.policies import policy
 from kvstore.hierarchy import BATCH_BYTES, Hierarchy
@@ -91,6 +93,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             tier.capacity_bytes,
             policy(settings.eviction, savings.saving),
             epoch=1 + secrets.randbelow((1 << 31) - 1),
+            table_key=(secrets.randbits(64), secrets.randbits(64)),
             max_leases=settings.max_leases,
             max_namespaces=settings.max_namespaces,
             max_held_bytes=int(tier.capacity_bytes * settings.max_held_share),
@@ -131,16 +134,20 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         service = BlockStoreService(
             settings, identity, machine, tier, hierarchy, savings, backing.open_namespace, lambda: nixl.offer, clock
         )
+        callers, guard = CallServer(service.acts), DecodingGuard()
+        stack.callback(callers.close)
+
+        def look() -> Snapshot:
+            return replace(service.snapshot(), undecodable=guard.refused + callers.undecodable)
+
         tasks = await stack.enter_async_context(_tasks())
-        metrics = NodeMetrics(CollectorRegistry(), _snapshots(service.snapshot))
+        metrics = NodeMetrics(CollectorRegistry(), _snapshots(look))
         mover = Mover(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
         stack.callback(mover.close)
         service.attach(mover)
         if settings.metrics_listen:
             _serve_metrics(settings.metrics_listen, metrics.registry, stack)
-        listen = await stack.enter_async_context(_control_plane(settings.listen, service, access))
-        callers = CallServer(service.acts)
-        stack.callback(callers.close)
+        listen = await stack.enter_async_context(_control_plane(settings.listen, service, access, guard))
         stack.callback(tasks.create_task(_pass_time(service, plane, callers, clock)).cancel)
         if offers_nixl:
             stack.callback(tasks.create_task(nixl.run()).cancel)
@@ -190,10 +197,10 @@ async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
 
 @contextlib.asynccontextmanager
 async def _control_plane(
-    addresses: tuple[str, ...], service: BlockStoreService, access: Access
+    addresses: tuple[str, ...], service: BlockStoreService, access: Access, guard: DecodingGuard
 ) -> AsyncIterator[tuple[str, ...]]:
     server = grpc.aio.server(
-        interceptors=access.interceptors(),
+        interceptors=[*access.interceptors(), guard],
         options=[
             ("grpc.so_reuseport", 0),  # two nodes on one port would each see half of the calls
             ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),

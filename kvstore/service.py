@@ -8,7 +8,7 @@ a slot before the slot is stamped.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvstore import wire
-from kvstore.block import ChainHash
+from kvstore.block import HASH_BYTES, ChainHash, split
 from kvstore.buffers import crc32c
 from kvstore.call_server import Act
 from kvstore.calls import Method
@@ -47,6 +47,11 @@ Answer = TypeVar("Answer")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+CONDEMNED_BYTES = 8 << 20
+"""Summed up in one turn of the event loop, to see whether a client is right: a millisecond."""
+
+CONDEMNED_NAMES = 64  # at most in such a turn
+
 MAX_UNNOTED = 4096
 """Uses that may wait to be counted; only a node that is overwhelmed loses some, and what goes down is a matter of taste."""
 
@@ -65,7 +70,7 @@ class _Use(Struct, frozen=True):
     """A chain that was asked for, or is being written."""
 
     digest: bytes
-    names: list[ChainHash]
+    hashes: bytes  # its names, one after the other
     held: int = 0
     is_write: bool = False
 
@@ -100,6 +105,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
         self._watchers = Watchers(settings.watch_queue)
+        self._condemning = asyncio.Lock()  # one client at a time: each has the loop for a turn
         self._mismatches = 0
 
     def attach(self, mover: Mover) -> None:
@@ -170,7 +176,12 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return await self._answer(context, lambda now: self._release_hold(request, now))
 
     async def Condemn(self, request: pb.CondemnRequest, context: Context) -> pb.CondemnResponse:  # noqa: N802 - named by the protocol
-        return await self._answer(context, lambda now: self._condemn(request, now))
+        dropped = 0
+        async with self._condemning:
+            for batch in await self._answer(context, lambda _: self._condemned(request)):
+                dropped += await self._answer(context, partial(self._condemn, request.digest, batch))
+                await asyncio.sleep(0)  # others have their turn
+        return pb.CondemnResponse(dropped=dropped)
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: ARG002, N802 - the protocol
         return await self._answer(context, self._stats)
@@ -205,18 +216,19 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     def _match(self, request: pb.MatchRequest, now: Nanos) -> pb.MatchResponse:
         self._require_incarnation(request.incarnation)
-        digest, names = wire.parse_digest(request.digest), wire.parse_hashes(request.hashes)
+        digest, hashes = wire.parse_digest(request.digest), wire.check_hashes(request.hashes)
         tenant = wire.parse_tenant(request.tenant)
         lease = wire.parse_lease(request.lease_ms, 0, self._max_lease)
-        leased = self._machine.match(digest, names, lease=lease, now=now, tenant=tenant)
+        leased = self._machine.match(digest, hashes, lease=lease, now=now, tenant=tenant)
         held = len(leased.slots)
         if lease:
-            self._note(_Use(digest, names, held))
+            self._note(_Use(digest, hashes, held))
         if patience := wire.parse_patience(request.patience_ms):
+            names = split(hashes)
             self._savings.told(digest, len(names), seconds(patience))
             self._hierarchy.want(digest, names, held, patience, now, tenant)
             self.settle()  # a tier that knows at once that it has nothing keeps nobody waiting
-        return wire.match_message(leased, self._hierarchy.coming(digest, names[held:]))
+        return wire.match_message(leased, self._hierarchy.coming(digest, split(hashes[held * HASH_BYTES :])))
 
     def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:
         self._machine.release([LeaseId(lease_id) for lease_id in request.lease_ids], now)
@@ -233,7 +245,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             now=now,
             tenant=wire.parse_tenant(request.tenant),
         )
-        self._note(_Use(digest, names, is_write=True))
+        self._note(_Use(digest, request.hashes, is_write=True))
         return wire.reservation_message(reservation)
 
     def _publish(self, request: pb.PublishRequest, now: Nanos) -> pb.PublishResponse:
@@ -258,21 +270,28 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         digest, session = wire.parse_digest(request.digest), wire.parse_session(request.session)
         return pb.ReleaseHoldResponse(released=self._machine.release_hold(digest, session, now))
 
-    def _condemn(self, request: pb.CondemnRequest, now: Nanos) -> pb.CondemnResponse:
-        digest = wire.parse_digest(request.digest)
-        dropped = 0
-        for name, generation in wire.parse_condemned(request):
-            if self._is_bad(digest, name):
-                dropped += self._machine.condemn(digest, name, generation, now)
-        return pb.CondemnResponse(dropped=dropped)
+    def _condemned(self, request: pb.CondemnRequest) -> list[list[tuple[ChainHash, int]]]:
+        """What a client finds bad, each block once, as much at a time as is looked at in a turn."""
+        block_bytes = self._machine.block_bytes(wire.parse_digest(request.digest))
+        blocks = list(dict.fromkeys(wire.parse_condemned(request)))
+        step = max(1, min(CONDEMNED_NAMES, CONDEMNED_BYTES // block_bytes))
+        return [blocks[start : start + step] for start in range(0, len(blocks), step)]
+
+    def _condemn(self, digest: bytes, blocks: Sequence[tuple[ChainHash, int]], now: Nanos) -> int:
+        """How many of the blocks are bad indeed, and gone now."""
+        return sum(
+            self._machine.condemn(digest, name, generation, now)
+            for name, generation in blocks
+            if self._is_bad(digest, name, generation)
+        )
 
     def _stats(self, now: Nanos) -> pb.StatsResponse:  # noqa: ARG002 - as all answers
         return wire.stats_message(self.stats(), self._identity.store_id)
 
-    def _is_bad(self, digest: bytes, name: ChainHash) -> bool:
+    def _is_bad(self, digest: bytes, name: ChainHash, generation: int) -> bool:
         """A client that read badly, or lies, costs nobody a good block."""
         slot = self._machine.find(digest, name)
-        if slot is None:
+        if slot is None or slot.generation != generation:
             return False
         address = self._machine.readable(digest, Slot(slot.offset, slot.generation))
         assert address is not None
@@ -309,11 +328,12 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         now = self._clock.now()
         while self._used:
             use = self._used.popleft()
+            names = split(use.hashes)
             if use.is_write:
-                self._shadows.stored(use.digest, use.names, now)
+                self._shadows.stored(use.digest, names, now)
             else:
-                self._shadows.looked_up(use.digest, use.names, now)
-                self._hierarchy.noted(use.digest, use.names[: use.held], now)
+                self._shadows.looked_up(use.digest, names, now)
+                self._hierarchy.noted(use.digest, names[: use.held], now)
         self.settle()
 
     def _perform(self) -> None:

@@ -5,6 +5,7 @@ from typing import cast
 
 import grpc
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvstore import wire
 from kvstore.calls import Calls
@@ -35,6 +36,7 @@ class Session(Struct, frozen=True, kw_only=True):
     path: DataPath
     calls: Calls
     transport: Transport
+    memory: str = ""  # socket that hands it out, where shared memory is wanted and could not be had; else empty
 
 
 def shake_hands(
@@ -71,12 +73,13 @@ def shake_hands(
             raise refusal(address, error) from error
 
     hello = say_hello(deadline)
-    failures = []
+    here = hello.host_id == host_id()
+    failures: dict[DataPath, str] = {}
     for path in prefer:
         try:
             transport = _open(path, hello, say_hello, address, namespace, data_key, clock, deadline)
         except (StoreUnreachable, NamespaceUnknown) as error:
-            failures.append(f"{path}: {error}")
+            failures[path] = f"{path}: {error}"
             continue
         return Session(
             store_id=hello.store_id,
@@ -85,10 +88,22 @@ def shake_hands(
             max_reservation=Nanos(hello.max_reservation_ms * MILLISECOND),
             max_hold=Nanos(hello.max_hold_ms * MILLISECOND),
             path=path,
-            calls=Calls(stub, hello.shm_socket if hello.host_id == host_id() else "", clock),
+            calls=Calls(stub, hello.shm_socket if here else "", clock),
             transport=transport,
+            memory=hello.shm_socket if here and DataPath.SHM in failures else "",
         )
-    raise StoreUnreachable(f"{address} answers, but no bytes can be moved: {'; '.join(failures)}")
+    raise StoreUnreachable(f"{address} answers, but no bytes can be moved: {'; '.join(failures.values())}")
+
+
+def with_memory(session: Session, namespace: Namespace, clock: Clock, deadline: Nanos) -> Session:
+    """The same session by shared memory, which could not be had before.
+
+    Raises:
+        StoreUnreachable: It still cannot.
+        NamespaceUnknown: It is another node's by now.
+    """
+    transport = SharedMemoryTransport(session.memory, namespace.digest, namespace.block_bytes, clock, deadline)
+    return replace(session, path=DataPath.SHM, transport=transport, memory="")
 
 
 def refusal(address: str, error: grpc.RpcError) -> Exception:

@@ -29,14 +29,14 @@ from kvstore.quotas import Account
 class BlockSpace:
     """See the module."""
 
-    def __init__(self, capacity_bytes: int, eviction: Eviction, max_namespaces: int):
+    def __init__(self, capacity_bytes: int, eviction: Eviction, max_namespaces: int, table_key: tuple[int, int]):
         self._extents = Extents(capacity_bytes)
         self._eviction = eviction
         self._by_offset: dict[int, StoredBlock] = {}
         self._commands: list[TierCommand] = []
         self._changed: dict[bytes, dict[ChainHash, bool]] = {}  # namespace -> name -> stored (else removed)
         self.evicted_blocks = 0
-        self.namespaces = Namespaces(self._extents.capacity_bytes, max_namespaces)
+        self.namespaces = Namespaces(self._extents.capacity_bytes, max_namespaces, table_key)
 
     @property
     def capacity_bytes(self) -> int:
@@ -69,9 +69,9 @@ class BlockSpace:
         """
         blocks: dict[int, StoredBlock] = {}
         reserved: list[Reserved] = []
-        length = opened.namespace.block_bytes
+        length, digest = opened.namespace.block_bytes, opened.digest
         refused = 0
-        readable, writing = opened.readable, opened.writing
+        readable, writing, by_offset, claims = opened.readable, opened.writing, self._by_offset, self._commands
         missing: dict[ChainHash, int] = {}
         for index, name in enumerate(names):
             if name not in readable and name not in writing:
@@ -84,26 +84,34 @@ class BlockSpace:
             if offset is None:
                 refused += 1
                 continue
-            key = BlockKey(opened.digest, name)
+            key = BlockKey(digest, name)
             generation = next_id()
             block = StoredBlock(key, SLOT.pack(offset, generation, 0), length, account)
-            blocks[index] = self._by_offset[offset] = writing[name] = block
+            blocks[index] = by_offset[offset] = writing[name] = block
             reserved.append(Reserved(index, Slot(offset, generation)))
-            self._commands.append(Claim(Address(key=key, offset=offset, length=length, generation=generation)))
+            claims.append(Claim(Address(key=key, offset=offset, length=length, generation=generation)))
             if account is not None:
                 account.bytes += occupied_bytes(length)
         if account is not None:
             account.refused += refused
         return blocks, reserved, refused
 
-    def publish(self, opened: OpenNamespace, block: StoredBlock, crc32c: int) -> None:
-        """Its bytes are there: it can be found. The policy does not know it yet."""
-        name = block.key.name
-        block.has_bytes(crc32c)
-        block.state = advance(block.state, Step.PUBLISH)
-        del opened.writing[name]
-        opened.readable[name] = block
-        self._changed.setdefault(opened.digest, {})[name] = True
+    def publish(self, opened: OpenNamespace, written: Iterable[tuple[StoredBlock, int]]) -> None:
+        """The bytes of these blocks are there, and that are their checksums: they can be found.
+
+        The policy does not know them yet.
+        """
+        published = advance(State.RESERVED, Step.PUBLISH)  # looked up once: what is being written is reserved
+        writing, put = opened.writing, opened.readable.put
+        changed = self._changed.setdefault(opened.digest, {})
+        for block, crc32c in written:
+            assert block.state is State.RESERVED, block.state
+            name = block.key.name
+            block.has_bytes(crc32c)
+            block.state = published
+            del writing[name]
+            put(name, block)
+            changed[name] = True
 
     def abandon(self, opened: OpenNamespace, block: StoredBlock) -> None:
         """It was never written."""
@@ -118,7 +126,7 @@ class BlockSpace:
             self._eviction.withdraw(key)
         if block.account is not None and key in block.account.eviction:
             block.account.eviction.withdraw(key)
-        del opened.readable[key.name]
+        opened.readable.remove(key.name)
         self._changed.setdefault(key.digest, {})[key.name] = False
 
     def free(self, block: StoredBlock) -> None:
@@ -184,7 +192,12 @@ class BlockSpace:
             assert account.bytes == charged.pop(id(account), 0) <= account.limit_bytes
             assert admitted.get(id(account.eviction), 0) == len(account.eviction)
         assert not charged, "an account was forgotten that has blocks"
-        assert all(opened.readable.keys().isdisjoint(opened.writing) for opened in self.namespaces)
+        for opened in self.namespaces:
+            assert not any(name in opened.readable for name in opened.writing)
+            for name in opened.readable.names():
+                (block,) = opened.readable.blocks(name)
+                assert self._by_offset[block.address.offset] is block
+                assert opened.readable.slots(name) == block.slot, "a look-up would send its readers elsewhere"
         end = 0
         for offset, length in sorted(areas):
             assert offset == end, "space is lost, or given away twice"
@@ -221,7 +234,8 @@ class BlockSpace:
     def _choose(self, policy: Eviction) -> StoredBlock | None:
         """The next to go, which has no pin; None when nothing may go."""
         while (key := policy.choose()) is not None:
-            block = self.namespaces.get(key.digest).readable[key.name]
+            block = self.namespaces.find(key)
+            assert block is not None, "the policy knows a block that is not there"
             if not block.pins:
                 return block
             policy.withdraw(key)  # admitted again with its last pin (rule 8)

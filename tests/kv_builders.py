@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,12 +18,14 @@ import msgspec
 import numpy as np
 
 from kvstore.block import ChainHash
+from kvstore.buffers import crc32c
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.extents import PAGE_BYTES
 from kvstore.layout import Namespace
 from kvstore.machine import BlockMachine
-from kvstore.messages import LeaseId, Slot, StoreEndpoints
+from kvstore.messages import BlockKey, LeaseId, Slot, StoreEndpoints
+from kvstore.ports import BackingTier
 from kvstore.server import serve
 from kvstore.settings import StoreSettings
 
@@ -53,6 +55,11 @@ def a_chain(length: int, of: str = "a") -> list[ChainHash]:
 def a_block(seed: int, length: int = BLOCK_BYTES) -> np.ndarray:
     """Bytes that differ from seed to seed."""
     return np.frombuffer(random.Random(seed).randbytes(length), dtype=np.uint8).copy()
+
+
+def keep(tier: BackingTier, keys: Sequence[BlockKey], blocks: Sequence[np.ndarray], deadline: Nanos) -> list[bool]:
+    """Have a tier keep blocks, under the checksums of what they are now."""
+    return tier.put(keys, blocks, deadline, [crc32c([block]) for block in blocks])
 
 
 class Store:

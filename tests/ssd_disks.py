@@ -13,10 +13,10 @@ from kvstore.codecs.plain import PlainCodec
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import BlockKey, Fetched, Outcome
 from kvstore.monotonic import MonotonicClock
-from kvstore.tiers.ssd.disk import Disk, File, aligned, open_disk
+from kvstore.tiers.ssd.disk import Disk, File, Space, aligned, open_disk
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep
 
 SEGMENT_BYTES = 256 << 10
 PER_SEGMENT = 20  # records of BLOCK_BYTES, three pages each, between a page of head and two of footer
@@ -37,6 +37,7 @@ class Faults:
         self.read_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.write_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.create_error: OSError | None = None
+        self.space: Space | None = None  # None: what the file system says
         self.torn = False  # a write that fails has written its first half
         self.before_read: Callable[[str, int], None] = lambda name, offset: None
         self.before_write: Callable[[str, int], None] = lambda name, offset: None
@@ -66,6 +67,9 @@ class FaultyDisk:
 
     def foreign_bytes(self) -> int:
         return self._inner.foreign_bytes()
+
+    def space(self) -> Space:
+        return self._faults.space or self._inner.space()
 
     def open(self, name: str) -> File:
         return FaultyFile(self._inner.open(name), name, self._faults)
@@ -206,7 +210,7 @@ def put(
     blocks = buffers(len(keys), length)
     for key, block in zip(keys, blocks, strict=True):
         block[:] = content_of(key, length)
-    return tier.put(keys, blocks, deadline or soon())
+    return keep(tier, keys, blocks, deadline or soon())
 
 
 def get(

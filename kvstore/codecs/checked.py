@@ -11,18 +11,15 @@ from kvstore.messages import BlockKey
 from kvstore.ports import Codec
 
 
-def encoded(codec: Codec, key: BlockKey, block: ByteArray, checksum: int | None) -> tuple[ByteArray, int] | None:
+def encoded(codec: Codec, key: BlockKey, block: ByteArray, checksum: int) -> tuple[ByteArray, int] | None:
     """What to keep of a block, and its CRC-32C; None when the block is not what its checksum says.
 
     Args:
         codec: Of the block's namespace.
         key: Names the block.
         block: Its bytes.
-        checksum: CRC-32C that it was published with; None: whatever the bytes sum up to.
+        checksum: CRC-32C that it was published with.
     """
-    if checksum is None:
-        content = codec.encode(key, block)
-        return content, crc32c([content])
     if codec.codec_id == PlainCodec.codec_id:
         return (block, checksum) if crc32c([block]) == checksum else None
     still = block.copy()

@@ -89,6 +89,10 @@ static PyObject *extend(PyObject *Py_UNUSED(module), PyObject *arguments)
         goto out;
     }
     const size_t count = (size_t)(tokens.len / size);
+    if (count == 0) { /* whatever a block's size is: no memory is taken for one that is not there */
+        found = PyList_New(0);
+        goto out;
+    }
     const size_t length = NAME + (size_t)size;
     const size_t chunks = (length + 1 + LENGTH + CHUNK - 1) / CHUNK;
     message = PyMem_Calloc(chunks, CHUNK);

@@ -38,13 +38,23 @@ FOLDING static inline __m128i moved(__m128i lane, long long high, long long low)
     return _mm_xor_si128(_mm_clmulepi64_si128(lane, by, 0x00), _mm_clmulepi64_si128(lane, by, 0x11));
 }
 
+/* What is loaded is loaded once, so that what is summed up is what was stored, also where the source changes meanwhile: the
+ * compiler may not go back to memory for it. */
 FOLDING static inline __m128i load(const uint8_t *from)
 {
-    return _mm_loadu_si128((const __m128i *)from);
+    __m128i lane = _mm_loadu_si128((const __m128i *)from);
+    __asm__("" : "+x"(lane));
+    return lane;
 }
 
 /* How a copy stores: not at all, as usual, or past the cache. */
 enum store { NOWHERE, CACHED, STREAMED };
+
+/* That many bytes further on; nowhere is no place to count from. */
+static inline uint8_t *at(uint8_t *to, size_t further, enum store how)
+{
+    return how == NOWHERE ? to : to + further;
+}
 
 FOLDING static inline void store(uint8_t *to, __m128i lane, enum store how)
 {
@@ -54,11 +64,11 @@ FOLDING static inline void store(uint8_t *to, __m128i lane, enum store how)
         _mm_stream_si128((__m128i *)to, lane);
 }
 
-/* What is summed up is what was stored, also where the source changes meanwhile. */
 FOLDING static inline uint32_t bytes(uint32_t crc, const uint8_t *from, uint8_t *to, size_t count)
 {
     for (; count > 0; count--) {
         uint8_t byte = *from++;
+        __asm__("" : "+r"(byte)); /* see `load` */
         if (to != NULL)
             *to++ = byte;
         crc = _mm_crc32_u8(crc, byte);
@@ -82,15 +92,15 @@ FOLDING static inline __attribute__((always_inline)) uint32_t fold(uint32_t crc,
     __m128i lanes[4];
     for (int i = 0; i < 4; i++) {
         lanes[i] = load(from + i * LANE);
-        store(to + i * LANE, lanes[i], how);
+        store(at(to, i * LANE, how), lanes[i], how);
     }
     lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128((int)crc));
     for (size_t stride = 1; stride < strides; stride++) {
         from += STRIDE;
-        to += how == NOWHERE ? 0 : STRIDE;
+        to = at(to, STRIDE, how);
         for (int i = 0; i < 4; i++) {
             __m128i next = load(from + i * LANE);
-            store(to + i * LANE, next, how);
+            store(at(to, i * LANE, how), next, how);
             lanes[i] = _mm_xor_si128(moved(lanes[i], BY_512), next);
         }
     }
@@ -102,6 +112,13 @@ WIDE static inline __m512i moved_wide(__m512i lanes, long long high, long long l
 {
     __m512i by = _mm512_broadcast_i32x4(_mm_set_epi64x(high, low));
     return _mm512_xor_si512(_mm512_clmulepi64_epi128(lanes, by, 0x00), _mm512_clmulepi64_epi128(lanes, by, 0x11));
+}
+
+WIDE static inline __m512i load_wide(const uint8_t *from)
+{
+    __m512i lanes = _mm512_loadu_si512(from);
+    __asm__("" : "+v"(lanes)); /* see `load` */
+    return lanes;
 }
 
 WIDE static inline void store_wide(uint8_t *to, __m512i lanes, enum store how)
@@ -117,16 +134,16 @@ WIDE static inline __attribute__((always_inline)) uint32_t fold_wide(uint32_t cr
 {
     __m512i wide[4];
     for (int i = 0; i < 4; i++) {
-        wide[i] = _mm512_loadu_si512(from + i * STRIDE);
-        store_wide(to + i * STRIDE, wide[i], how);
+        wide[i] = load_wide(from + i * STRIDE);
+        store_wide(at(to, i * STRIDE, how), wide[i], how);
     }
     wide[0] = _mm512_xor_si512(wide[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
     for (size_t stride = 1; stride < strides; stride++) {
         from += WIDE_STRIDE;
-        to += how == NOWHERE ? 0 : WIDE_STRIDE;
+        to = at(to, WIDE_STRIDE, how);
         for (int i = 0; i < 4; i++) {
-            __m512i next = _mm512_loadu_si512(from + i * STRIDE);
-            store_wide(to + i * STRIDE, next, how);
+            __m512i next = load_wide(from + i * STRIDE);
+            store_wide(at(to, i * STRIDE, how), next, how);
             wide[i] = _mm512_xor_si512(moved_wide(wide[i], BY_2048), next);
         }
     }
@@ -168,7 +185,7 @@ FOLDING static uint32_t extend(uint32_t crc, const uint8_t *from, uint8_t *to, s
         if (folded > 0) {
             crc = (wide ? widely : narrowly)(crc, from, to, folded / stride, how);
             from += folded, count -= folded;
-            to += how == NOWHERE ? 0 : folded;
+            to = at(to, folded, how);
         }
     }
     if (how == STREAMED)
@@ -304,7 +321,10 @@ static int take_parts(struct work *work, PyObject *parts, int flags)
     }
     for (; work->parts < total; work->parts++) {
         Py_buffer *view = work->views + work->parts;
-        if (PyObject_GetBuffer(PyList_GetItem(parts, work->parts), view, flags) < 0)
+        PyObject *part = PySequence_GetItem(parts, work->parts); /* asking for a buffer may run code that cuts the list */
+        int taken = part != NULL && PyObject_GetBuffer(part, view, flags) == 0;
+        Py_XDECREF(part);
+        if (!taken)
             return 0;
         if (left == 0 && view->len > 0)
             left = work->block_bytes, blocks++;
@@ -322,11 +342,8 @@ static int take_parts(struct work *work, PyObject *parts, int flags)
     return 1;
 }
 
-static PyObject *told(const struct work *work, int with_checksums)
+static PyObject *listed(const struct work *work)
 {
-    PyObject *outcomes = PyBytes_FromStringAndSize((const char *)work->outcomes, work->count);
-    if (outcomes == NULL || !with_checksums)
-        return outcomes;
     PyObject *checksums = PyList_New(work->count);
     for (Py_ssize_t index = 0; checksums != NULL && index < work->count; index++) {
         PyObject *checksum = PyLong_FromUnsignedLong(work->checksums[index]);
@@ -335,6 +352,15 @@ static PyObject *told(const struct work *work, int with_checksums)
         else
             PyList_SetItem(checksums, index, checksum);
     }
+    return checksums;
+}
+
+static PyObject *told(const struct work *work, int with_checksums)
+{
+    PyObject *outcomes = PyBytes_FromStringAndSize((const char *)work->outcomes, work->count);
+    if (outcomes == NULL || !with_checksums)
+        return outcomes;
+    PyObject *checksums = listed(work);
     PyObject *both = checksums == NULL ? NULL : PyTuple_Pack(2, outcomes, checksums);
     Py_DECREF(outcomes);
     Py_XDECREF(checksums);
@@ -351,6 +377,8 @@ static PyObject *move(PyObject *args, const char *format, int flags, void (*all)
     work.count = work.slots.len / SLOT_BYTES;
     if (work.page_bytes < 1 || work.block_bytes < 1 || work.slots.len % SLOT_BYTES != 0)
         PyErr_SetString(PyExc_ValueError, "sizes must be positive, and slots whole");
+    else if ((uintptr_t)work.stamps.buf % sizeof(uint64_t) != 0)
+        PyErr_SetString(PyExc_ValueError, "stamps are not aligned");
     else if (take_parts(&work, parts, flags)) {
         work.outcomes = PyMem_Calloc((size_t)work.count + 1, 1 + sizeof(uint32_t));
         if (work.outcomes == NULL)
@@ -387,11 +415,50 @@ static PyObject *py_put_blocks(PyObject *module, PyObject *args)
     return move(args, "w*y*ny*nO!", PyBUF_SIMPLE, put_all, 1);
 }
 
+static void sum_all(struct work *work)
+{
+    Py_buffer *part = work->views, *end = work->views + work->parts;
+    for (Py_ssize_t index = 0; index < work->count; index++) {
+        uint32_t crc = 0;
+        for (Py_ssize_t left = work->block_bytes; left > 0 && part < end; left -= part->len, part++)
+            crc = extend(crc, part->buf, NULL, (size_t)part->len);
+        work->checksums[index] = crc;
+    }
+}
+
+static PyObject *py_sums(PyObject *module, PyObject *args)
+{
+    struct work work = {.views = NULL};
+    PyObject *parts, *result = NULL;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "nnO!", &work.count, &work.block_bytes, &PyList_Type, &parts))
+        return NULL;
+    if (work.block_bytes < 1 || work.count < 0)
+        PyErr_SetString(PyExc_ValueError, "sizes must be positive");
+    else if (take_parts(&work, parts, PyBUF_SIMPLE)) {
+        work.checksums = PyMem_Calloc((size_t)work.count + 1, sizeof(uint32_t));
+        if (work.checksums == NULL)
+            PyErr_NoMemory();
+        else {
+            Py_BEGIN_ALLOW_THREADS
+            sum_all(&work);
+            Py_END_ALLOW_THREADS
+            result = listed(&work);
+            PyMem_Free(work.checksums);
+        }
+    }
+    while (work.parts > 0)
+        PyBuffer_Release(work.views + --work.parts);
+    PyMem_Free(work.views);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"extend", py_extend, METH_VARARGS, NULL},
     {"copy", py_copy, METH_VARARGS, NULL},
     {"get_blocks", py_get_blocks, METH_VARARGS, NULL},
     {"put_blocks", py_put_blocks, METH_VARARGS, NULL},
+    {"sums", py_sums, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

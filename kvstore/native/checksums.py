@@ -5,13 +5,13 @@ as long as a copy. Meaning and arguments are those of `kvstore.native.checksums_
 """
 
 try:
-    from kvstore.native._checksum import copy, extend, get_blocks, put_blocks
+    from kvstore.native._checksum import copy, extend, get_blocks, put_blocks, sums
 
     BUILT = True
     """Whether the native module runs."""
 except ImportError:  # not built, or not for this processor
-    from kvstore.native.checksums_twin import copy, extend, get_blocks, put_blocks
+    from kvstore.native.checksums_twin import copy, extend, get_blocks, put_blocks, sums
 
     BUILT = False
 
-__all__ = ["BUILT", "copy", "extend", "get_blocks", "put_blocks"]
+__all__ = ["BUILT", "copy", "extend", "get_blocks", "put_blocks", "sums"]

@@ -104,6 +104,19 @@ def put_blocks(
     return bytes(outcomes), checksums
 
 
+def sums(count: int, block_bytes: int, parts: list[NDArray[np.uint8]], /) -> list[int]:
+    """The CRC-32C of each of `count` blocks; parts and errors are those of `get_blocks`."""
+    blocks = _blocks(parts, block_bytes)
+    assert len(blocks) == count, f"parts do not make {count} blocks of {block_bytes} bytes"
+    checksums = []
+    for block in blocks:
+        checksum = 0
+        for part in block:
+            checksum = extend(checksum, part)
+        checksums.append(checksum)
+    return checksums
+
+
 def _blocks(parts: list[NDArray[np.uint8]], block_bytes: int) -> list[list[NDArray[np.uint8]]]:
     blocks: list[list[NDArray[np.uint8]]] = []
     left = 0

@@ -16,6 +16,13 @@
 #define WIDE
 #endif
 
+/* Values of 16 bits wherever a caller's bytes lie: a payload is packed, and its views need not be aligned. */
+#if defined(__GNUC__)
+typedef uint16_t Half __attribute__((aligned(1), may_alias));
+#else
+typedef uint16_t Half;
+#endif
+
 #define COPY_AXES 5
 #define COPY_COLUMNS (5 + 3 * COPY_AXES)
 #define MAX_VIEWS 4
@@ -108,6 +115,20 @@ typedef struct {
     int64_t count, source_stride, destination_stride;
 } Axis;
 
+typedef struct { /* of a table: COPY_COLUMNS numbers, as the twin has them */
+    int64_t source, source_offset, destination, destination_offset, run;
+    Axis axes[COPY_AXES];
+} Row;
+
+_Static_assert(sizeof(Row) == COPY_COLUMNS * sizeof(int64_t), "rows lie as the table has them");
+
+static Row row_at(const char *rows, Py_ssize_t index)
+{
+    Row row;
+    memcpy(&row, rows + index * (Py_ssize_t)sizeof row, sizeof row);
+    return row;
+}
+
 static void copy_runs(char *to, const char *from, const Axis *axis, int axes, int64_t run)
 {
     if (axes == 0) {
@@ -172,33 +193,32 @@ static PyObject *copy(PyObject *module, PyObject *args)
     if ((view = take(&arguments, table, 2, 8, 0)) == NULL || take_objects(&sources, from, 0) < 0 ||
         take_objects(&destinations, into, 1) < 0)
         goto refused;
-    const int64_t(*rows)[COPY_COLUMNS] = view->buf;
+    const char *rows = view->buf;
     const Py_ssize_t count = view->shape[0];
     if (view->shape[1] != COPY_COLUMNS) {
         message = "the table has another number of columns";
         goto refused;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        const int64_t *row = rows[i];
-        const Axis *axes = (const Axis *)(row + 5);
-        if (row[0] < 0 || row[0] >= sources.count || row[2] < 0 || row[2] >= destinations.count ||
-            !is_within(row[1], axes, 0, row[4], sources.views[row[0]].len) ||
-            !is_within(row[3], axes, 1, row[4], destinations.views[row[2]].len)) {
+        const Row row = row_at(rows, i);
+        if (row.source < 0 || row.source >= sources.count || row.destination < 0 ||
+            row.destination >= destinations.count ||
+            !is_within(row.source_offset, row.axes, 0, row.run, sources.views[row.source].len) ||
+            !is_within(row.destination_offset, row.axes, 1, row.run, destinations.views[row.destination].len)) {
             message = "a copy is not within its objects";
             goto refused;
         }
     }
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++) {
-        const int64_t *row = rows[i];
-        const Axis *axes = (const Axis *)(row + 5);
+        const Row row = row_at(rows, i);
         Axis used[COPY_AXES];
         int number = 0;
         for (int axis = 0; axis < COPY_AXES; axis++)
-            if (axes[axis].count > 1)
-                used[number++] = axes[axis];
-        copy_runs((char *)destinations.views[row[2]].buf + row[3], (const char *)sources.views[row[0]].buf + row[1],
-                  used, number, row[4]);
+            if (row.axes[axis].count > 1)
+                used[number++] = row.axes[axis];
+        copy_runs((char *)destinations.views[row.destination].buf + row.destination_offset,
+                  (const char *)sources.views[row.source].buf + row.source_offset, used, number, row.run);
     }
     Py_END_ALLOW_THREADS
     release_objects(&sources);
@@ -306,7 +326,7 @@ refused:
 
 static int has_table(const Py_buffer *which, Py_ssize_t tables)
 {
-    const uint16_t *table = which->buf;
+    const Half *table = which->buf;
     for (Py_ssize_t i = 0; i < which->shape[0]; i++)
         if (table[i] >= tables)
             return 0;
@@ -332,21 +352,21 @@ static PyObject *look_up(PyObject *args, int narrowing)
         return refuse(&arguments, "values, codes and groups differ in size");
     if (tables->shape[1] != entries || !has_table(which, tables->shape[0]))
         return refuse(&arguments, "a group's table does not exist");
-    const uint16_t *table_of = which->buf;
+    const Half *table_of = which->buf;
     Py_BEGIN_ALLOW_THREADS
     if (narrowing)
         for (Py_ssize_t group = 0; group < groups; group++) {
             const uint8_t *table = (const uint8_t *)tables->buf + (Py_ssize_t)table_of[group] * entries;
-            const uint16_t *values = (const uint16_t *)source->buf + group * length;
+            const Half *values = (const Half *)source->buf + group * length;
             uint8_t *codes = (uint8_t *)destination->buf + group * length;
             for (Py_ssize_t i = 0; i < length; i++)
                 codes[i] = table[values[i]];
         }
     else
         for (Py_ssize_t group = 0; group < groups; group++) {
-            const uint16_t *table = (const uint16_t *)tables->buf + (Py_ssize_t)table_of[group] * entries;
+            const Half *table = (const Half *)tables->buf + (Py_ssize_t)table_of[group] * entries;
             const uint8_t *codes = (const uint8_t *)source->buf + group * length;
-            uint16_t *values = (uint16_t *)destination->buf + group * length;
+            Half *values = (Half *)destination->buf + group * length;
             for (Py_ssize_t i = 0; i < length; i++)
                 values[i] = table[codes[i]];
         }
@@ -420,7 +440,7 @@ static inline int8_t nearest(float quotient)
     return (int8_t)(as_bits(quotient + 12582912.0f) & 0xFF); /* 1.5 * 2**23: integers, ties to even */
 }
 
-WIDE static void largest_of(const uint16_t *values, uint16_t *largest, Py_ssize_t rows, Py_ssize_t columns)
+WIDE static void largest_of(const Half *values, Half *largest, Py_ssize_t rows, Py_ssize_t columns)
 {
     memset(largest, 0, (size_t)columns * 2);
     for (Py_ssize_t row = 0; row < rows; row++)
@@ -430,7 +450,7 @@ WIDE static void largest_of(const uint16_t *values, uint16_t *largest, Py_ssize_
         }
 }
 
-WIDE static void scale_bfloat16(uint16_t *scales, Py_ssize_t columns)
+WIDE static void scale_bfloat16(Half *scales, Py_ssize_t columns)
 {
     for (Py_ssize_t i = 0; i < columns; i++) {
         uint32_t scale = (as_bits(from_bfloat16(scales[i]) / 127.0f) + 0xFFFF) >> 16;
@@ -438,7 +458,7 @@ WIDE static void scale_bfloat16(uint16_t *scales, Py_ssize_t columns)
     }
 }
 
-WIDE static void scale_float16(uint16_t *scales, Py_ssize_t columns)
+WIDE static void scale_float16(Half *scales, Py_ssize_t columns)
 {
     for (Py_ssize_t i = 0; i < columns; i++) {
         uint32_t scale = (as_bits(from_float16(scales[i]) / 127.0f) + 0xFFFF) >> 16;
@@ -446,25 +466,25 @@ WIDE static void scale_float16(uint16_t *scales, Py_ssize_t columns)
     }
 }
 
-WIDE static void divide_bfloat16(const uint16_t *values, const uint16_t *scales, int8_t *codes, Py_ssize_t columns)
+WIDE static void divide_bfloat16(const Half *values, const Half *scales, int8_t *codes, Py_ssize_t columns)
 {
     for (Py_ssize_t i = 0; i < columns; i++)
         codes[i] = nearest(from_bfloat16(values[i]) / from_bfloat16(scales[i]));
 }
 
-WIDE static void divide_float16(const uint16_t *values, const uint16_t *scales, int8_t *codes, Py_ssize_t columns)
+WIDE static void divide_float16(const Half *values, const Half *scales, int8_t *codes, Py_ssize_t columns)
 {
     for (Py_ssize_t i = 0; i < columns; i++)
         codes[i] = nearest(from_float16(values[i]) / from_bfloat16(scales[i]));
 }
 
-WIDE static void multiply_bfloat16(const int8_t *codes, const uint16_t *scales, uint16_t *values, Py_ssize_t columns)
+WIDE static void multiply_bfloat16(const int8_t *codes, const Half *scales, Half *values, Py_ssize_t columns)
 {
     for (Py_ssize_t i = 0; i < columns; i++)
         values[i] = to_bfloat16((float)codes[i] * from_bfloat16(scales[i]));
 }
 
-WIDE static void multiply_float16(const int8_t *codes, const uint16_t *scales, uint16_t *values, Py_ssize_t columns)
+WIDE static void multiply_float16(const int8_t *codes, const Half *scales, Half *values, Py_ssize_t columns)
 {
     for (Py_ssize_t i = 0; i < columns; i++)
         values[i] = to_float16((float)codes[i] * from_bfloat16(scales[i]));
@@ -501,9 +521,9 @@ static PyObject *quantise(PyObject *module, PyObject *args)
     const Py_ssize_t groups = values->shape[0], rows = values->shape[1], columns = values->shape[2];
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t group = 0; group < groups; group++) {
-        const uint16_t *value = (const uint16_t *)values->buf + group * rows * columns;
+        const Half *value = (const Half *)values->buf + group * rows * columns;
         int8_t *code = (int8_t *)codes->buf + group * rows * columns;
-        uint16_t *scale = (uint16_t *)scales->buf + group * columns;
+        Half *scale = (Half *)scales->buf + group * columns;
         largest_of(value, scale, rows, columns);
         (fraction == BFLOAT16 ? scale_bfloat16 : scale_float16)(scale, columns);
         for (Py_ssize_t row = 0; row < rows; row++)
@@ -534,8 +554,8 @@ static PyObject *dequantise(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t group = 0; group < groups; group++) {
         const int8_t *code = (const int8_t *)codes->buf + group * rows * columns;
-        const uint16_t *scale = (const uint16_t *)scales->buf + group * columns;
-        uint16_t *value = (uint16_t *)values->buf + group * rows * columns;
+        const Half *scale = (const Half *)scales->buf + group * columns;
+        Half *value = (Half *)values->buf + group * rows * columns;
         for (Py_ssize_t row = 0; row < rows; row++)
             (fraction == BFLOAT16 ? multiply_bfloat16 : multiply_float16)(code + row * columns, scale,
                                                                           value + row * columns, columns);

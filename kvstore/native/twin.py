@@ -134,6 +134,7 @@ def _views(
     _fits(min(row) >= 0, "a copy is not within its objects")
     source, source_offset, destination, destination_offset, length = row[:5]
     counts, steps, strides = row[5::3], row[6::3], row[7::3]
+    _fits(min(counts) >= 1, "a copy has no runs")
     item = _item(length)
     if length > LONGEST_ITEM:
         counts, steps, strides = [*counts, length], [*steps, 1], [*strides, 1]

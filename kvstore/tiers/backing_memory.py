@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import Clock, Nanos
 from kvstore.codecs.checked import encoded
-from kvstore.errors import NamespaceUnknown, TierFailed, UndecodableBlock
+from kvstore.errors import NamespaceUnknown, UndecodableBlock
 from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome, TierStatus
 from kvstore.ports import Codec
+from kvstore.tiers.gate import Gate
 from kvstore.tiers.tally import Tally
 
 
@@ -31,7 +32,7 @@ class MemoryBackingTier:
         self._kept: OrderedDict[BlockKey, _Kept] = OrderedDict()
         self._bytes = 0  # of what is kept
         self._tally = Tally(name)
-        self._closed = False
+        self._gate = Gate(self._tally, clock)
 
     @property
     def name(self) -> str:
@@ -42,7 +43,7 @@ class MemoryBackingTier:
         return True
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:  # noqa: ARG002 - it takes no time
-        self._check_open()
+        self._gate.require_open()
         with self._lock:
             for count, key in enumerate(keys):
                 if key not in self._kept or self._codec(key) is None:
@@ -54,14 +55,13 @@ class MemoryBackingTier:
         keys: Sequence[BlockKey],
         blocks: Sequence[ByteArray],
         deadline: Nanos,
-        checksums: Sequence[int] | None = None,
+        checksums: Sequence[int],
     ) -> list[bool]:
-        self._check_open()
-        sums = checksums if checksums is not None else [None] * len(keys)
-        return [self._put(*each, deadline) for each in zip(keys, blocks, sums, strict=True)]
+        self._gate.require_open()
+        return [self._put(*each, deadline) for each in zip(keys, blocks, checksums, strict=True)]
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
-        self._check_open()
+        self._gate.require_open()
         answers = [self._get(key, buffer, deadline) for key, buffer in zip(keys, into, strict=True)]
         self._tally.fetched(answers, into)
         return answers
@@ -84,14 +84,14 @@ class MemoryBackingTier:
         return replace(self._tally.status(), blocks=blocks, bytes=occupied, capacity_bytes=self._capacity_bytes)
 
     def close(self) -> None:
-        self._closed = True
+        self._gate.close()
 
     def damage(self, key: BlockKey) -> None:
         """Flip one bit of a block that is held, for tests of those who read it."""
         with self._lock:
             self._kept[key].content[0] ^= 1
 
-    def _put(self, key: BlockKey, block: ByteArray, checksum: int | None, deadline: Nanos) -> bool:
+    def _put(self, key: BlockKey, block: ByteArray, checksum: int, deadline: Nanos) -> bool:
         codec = self._codec(key)
         with self._lock:
             if self._clock.now() >= deadline:
@@ -148,10 +148,6 @@ class MemoryBackingTier:
         if (kept := self._kept.pop(key, None)) is not None:
             self._bytes -= kept.content.nbytes
             self._tally.missed([key])
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierFailed(f"the {self._name} tier is closed")
 
 
 class _Kept(Struct, frozen=True, kw_only=True):

@@ -28,9 +28,10 @@ from kvstore.block import ChainHash
 from kvstore.breaker import Breaker
 from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import SECOND, Clock, Nanos, nanos, seconds
-from kvstore.errors import NamespaceUnknown, StoreError, StoreUnreachable, TierFailed
+from kvstore.errors import NamespaceUnknown, StoreError, StoreUnreachable, TierFailed, reason
 from kvstore.layout import Namespace
 from kvstore.messages import GONE, BlockKey, Counters, Fetched, LeaseId, Match, Outcome, TierStatus
+from kvstore.tiers.gate import Gate
 from kvstore.tiers.settings import TierSettings
 from kvstore.tiers.tally import Tally
 
@@ -128,22 +129,17 @@ class PeerTier:
         self._namespaces = namespaces
         self._clock = clock
         self._tally = Tally(self.name)
+        self._gate = Gate(self._tally, clock)
         self._hints = Hints()
         self._doubts = Doubts()
         self._lock = threading.Lock()
         self._links: dict[tuple[str, bytes], Link] = {}
-        self._closed = False
-
-    def hint(self, keys: Iterable[BlockKey], address: str) -> None:
-        """Somebody knows that a peer has these blocks."""
-        if address in self._settings.peers and address != self._settings.own_address:
-            self._hints.note(keys, address)
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
-        self._require_open()
+        self._gate.require_open()
         chain = self._sound(keys)
         namespace = self._namespace(chain[0].digest) if chain else None
-        if namespace is None or self._is_late(deadline):
+        if namespace is None or self._gate.is_late(deadline):
             return 0
         names = [key.name for key in chain]
         longest, holder, asked, failure = 0, "", 0, None
@@ -169,27 +165,24 @@ class PeerTier:
         keys: Sequence[BlockKey],
         blocks: Sequence[ByteArray],
         deadline: Nanos,
-        checksums: Sequence[int] | None = None,
+        checksums: Sequence[int],
     ) -> list[bool]:
-        self._require_open()
+        self._gate.require_open()
         there = [False] * len(keys)
-        if not self._settings.push or self._is_late(deadline):
+        if not self._settings.push or self._gate.is_late(deadline):
             return there
-        if checksums is not None:  # copies, because the peer's client sums up what it finds when it writes
-            blocks = [block.copy() for block in blocks]
-            good = [crc32c([block]) == checksum for block, checksum in zip(blocks, checksums, strict=True)]
-            self._tally.count(corrupt=good.count(False))
-            keys = [key for key, is_good in zip(keys, good, strict=True) if is_good]
-            there = self.put(keys, [block for block, is_good in zip(blocks, good, strict=True) if is_good], deadline)
-            answers = iter(there)
-            return [is_good and next(answers) for is_good in good]
-        for namespace, indices in self._by_namespace(keys, blocks):
-            owner = self._owner(keys[indices[0]])
+        for namespace, fitting in self._by_namespace(keys, blocks):
+            owner = self._owner(keys[fitting[0]])
             if owner == self._settings.own_address:
+                continue
+            copies = {index: blocks[index].copy() for index in fitting}  # the peer's client sums up what it finds
+            indices = [index for index in fitting if crc32c([copies[index]]) == checksums[index]]
+            self._tally.count(corrupt=len(fitting) - len(indices))
+            if not indices:
                 continue
             names = [keys[index].name for index in indices]
             try:
-                written, held = self._link(owner, namespace).push(names, [blocks[index] for index in indices], deadline)
+                written, held = self._link(owner, namespace).push(names, [copies[index] for index in indices], deadline)
             except TierFailed:
                 self._tally.count(failures=1)
                 if not any(there):
@@ -203,9 +196,9 @@ class PeerTier:
         return there
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
-        self._require_open()
+        self._gate.require_open()
         answers = [GONE] * len(keys)
-        if not self._is_late(deadline):
+        if not self._gate.is_late(deadline):
             failure: TierFailed | None = None
             for namespace, indices in self._by_namespace(keys, into):
                 try:
@@ -231,10 +224,11 @@ class PeerTier:
         return []
 
     def status(self) -> TierStatus:
-        return replace(self._tally.status(), corrupt=sum(link.corrupt for link in self._all_links()))
+        status = self._tally.status()
+        return replace(status, corrupt=status.corrupt + sum(link.corrupt for link in self._all_links()))
 
     def close(self) -> None:
-        self._closed = True
+        self._gate.close()
         for link in self._all_links():
             link.close()
 
@@ -316,8 +310,7 @@ class PeerTier:
 
     def _link(self, address: str, namespace: Namespace) -> "Link":
         with self._lock:
-            if self._closed:
-                raise TierFailed("the peer tier is closed")
+            self._gate.require_open()
             link = self._links.get((address, namespace.digest))
             if link is None:
                 link = Link(address, namespace, self._connect, nanos(self._settings.connect_seconds), self._clock)
@@ -327,15 +320,6 @@ class PeerTier:
     def _all_links(self) -> list["Link"]:
         with self._lock:
             return list(self._links.values())
-
-    def _is_late(self, deadline: Nanos) -> bool:
-        late = self._clock.now() >= deadline
-        self._tally.count(failures=late)
-        return late
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TierFailed("the peer tier is closed")
 
 
 class Link:
@@ -553,7 +537,7 @@ def probe(address: str, within_seconds: float) -> None:
         else:
             socket.create_connection(host_port(address), max(within_seconds, 0.001)).close()
     except OSError as error:
-        raise StoreUnreachable(f"nobody listens: {error}") from error
+        raise StoreUnreachable(f"nobody listens: {reason(error)}") from error
 
 
 def _has_port(address: str) -> bool:

@@ -137,7 +137,7 @@ class Records:
         """Whether the namespace is open here."""
         return self._codec(key) is not None
 
-    def frame(self, key: BlockKey, block: ByteArray, checksum: int | None) -> Framed | None:
+    def frame(self, key: BlockKey, block: ByteArray, checksum: int) -> Framed | None:
         """What to write for a block; None when its namespace is not open here, or it is not what its checksum says."""
         codec = self._codec(key)
         if codec is None:

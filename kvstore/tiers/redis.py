@@ -22,9 +22,10 @@ from msgspec import Meta
 
 from kvstore.buffers import ByteArray
 from kvstore.clock import SECOND, Clock, Nanos, seconds
-from kvstore.errors import StoreNotStarted, TierFailed
+from kvstore.errors import StoreNotStarted, TierFailed, reason
 from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome, TierStatus
 from kvstore.ports import Codec
+from kvstore.tiers.gate import Gate
 from kvstore.tiers.records import HEAD_BYTES, Framed, Records, Standing
 from kvstore.tiers.resp import Pipe, Refusal, request, request_with
 from kvstore.tiers.settings import TierSettings
@@ -119,11 +120,11 @@ class RedisTier:
         self._connect = connect
         self._clock = clock
         self._tally = Tally(self.name)
+        self._gate = Gate(self._tally, clock)
         self._records = Records(codecs, self._tally)
         self._turns = threading.BoundedSemaphore(settings.connections)
         self._lock = threading.Lock()
         self._idle: list[Pipe] = []
-        self._closed = False
 
     @classmethod
     def open(cls, settings: RedisSettings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> Self:
@@ -140,14 +141,14 @@ class RedisTier:
         try:
             dial = _Dial(settings, clock)
         except ImportError as error:
-            raise StoreNotStarted("redis: its client is not installed: pip install 'fleet-serving[redis]'") from error
+            raise StoreNotStarted("kind: redis needs its client: pip install 'fleet-serving[redis]'") from error
         except OSError as error:
             raise StoreNotStarted(f"password_file: {settings.password_file}: {error.strerror}") from error
         return cls(settings, dial, codecs=codecs, clock=clock)
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
-        self._require_open()
-        if not keys or self._is_late(deadline):
+        self._gate.require_open()
+        if not keys or self._gate.is_late(deadline):
             return 0
 
         def count_leading(pipe: Pipe) -> int:
@@ -165,18 +166,17 @@ class RedisTier:
         keys: Sequence[BlockKey],
         blocks: Sequence[ByteArray],
         deadline: Nanos,
-        checksums: Sequence[int] | None = None,
+        checksums: Sequence[int],
     ) -> list[bool]:
-        self._require_open()
+        self._gate.require_open()
         there: dict[BlockKey, bool] = {}
-        sums = checksums if checksums is not None else [None] * len(keys)
         work = {
             key: (block, checksum)
-            for key, block, checksum in zip(keys, blocks, sums, strict=True)
+            for key, block, checksum in zip(keys, blocks, checksums, strict=True)
             if self._records.knows(key)
         }
         self._tally.count(refused=len(set(keys)) - len(work))
-        if work and not self._is_late(deadline):
+        if work and not self._gate.is_late(deadline):
             try:
                 self._exchange(lambda pipe: self._put(pipe, work, there), deadline)
             except TierFailed:
@@ -186,11 +186,11 @@ class RedisTier:
         return [there.get(key, False) for key in keys]
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
-        self._require_open()
+        self._gate.require_open()
         answers = [GONE] * len(keys)
         work = [(index, key, into[index]) for index, key in enumerate(keys) if self._records.knows(key)]
         answered: list[int] = []
-        if work and not self._is_late(deadline):
+        if work and not self._gate.is_late(deadline):
             try:
                 self._exchange(lambda pipe: self._get(pipe, work, answers, answered), deadline)
             except TierFailed:
@@ -202,7 +202,7 @@ class RedisTier:
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        if not keys or self._closed:
+        if not keys or self._gate.is_closed:
             return
         self._tally.missed(keys)
 
@@ -227,7 +227,7 @@ class RedisTier:
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._gate.close()
             idle, self._idle = self._idle, []
         for pipe in idle:
             pipe.close()
@@ -254,7 +254,7 @@ class RedisTier:
             heads.append(head)
         return heads
 
-    def _put(self, pipe: Pipe, work: dict[BlockKey, tuple[ByteArray, int | None]], there: dict[BlockKey, bool]) -> None:
+    def _put(self, pipe: Pipe, work: dict[BlockKey, tuple[ByteArray, int]], there: dict[BlockKey, bool]) -> None:
         missing = []
         heads = self._heads(pipe, list(work))
         for (key, (block, _)), head in zip(work.items(), heads, strict=True):
@@ -363,24 +363,15 @@ class RedisTier:
             answer = act(pipe)
             in_step = True
         except (OSError, ValueError, Refusal) as error:
-            raise TierFailed(f"{self._settings.place}: {error}") from error
+            raise TierFailed(f"{self._settings.place}: {reason(error)}") from error
         finally:
             with self._lock:
-                keep = in_step and not self._closed
+                keep = in_step and not self._gate.is_closed
                 if keep:
                     self._idle.append(pipe)
             if not keep:  # replies that nobody reads would be taken for those of the next requests
                 pipe.close()
         return answer
-
-    def _is_late(self, deadline: Nanos) -> bool:
-        late = self._clock.now() >= deadline
-        self._tally.count(failures=late)
-        return late
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TierFailed("the redis tier is closed")
 
     def _name(self, key: BlockKey) -> bytes:
         return f"{self._settings.key_prefix}:{key.digest.hex()}:{key.name.hex()}".encode()

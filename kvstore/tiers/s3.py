@@ -30,6 +30,7 @@ from kvstore.clock import SECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import GONE, BlockKey, Fetched, Outcome, TierStatus
 from kvstore.ports import Codec
+from kvstore.tiers.gate import Gate
 from kvstore.tiers.records import HEAD_BYTES, Records, Standing
 from kvstore.tiers.settings import TierSettings
 from kvstore.tiers.tally import Tally
@@ -40,6 +41,9 @@ BEING_WRITTEN = frozenset({"409", "ConditionalRequestConflict"})
 UNCONDITIONAL_ONLY = frozenset({"501", "NotImplemented"})
 FULL = frozenset({"507", "EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
 """Error codes, of the store or of HTTP."""
+
+FIELDS = {"ParamValidationError": "bucket", "InvalidRegionError": "region", "ProfileNotFound": "profile"}
+"""Of the settings, by the library's error that finds them wrong."""
 
 WAITS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """For a connection, and again for an answer to begin. The library wants to know once for all requests of a client, so
@@ -118,11 +122,11 @@ class S3Tier:
         self._clients = clients
         self._clock = clock
         self._tally = Tally(self.name)
+        self._gate = Gate(self._tally, clock)
         self._records = Records(codecs, self._tally)
         self._seen = Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
         self._conditional = True
         self._threads = ThreadPoolExecutor(settings.parallel, thread_name_prefix="kvstore-s3")
-        self._closed = False
 
     @classmethod
     def open(cls, settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> Self:
@@ -140,14 +144,14 @@ class S3Tier:
         try:
             clients = Clients(settings)
         except ImportError as error:
-            raise StoreNotStarted("s3: its client is not installed: pip install 'fleet-serving[s3]'") from error
+            raise StoreNotStarted("kind: s3 needs its client: pip install 'fleet-serving[s3]'") from error
         clients.look_at_bucket()
         return cls(settings, clients, codecs=codecs, clock=clock)
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
-        self._require_open()
+        self._gate.require_open()
         known = next((index for index, key in enumerate(keys) if not self._records.knows(key)), len(keys))
-        if not known or self._is_late(deadline):
+        if not known or self._gate.is_late(deadline):
             return 0
         return leading(
             known, self._settings.parallel, lambda indices: self._are_there([keys[i] for i in indices], deadline)
@@ -158,16 +162,15 @@ class S3Tier:
         keys: Sequence[BlockKey],
         blocks: Sequence[ByteArray],
         deadline: Nanos,
-        checksums: Sequence[int] | None = None,
+        checksums: Sequence[int],
     ) -> list[bool]:
-        self._require_open()
+        self._gate.require_open()
         now = self._clock.now()
         there: dict[BlockKey, bool] = {}
-        work: dict[BlockKey, tuple[ByteArray, int | None]] = {}
-        sums = checksums if checksums is not None else [None] * len(keys)
-        if self._is_late(deadline):
+        work: dict[BlockKey, tuple[ByteArray, int]] = {}
+        if self._gate.is_late(deadline):
             return [False] * len(keys)
-        for key, block, checksum in zip(keys, blocks, sums, strict=True):
+        for key, block, checksum in zip(keys, blocks, checksums, strict=True):
             if not self._records.knows(key):
                 there[key] = False
                 self._tally.count(refused=1)
@@ -181,11 +184,11 @@ class S3Tier:
         return [there[key] for key in keys]
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
-        self._require_open()
+        self._gate.require_open()
         answers = [GONE] * len(keys)
         work = [(index, key, into[index]) for index, key in enumerate(keys) if self._records.knows(key)]
         missed = []
-        if work and not self._is_late(deadline):
+        if work and not self._gate.is_late(deadline):
             act = partial(self._get, deadline=deadline)
             for (index, key, _), answer in zip(work, self._each(work, act, deadline), strict=True):
                 if answer is not None:
@@ -197,7 +200,7 @@ class S3Tier:
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        if not keys or self._closed:
+        if not keys or self._gate.is_closed:
             return
         self._tally.missed(keys)
         for key in keys:
@@ -218,7 +221,7 @@ class S3Tier:
         return self._tally.status()
 
     def close(self) -> None:
-        self._closed = True
+        self._gate.close()
         self._threads.shutdown(wait=False, cancel_futures=True)  # requests under way end by their deadlines
         self._clients.close()
 
@@ -243,7 +246,7 @@ class S3Tier:
             return self._saw(key, is_there=False)
         return self._saw(key, is_there=True)
 
-    def _put(self, client: Any, item: tuple[BlockKey, tuple[ByteArray, int | None]]) -> bool:
+    def _put(self, client: Any, item: tuple[BlockKey, tuple[ByteArray, int]]) -> bool:
         key, (block, checksum) = item
         framed = self._records.frame(key, block, checksum)
         if framed is None:
@@ -326,7 +329,7 @@ class S3Tier:
         try:
             attempts = [self._threads.submit(self._attempt, act, item, deadline) for item in items]
         except RuntimeError as error:
-            raise TierFailed("the s3 tier is closed") from error
+            raise self._gate.refusal() from error
         answers: list[Answer | None] = []
         failure: TierFailed | None = None
         for attempt in attempts:
@@ -336,7 +339,7 @@ class S3Tier:
                 failure = error
                 answers.append(None)
             except CancelledError:
-                failure = TierFailed("the s3 tier is closed")
+                failure = self._gate.refusal()
                 answers.append(None)
         if failure is not None:
             self._tally.count(failures=1)
@@ -357,15 +360,6 @@ class S3Tier:
                 ):  # a kept connection that the store has closed
                     raise TierFailed(f"{self._place}: {error}") from error
         raise AssertionError("unreachable")
-
-    def _is_late(self, deadline: Nanos) -> bool:
-        late = self._clock.now() >= deadline
-        self._tally.count(failures=late)
-        return late
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TierFailed("the s3 tier is closed")
 
     def _name(self, key: BlockKey) -> str:
         return f"{self._settings.prefix}/{key.digest.hex()}/{key.name.hex()}"
@@ -461,7 +455,7 @@ class Clients:
         try:
             self._client(self._settings.start_seconds / 2).head_bucket(Bucket=bucket)
         except self._no_credentials as error:
-            raise StoreNotStarted(f"s3: no credentials: {error}") from error
+            raise StoreNotStarted(f"profile: no credentials: {error}") from error
         except self.Refused as error:
             match code_of(error):
                 case "404" | "NoSuchBucket":
@@ -477,8 +471,8 @@ class Clients:
         except ValueError as error:
             raise StoreNotStarted(f"endpoint_url: {error}") from error
         except self.errors as error:
-            if type(error).__name__ in ("ParamValidationError", "InvalidRegionError", "ProfileNotFound"):
-                raise StoreNotStarted(f"bucket, region: {error}") from error
+            if (field := FIELDS.get(type(error).__name__)) is not None:
+                raise StoreNotStarted(f"{field}: {error}") from error
             self._not_yet(error)
 
     def within(self, left_seconds: float) -> Any | None:

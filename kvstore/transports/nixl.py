@@ -27,11 +27,12 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvstore.breaker import Breaker
-from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
+from kvstore.buffers import Block, ByteArray, MutableBlock, pieces, size_of
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import AnySlots, Fetched, Outcome, Slot
+from kvstore.native import checksums
 from kvstore.transports.nixl_agent import Agent, AgentFailed, Way, joined, spans
 from kvstore.transports.summing import summed_before
 
@@ -49,6 +50,10 @@ REOPENING = Nanos(10 * SECOND)
 SPINS = 200  # looks at a transfer before the pauses between them begin: small ones are done by then
 PAUSE_SECONDS = 50e-6
 PAUSE = threading.Event()  # that nobody sets
+HAND_OVER_SECONDS = 0.002
+"""That the thread which moves bytes waits for the one that sums them up to begin. NIXL keeps Python's lock while it copies, so
+that the other would come to its turn when nothing is left to be done beside it."""
+
 NUDGE_AFTER = Nanos(2 * MILLISECOND)
 NUDGE_EVERY = Nanos(500 * MILLISECOND)
 
@@ -204,9 +209,14 @@ class _Work:
     def chosen(self, indices: list[int]) -> "_Work":
         return _Work([self.slots[index] for index in indices], [self.blocks[index] for index in indices])
 
-    def sum_up(self, chunk: range) -> None:
-        for index in chunk:
-            self.right[index] = crc32c(self.blocks[index]) == self.slots[index].crc32c
+    def sum_up(self, chunk: range, begun: threading.Event | None = None) -> None:
+        """Find out which checksums of a chunk are right; `begun` is set when nothing of Python's is needed for a while."""
+        parts = [part for parts in self.blocks[chunk.start : chunk.stop] for part in parts]
+        block_bytes = size_of(self.blocks[chunk.start])
+        if begun is not None:
+            begun.set()
+        for index, checksum in zip(chunk, checksums.sums(len(chunk), block_bytes, parts), strict=True):
+            self.right[index] = checksum == self.slots[index].crc32c
 
     def chunks(self) -> Iterator[range]:
         step = max(1, CHUNK_BYTES // size_of(self.blocks[0]))
@@ -282,7 +292,9 @@ def _get(link: _Link, work: _Work, until: Nanos) -> None:
     with ThreadPoolExecutor(1, "kvstore-checksums") as helper:  # on one host this thread is the one that copies
         for arrived in _moved(link, Way.READ, work, until):
             if arrived.stop < len(work):
-                helper.submit(work.sum_up, arrived)
+                begun = threading.Event()
+                helper.submit(work.sum_up, arrived, begun)
+                begun.wait(HAND_OVER_SECONDS)
             else:
                 work.sum_up(arrived)
     for index, is_held in enumerate(link.holds(work.slots, until)):

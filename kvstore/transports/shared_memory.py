@@ -8,19 +8,21 @@ the calls of `kvstore.calls`.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from kvstore.buffers import Block, ByteArray, MutableBlock, in_pieces
+from kvstore.buffers import Block, ByteArray, MutableBlock, in_pieces, pieces
 from kvstore.clock import Clock, Nanos, seconds
-from kvstore.errors import NamespaceUnknown, StoreUnreachable
+from kvstore.errors import NamespaceUnknown, StoreUnreachable, reason
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import GONE, SLOT, AnySlots, Fetched, Outcome, Slots
+from kvstore.messages import GONE, SLOT, AnySlots, Fetched, Outcome, Slot, Slots
 from kvstore.native import checksums
-from kvstore.sockets import OUT_OF_FILES
+from kvstore.shares import Share
+from kvstore.sockets import OUT_OF_FILES, connect
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier
 from kvstore.transports.summing import told
 
@@ -38,7 +40,8 @@ BATCH_BYTES = 8 << 20  # copied between two looks at the clock: a millisecond
 OUTCOMES = (Outcome.MOVED, Outcome.GONE, Outcome.CORRUPT)  # by the number that native code gives them
 
 HANDOUT_SECONDS = 2.0  # for a client to ask its question
-HANDOUTS = 32  # at a time
+HANDOUTS = 32  # connections that have not asked yet; when one more comes, who has been silent for longest goes
+QUEUE_SECONDS = 1.0  # that a client waits where too many others do; then it goes another way, and tries again by and by
 OUT_OF_FILES_SECONDS = 0.1  # until a client that waits is looked at again
 
 
@@ -57,7 +60,7 @@ class SharedMemoryTransport:
         """
         self._block_bytes = block_bytes
         self._clock = clock
-        self._mapping = _fetch(path, digest, seconds(deadline - clock.now()))
+        self._mapping = _fetch(path, digest, clock, deadline)
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
         def move(packed: bytes, parts: list[ByteArray]) -> list[Outcome]:
@@ -84,8 +87,43 @@ class SharedMemoryTransport:
 
         return self._move(slots, blocks, deadline, move, GONE)
 
+    def get_share(self, slots: AnySlots, share: Share, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+        """As `get`, of what one rank holds of each block; all of the block is verified."""
+        assert len(slots) == len(into), (len(slots), len(into))
+        return [self._get_share(slot, share, pieces(each), deadline) for slot, each in zip(slots, into, strict=True)]
+
+    def put_share(self, slots: AnySlots, share: Share, blocks: Sequence[Block], deadline: Nanos) -> list[int | None]:
+        """Write what one rank holds of blocks into reserved slots: what it adds to their checksums.
+
+        None for a block that was not written: its place is another's by now, or it is too late.
+        """
+        assert len(slots) == len(blocks), (len(slots), len(blocks))
+        return [self._put_share(slot, share, pieces(each), deadline) for slot, each in zip(slots, blocks, strict=True)]
+
     def close(self) -> None:
         """Nothing to do: the mapping goes with its last user, which may be a thread that still copies."""
+
+    def _get_share(self, slot: Slot, share: Share, parts: list[ByteArray], deadline: Nanos) -> Outcome:
+        place = self._place(slot, deadline)
+        if place is None:
+            return Outcome.GONE
+        checksum = share.get(place, parts)
+        if checksum == slot.crc32c:
+            return Outcome.MOVED
+        return Outcome.CORRUPT if self._mapping.holds(slot) else Outcome.GONE
+
+    def _put_share(self, slot: Slot, share: Share, parts: list[ByteArray], deadline: Nanos) -> int | None:
+        place = self._place(slot, deadline)
+        if place is None:
+            return None
+        added = share.put(parts, place)
+        return added if self._mapping.holds(slot) else None
+
+    def _place(self, slot: Slot, deadline: Nanos) -> ByteArray | None:
+        """A block's bytes; None when they are another's, or it is too late."""
+        if self._clock.now() >= deadline or slot.offset + self._block_bytes > self._mapping.bytes.nbytes:
+            return None
+        return self._mapping.block(slot.offset, self._block_bytes) if self._mapping.holds(slot) else None
 
     def _move(
         self,
@@ -108,12 +146,11 @@ class SharedMemoryTransport:
         return answers
 
 
-def _fetch(path: str, digest: bytes, timeout_seconds: float) -> Mapping:
+def _fetch(path: str, digest: bytes, clock: Clock, deadline: Nanos) -> Mapping:
     files: list[int] = []
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(max(timeout_seconds, 0.001))
-            connection.connect(path)
+        with connect(path, min(QUEUE_SECONDS, seconds(deadline - clock.now()))) as connection:
+            connection.settimeout(max(seconds(deadline - clock.now()), 0.001))
             connection.sendall(QUESTION.pack(MAGIC, digest))
             answer, files, _, _ = socket.recv_fds(connection, ANSWER.size, 1)
         if len(answer) != ANSWER.size or answer[:4] != MAGIC:
@@ -125,7 +162,7 @@ def _fetch(path: str, digest: bytes, timeout_seconds: float) -> Mapping:
             raise StoreUnreachable(f"unix:{path} sent no memory")
         mapping = Mapping(files[0], capacity_bytes)
     except (OSError, ValueError) as error:
-        raise StoreUnreachable(f"no shared memory from unix:{path}: {error}") from error
+        raise StoreUnreachable(f"no shared memory from unix:{path}: {reason(error)}") from error
     finally:
         for file in files:
             os.close(file)
@@ -155,44 +192,58 @@ class MemoryHandout:
         self._tier = tier
         self._knows = knows
         self._take_caller = take_caller
-        self._room = asyncio.Semaphore(HANDOUTS)
+        self._silent: dict[int, asyncio.Task[None]] = {}  # connections that have not asked yet, by number; oldest first
 
     async def run(self) -> None:
         """Until cancelled."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
-            while True:
-                await self._room.acquire()
-                try:
-                    connection, _ = await loop.sock_accept(self._listener)
-                except OSError as error:
-                    if error.errno not in OUT_OF_FILES:
-                        raise
-                    self._room.release()
-                    await asyncio.sleep(OUT_OF_FILES_SECONDS)
-                    continue
-                tasks.create_task(self._serve(connection))
+            for number in itertools.count():
+                connection = await self._accepted(loop)
+                if len(self._silent) >= HANDOUTS:
+                    self._silent.pop(next(iter(self._silent))).cancel()
+                self._silent[number] = tasks.create_task(self._serve(number, connection))
+                await asyncio.sleep(0)  # it may have asked already; and accepting does not wait while there are more
 
-    async def _serve(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            with connection, contextlib.suppress(OSError, TimeoutError):  # a client that left, or says nothing
-                question = b""
-                async with asyncio.timeout(HANDOUT_SECONDS):
-                    while len(question) < QUESTION.size:
-                        received = await loop.sock_recv(connection, QUESTION.size - len(question))
-                        if not received:
-                            return
-                        question += received
-                magic, digest = QUESTION.unpack(question)
-                if magic == CALLS and self._take_caller is not None:
-                    await self._take_caller(socket.socket(fileno=connection.detach()))
-                if magic != MAGIC:
-                    return
-                if self._knows(digest):
-                    answer = ANSWER.pack(MAGIC, GRANTED, self._tier.capacity_bytes)
-                    socket.send_fds(connection, [answer], [self._tier.fileno()])
-                else:
-                    connection.send(ANSWER.pack(MAGIC, REFUSED, 0))
-        finally:
-            self._room.release()
+    async def _accepted(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno not in OUT_OF_FILES:
+                    raise
+                await asyncio.sleep(OUT_OF_FILES_SECONDS)
+            else:
+                return connection
+
+    async def _serve(self, number: int, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, TimeoutError):  # a client that left, or says nothing
+            try:
+                question = await _question(connection)
+            finally:
+                self._silent.pop(number, None)
+            if len(question) < QUESTION.size:
+                return
+            magic, digest = QUESTION.unpack(question)
+            if magic == CALLS and self._take_caller is not None:
+                await self._take_caller(socket.socket(fileno=connection.detach()))
+            if magic != MAGIC:
+                return
+            if self._knows(digest):
+                answer = ANSWER.pack(MAGIC, GRANTED, self._tier.capacity_bytes)
+                socket.send_fds(connection, [answer], [self._tier.fileno()])
+            else:
+                connection.send(ANSWER.pack(MAGIC, REFUSED, 0))
+
+
+async def _question(connection: socket.socket) -> bytes:
+    """What a client asks; less where it leaves before that."""
+    loop = asyncio.get_running_loop()
+    question = b""
+    async with asyncio.timeout(HANDOUT_SECONDS):
+        while len(question) < QUESTION.size:
+            received = await loop.sock_recv(connection, QUESTION.size - len(question))
+            if not received:
+                break
+            question += received
+    return question

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.buffers import crc32c
 from kvstore.client import StoreClient
 from kvstore.messages import BlockKey, Outcome
 from loadtests.absent import Absent
@@ -72,7 +73,8 @@ def _reopen(folder: Path, blocks: int, threads: int) -> float:
     keys = [BlockKey(digest, name) for name in next(chains(blocks))]
     sizes = 4 * blocks * BLOCK_BYTES, 32 * BLOCK_BYTES
     tier = open_tier(folder, *sizes, threads)
-    kept = tier.put(keys, list(content(BLOCK_BYTES, blocks)), soon())
+    source = list(content(BLOCK_BYTES, blocks))
+    kept = tier.put(keys, source, soon(), [crc32c([block]) for block in source])
     assert all(kept), "blocks were not kept"
     tier.close()
     (room,) = untouched(BLOCK_BYTES, 1)

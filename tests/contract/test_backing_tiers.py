@@ -13,7 +13,7 @@ from kvstore.errors import NamespaceUnknown, TierFailed, UndecodableBlock
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import BlockKey, Fetched, Outcome
 from tests.contract.backing_tiers import CASES, Case, plain, soon
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep
 
 DIGEST = b"namespace-digest"
 OTHER = b"another-digest.."
@@ -53,7 +53,7 @@ def keys_of(count: int, of: str = "a", digest: bytes = DIGEST) -> list[BlockKey]
 
 def put(tier, keys, *, first_seed: int = 0, length: int = BLOCK_BYTES, deadline=None):
     blocks = [a_block(first_seed + index, length) for index in range(len(keys))]
-    return tier.put(keys, blocks, deadline or soon())
+    return keep(tier, keys, blocks, deadline or soon())
 
 
 def get(tier, keys, *, length: int = BLOCK_BYTES, deadline=None):
@@ -100,7 +100,7 @@ def test_any_length_at_any_place_in_memory(tier, length, shift):
     places = [pool[shift + i * 10 * PAGE_BYTES :][:length] for i in range(3)]
     for seed, place in enumerate(places):
         place[:] = a_block(seed, length)
-    assert tier.put(keys, places, soon()) == [True] * 3
+    assert keep(tier, keys, places, soon()) == [True] * 3
     pool[:] = 0xEE
 
     assert outcomes(tier.get(keys, places, soon())) == [Outcome.MOVED] * 3
@@ -155,7 +155,7 @@ def test_a_block_that_is_there_is_not_written_again(tier):
 def test_a_name_twice_in_one_call_is_one_block(tier):
     (key,) = keys_of(1)
 
-    assert tier.put([key, key], [a_block(1), a_block(1)], soon()) == [True, True]
+    assert keep(tier, [key, key], [a_block(1), a_block(1)], soon()) == [True, True]
 
     answers, into = get(tier, [key, key])
     assert outcomes(answers) == [Outcome.MOVED] * 2
@@ -313,8 +313,8 @@ def test_threads_do_not_disturb_each_other(tier):
     def work(thread: int) -> None:
         mine, shared = keys_of(12, f"t{thread}"), keys_of(12, "shared")
         for first in range(0, 12, 3):
-            tier.put(mine[first : first + 3], [a_block(100 * thread + first + i) for i in range(3)], soon())
-            tier.put(shared[first : first + 3], [a_block(first + i) for i in range(3)], soon())
+            keep(tier, mine[first : first + 3], [a_block(100 * thread + first + i) for i in range(3)], soon())
+            keep(tier, shared[first : first + 3], [a_block(first + i) for i in range(3)], soon())
             for keys, base in ((mine, 100 * thread), (shared, 0)):
                 answers, into = get(tier, keys)
                 wrong.extend(

@@ -16,14 +16,15 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 
-from kvstore import call_server, wire
-from kvstore.call_server import STALLED, CallServer
+from kvstore import call_server, sockets, wire
+from kvstore.call_server import STALLED, TURN_REQUESTS, CallServer
 from kvstore.calls import FRAME_BYTES, OPENING, TAKEN, Calls, Method, Refused
 from kvstore.client import StoreClient
 from kvstore.clock import Nanos
 from kvstore.monotonic import MonotonicClock
 from kvstore.server import open_node
 from kvstore.settings import StoreSettings
+from kvstore.transports.shared_memory import HANDOUT_SECONDS, HANDOUTS
 from kvstore.v1 import blocks_pb2 as pb
 from tests.kv_builders import (
     BLOCK_BYTES,
@@ -362,6 +363,85 @@ async def test_who_does_not_take_its_answers_is_read_from_no_more_and_cut():
                 await asyncio.sleep(0)
 
 
+async def test_who_asks_much_at_once_has_a_few_answers_at_a_time_and_others_theirs_between():
+    heard: list[int] = []
+
+    def note(message: bytes) -> pb.MatchResponse:
+        heard.append(pb.MatchResponse.FromString(message).loading)
+        return pb.MatchResponse(loading=heard[-1])
+
+    def asking(number: int) -> bytes:
+        return framed(Method.MATCH, pb.MatchResponse(loading=number).SerializeToString())
+
+    server = CallServer({Method.MATCH: note})
+    (greedy, theirs), (modest, others) = socket.socketpair(), socket.socketpair()
+    with greedy, modest:
+        for each, end in ((greedy, theirs), (modest, others)):
+            each.setblocking(False)
+            await server.take(end)
+            assert await read(each, 4) == TAKEN
+        greedy.send(b"".join(map(asking, range(1, 2001))))
+        modest.send(asking(9999))
+
+        answer = await read(modest)
+        before = len(heard)
+        answers = b""
+        while len(answers) < sum(map(len, map(asking, range(1, 2001)))):
+            answers += await read(greedy)
+
+        assert answer[5:] == asking(9999)[5:]
+        assert before <= 4 * TURN_REQUESTS, "the greedy one was served first"
+        assert [number for number in heard if number != 9999] == list(range(1, 2001)), "in their order"
+    server.close()
+
+
+async def test_who_asks_much_and_leaves_costs_nothing_more():
+    async with a_server() as (server, line):
+        line.send(framed(Method.MATCH, b"") * 2000)
+        await asyncio.sleep(0)
+        line.close()
+
+        async with asyncio.timeout(5):
+            while server._callers:
+                await asyncio.sleep(0)
+
+
+async def test_a_bug_ends_the_connection_also_in_a_later_turn(caplog):
+    heard: list[bytes] = []
+
+    def fail(message: bytes) -> pb.MatchResponse:
+        heard.append(message)
+        if len(heard) > 2 * TURN_REQUESTS:
+            raise RuntimeError("a bug")
+        return pb.MatchResponse()
+
+    loop = asyncio.get_running_loop()
+    told: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: told.append(context))
+    server = CallServer({Method.MATCH: fail})
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.setblocking(False)
+        await server.take(theirs)
+        ours.send(framed(Method.MATCH, b"") * 100)
+        async with asyncio.timeout(5):
+            while await read(ours):
+                pass
+
+    assert len(heard) == 2 * TURN_REQUESTS + 1
+    assert [str(each["exception"]) for each in told] == ["a bug"]
+    assert not server._callers
+
+
+@pytest.mark.parametrize("garbage", [framed(99, b""), framed(Method.MATCH, b"\xff"), b"\xff\xff\xff\xff"])
+async def test_what_is_no_request_is_counted(garbage):
+    async with a_server() as (server, line):
+        line.send(garbage)
+        assert await read(line) == b""
+
+        assert server.undecodable == 1
+
+
 async def test_a_bug_in_an_answer_ends_the_connection():
     def fail(message: bytes) -> pb.MatchResponse:
         raise DecodeError("that is none")
@@ -376,6 +456,42 @@ async def test_a_bug_in_an_answer_ends_the_connection():
         assert await read(ours) == TAKEN
         assert await read(ours) == b""
     server.close()
+
+
+def test_silent_connections_do_not_keep_others_from_the_memory(node):
+    with contextlib.ExitStack() as crowd:
+        silent = []
+        for _ in range(3 * HANDOUTS):
+            silent.append(crowd.enter_context(socket.socket(socket.AF_UNIX)))
+            silent[-1].connect(node.endpoints.shm_socket)
+        started = time.monotonic()
+
+        with StoreClient.connect(node.address, NAMESPACE, prefer=["shm"]) as client:
+            assert len(client.match(a_chain(2), lease_seconds=0)) == 2
+            assert client._session.calls._lines, "not by gRPC"
+
+        assert time.monotonic() - started < 0.75 * HANDOUT_SECONDS
+        assert is_over(silent[0]), "who was silent for longest has gone"
+        silent[-1].sendall(OPENING)
+        silent[-1].settimeout(5)
+        assert silent[-1].recv(4, socket.MSG_WAITALL) == TAKEN, "who came last may still ask"
+
+
+def test_who_finds_the_queue_full_waits_for_its_turn(tmp_path):
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as crowd:
+        listener.bind(path)
+        listener.listen(0)
+        waiting = crowd.enter_context(socket.socket(socket.AF_UNIX))
+        waiting.connect(path)  # and fills it
+        with pytest.raises(BlockingIOError):
+            sockets.connect(path, 0.05)
+        accept = threading.Timer(0.1, lambda: crowd.push(listener.accept()[0]))
+        accept.start()
+
+        sockets.connect(path, 10).close()
+
+        accept.join()
 
 
 def test_a_node_that_runs_out_of_descriptors_lives_on():

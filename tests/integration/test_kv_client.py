@@ -93,6 +93,44 @@ def test_the_preferred_path_is_taken_and_tcp_where_there_is_no_shared_memory(nod
         assert client.write(a_chain(1), [a_block(1)]) == 1
 
 
+def test_shared_memory_that_could_not_be_had_is_taken_later(node):
+    door, hidden = Path(node.endpoints.shm_socket), Path(node.folder) / "hidden"
+    door.rename(hidden)
+    with StoreClient.connect(node.address, a_namespace()) as client:
+        assert client.path is DataPath.TCP
+        assert client.write(a_chain(2), a_block) == 2
+        before = client.match(a_chain(2), lease_seconds=LEASE_SECONDS)
+        hidden.rename(door)
+
+        eventually(lambda: client.stats() and client.path is DataPath.SHM)
+
+        into = empty(2)
+        assert client.read(before, range(2), into) == [True, True]
+        assert equal(into, [a_block(0), a_block(1)])
+        assert client.write(a_chain(4, "new"), a_block) == 4
+        node.kill()
+        node.start()
+        assert eventually(lambda: client.write(a_chain(1), a_block)) == 1
+        assert client.path is DataPath.SHM
+
+
+def test_attempts_to_get_at_shared_memory_have_pauses(node, monkeypatch):
+    attempts = []
+
+    def refuse(*_: object) -> None:
+        attempts.append(time.monotonic())
+        raise StoreUnreachable("no turn")
+
+    Path(node.endpoints.shm_socket).rename(Path(node.folder) / "hidden")
+    monkeypatch.setattr("kvstore.client.with_memory", refuse)
+    with StoreClient.connect(node.address, a_namespace()) as client:
+        over = time.monotonic() + 0.5
+        while time.monotonic() < over:
+            client.stats()
+
+    assert 1 <= len(attempts) <= 4, "0.1 s, then twice as long each time"
+
+
 def test_no_path_at_all_is_unreachable():
     with a_node(data_listen="") as node, pytest.raises(StoreUnreachable, match="no bytes can be moved"):
         StoreClient.connect(node.address, a_namespace(), prefer=("tcp",))
@@ -242,6 +280,24 @@ def test_a_node_that_dies_while_a_chain_is_written_costs_the_chain(client, node)
     counters = client.counters()
     assert written == 0
     assert (counters.bytes_written, counters.dropped) == (0, 12)
+
+
+def test_a_source_that_raises_gives_its_places_back_at_once(client, node):
+    chain = a_chain(CAPACITY_BLOCKS)
+
+    def source(index: int) -> np.ndarray:
+        if index == 3:
+            raise MemoryError("the engine's own")
+        return a_block(index)
+
+    with pytest.raises(MemoryError, match="the engine's own"):
+        client.write(chain, source)
+
+    assert client.stats().reservations == 0
+    assert client.counters().dropped == CAPACITY_BLOCKS
+    assert len(client.match(chain, lease_seconds=0)) == 0
+    with another(client, node) as other:
+        assert other.write(chain, a_block) == CAPACITY_BLOCKS, "there is room for all of it"
 
 
 def test_of_two_writers_of_the_same_chain_each_block_is_written_once(client, node):

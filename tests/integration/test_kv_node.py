@@ -3,25 +3,30 @@
 import asyncio
 import socket
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
-from kvstore import server
+from kvstore import server, service
+from kvstore.buffers import crc32c
 from kvstore.client import StoreClient
 from kvstore.errors import StoreNotStarted
 from kvstore.extents import PAGE_BYTES
 from kvstore.monotonic import MonotonicClock
 from kvstore.server import SERVICE, open_node, serve
+from kvstore.service import CONDEMNED_NAMES
 from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
+from tests.shared_memory import abandoned_segments, nothing_new_is_abandoned, segments_of
 
 pytestmark = pytest.mark.integration
 
@@ -41,7 +46,7 @@ def settings(folder: Path, **fields) -> StoreSettings:
 
 async def test_a_cancelled_node_leaves_nothing_behind():
     with a_short_folder() as folder:
-        shared_before = names_in("/dev/shm")
+        shared_before = abandoned_segments()
         files_before = len(names_in("/proc/self/fd"))
         ready = asyncio.Event()
         node = asyncio.get_running_loop().create_task(serve(settings(folder), lambda _: ready.set()))
@@ -54,16 +59,16 @@ async def test_a_cancelled_node_leaves_nothing_behind():
                 await node
 
         assert list(folder.iterdir()) == []
-        assert names_in("/dev/shm") <= shared_before
+        assert nothing_new_is_abandoned(shared_before)
         assert len(names_in("/proc/self/fd")) <= files_before + 4, "gRPC keeps a few of its own"
 
 
 def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
-    shared_before = names_in("/dev/shm")
+    shared_before = abandoned_segments()
     with a_node(capacity_bytes=64 << 20) as node:
         with StoreClient.connect(node.address, a_namespace()) as client:
             client.write(a_chain(1), [a_block(1)])
-            assert names_in("/dev/shm") <= shared_before
+            assert segments_of(node.process.pid) == set(), "its memory has no name that could stay"
             node.kill()
         assert sorted(path.name for path in node.folder.iterdir()) == ["c", "m"], "its sockets are still there"
 
@@ -71,7 +76,7 @@ def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
 
         with StoreClient.connect(node.address, a_namespace()) as client:
             assert client.write(a_chain(1), [a_block(1)]) == 1
-    assert names_in("/dev/shm") <= shared_before
+    assert nothing_new_is_abandoned(shared_before)
 
 
 async def test_ports_are_filled_in_and_every_address_serves():
@@ -208,6 +213,43 @@ async def test_a_watcher_that_looks_whether_the_node_lives_is_not_cut(monkeypatc
 
 def test_routers_ping_a_node_no_more_often_than_it_allows():
     assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] > server.MIN_PING_MS
+
+
+async def test_who_finds_many_blocks_bad_does_not_keep_the_node_for_itself(monkeypatch):
+    looks: list[int] = []
+    turns = 0
+
+    def look(parts: list[np.ndarray]) -> int:
+        looks.append(turns)
+        return crc32c(parts)
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(turn)
+
+    loop, names = asyncio.get_running_loop(), a_chain(5 * CONDEMNED_NAMES)
+    tiny = a_namespace(block_bytes=64)
+    monkeypatch.setattr(service, "crc32c", look)
+    with a_short_folder() as folder:
+        async with open_node(settings(folder, capacity_bytes=len(names) * PAGE_BYTES), MonotonicClock()) as endpoints:
+            client = await asyncio.to_thread(StoreClient.connect, endpoints.listen[0], tiny)
+            assert await asyncio.to_thread(client.write, names, lambda _: a_block(1, 64)) == len(names)
+            slots = (await asyncio.to_thread(client.match, names, lease_seconds=0)).slots
+            client._session.transport._mapping.bytes[slots[7].offset] ^= 1
+            slander = pb.CondemnRequest(
+                digest=tiny.digest,
+                hashes=b"".join(names) * 2,  # each twice
+                generations=[slot.generation for slot in slots] * 2,
+            )
+            turn()
+            async with grpc.aio.insecure_channel(endpoints.listen[0]) as channel:
+                answer = await pb_grpc.BlockStoreStub(channel).Condemn(slander, timeout=10)
+            await asyncio.to_thread(client.close)
+
+    assert answer.dropped == 1
+    assert len(looks) == len(names), "each block once"
+    assert max(Counter(looks).values()) == CONDEMNED_NAMES
 
 
 def test_leases_end_even_when_nobody_calls():

@@ -298,28 +298,65 @@ def test_small_and_sealed_blocks_come_back_as_they_were_and_lie_there_as_nothing
     assert not any(plain in segment for segment in segments)
 
 
+class Router:
+    """What a router that watches a node believes to be in its tiers."""
+
+    def __init__(self, address: str, tasks: asyncio.TaskGroup):
+        self.held: dict[str, set[bytes]] = {}
+        self._heard: asyncio.Queue[StoreChanged] = asyncio.Queue()
+        self.watching = tasks.create_task(GrpcStoreWatch(address, RouterSettings()).run(self._heard.put))
+
+    async def until(self, **held: list[bytes]) -> None:
+        expected = {tier: set(names) for tier, names in held.items()}
+        async with asyncio.timeout(20):
+            while {tier: names for tier, names in self.held.items() if names} != expected:
+                change = await self._heard.get()
+                known = self.held.get(change.tier, set())
+                self.held[change.tier] = known - set(change.removed) | set(change.stored)
+
+
+def put_into(node, chain: list[bytes]) -> None:
+    with a_client(node) as client:
+        write(client, chain)
+
+
+def read_from(node, chain: list[bytes]) -> int:
+    with a_client(node) as client:
+        return read(client, chain)
+
+
 async def test_a_router_hears_in_which_tier_a_block_is(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
-        held: dict[str, set[bytes]] = {"cpu": set(), "ssd": set()}
-        heard: asyncio.Queue[StoreChanged] = asyncio.Queue()
-
-        async def until(cpu: list[bytes], ssd: list[bytes]) -> None:
-            async with asyncio.timeout(20):
-                while held != {"cpu": set(cpu), "ssd": set(ssd)}:
-                    change = await heard.get()
-                    held[change.tier] = held[change.tier] - set(change.removed) | set(change.stored)
-
-        def put(chain: list[bytes]) -> None:
-            with a_client(node) as client:
-                write(client, chain)
-
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(GrpcStoreWatch(node.address, RouterSettings()).run(heard.put))
-            await asyncio.to_thread(put, a_chain(6))
-            await until(cpu=a_chain(6), ssd=a_chain(6))
-            await asyncio.to_thread(put, a_chain(8, "b"))
-            await until(cpu=a_chain(8, "b"), ssd=[*a_chain(6), *a_chain(8, "b")])
-            watching.cancel()
+            router = Router(node.address, tasks)
+            await asyncio.to_thread(put_into, node, a_chain(6))
+            await router.until(cpu=a_chain(6), ssd=a_chain(6))
+            await asyncio.to_thread(put_into, node, a_chain(8, "b"))
+            await router.until(cpu=a_chain(8, "b"), ssd=[*a_chain(6), *a_chain(8, "b")])
+            router.watching.cancel()
+
+
+async def test_a_router_that_comes_late_hears_of_a_server_what_one_knows_that_was_there_all_the_time():
+    with a_redis() as redis:
+        tiers = [{"kind": "redis", "url": redis.url, "keep": "all"}]
+        with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node:
+            async with asyncio.TaskGroup() as tasks:
+                early = Router(node.address, tasks)
+                await asyncio.to_thread(put_into, node, a_chain(6))
+                await early.until(cpu=a_chain(6), redis=a_chain(6))
+                await asyncio.to_thread(put_into, node, a_chain(8, "b"))
+                both = {"cpu": a_chain(8, "b"), "redis": [*a_chain(6), *a_chain(8, "b")]}
+                await early.until(**both)
+                late = Router(node.address, tasks)
+                await late.until(**both)
+
+                redis.client().flushall()
+                assert await asyncio.to_thread(read_from, node, a_chain(6)) == 0
+
+                latest = Router(node.address, tasks)
+                for router in (early, late, latest):
+                    await router.until(cpu=a_chain(8, "b"), redis=a_chain(8, "b"))
+                    router.watching.cancel()
 
 
 def test_a_layout_that_a_tier_refuses_does_not_stand_in_the_way_of_one_that_fits(tmp_path):
@@ -356,8 +393,13 @@ def test_metrics_tell_tier_by_tier(tmp_path):
     ("tier", "message"),
     [
         ({"kind": "dvd"}, "kind"),
-        (an_ssd("/proc/nowhere"), "directories"),
-        (an_ssd("/tmp/a\0b"), "directories"),
+        (an_ssd("/proc/nowhere"), r"^tiers\[0\]\.directories\[0\]: '/proc/nowhere' cannot be used: No such file"),
+        (an_ssd("/tmp/a\0b"), r"^tiers\[0\]\.directories\[0\]: "),
+        (an_ssd("/tmp", capacity_bytes=1 << 60), r"^tiers\[0\]\.segment_bytes: "),
+        (
+            {"kind": "redis", "url": "redis://h", "password_file": "/nowhere"},
+            r"^tiers\[0\]\.password_file: /nowhere: No",
+        ),
     ],
 )
 def test_a_tier_that_cannot_be_had_keeps_the_node_from_starting(tier, message):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.block import ChainHash
+from kvstore.buffers import crc32c
 from kvstore.client import StoreClient
 from kvstore.clock import Nanos
 from kvstore.errors import NamespaceUnknown, TierFailed
@@ -23,7 +24,7 @@ from kvstore.tiers.peer import PeerSettings, PeerTier, ranking
 from kvstore.transports.frames import CHALLENGE, MAGIC, REPLY, Status
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, eventually
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, eventually, keep
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import a_free_port
 
@@ -132,7 +133,7 @@ def test_what_no_peer_has_is_a_miss(node):
         assert tier.find(KEYS, within(10)) == 0
         assert outcomes(tier) == [False] * 8
         assert tier.find([], within(10)) == 0
-        assert tier.put(KEYS, BLOCKS, within(10)) == [False] * 8
+        assert keep(tier, KEYS, BLOCKS, within(10)) == [False] * 8
         assert tier.status().failures == 0
 
 
@@ -154,9 +155,6 @@ def test_blocks_are_fetched_from_whoever_has_them_and_the_holder_is_remembered()
         fill(ranked[1])
         with a_tier(one.address, two.address, look_ups=1) as narrow:
             assert narrow.find(KEYS, within(10)) == 0, "one look-up ends at the owner"
-            narrow.hint(KEYS, ranked[1])
-            assert narrow.find(KEYS, within(10)) == 8
-            assert outcomes(narrow) == [True] * 8
         with a_tier(one.address, two.address) as tier:
             assert tier.find(KEYS, within(10)) == 8
             assert outcomes(tier, KEYS[4:]) == [True] * 4, "by the holder that was remembered"
@@ -187,12 +185,24 @@ def test_pushed_blocks_lie_with_the_owner_of_their_chain():
     with a_node() as one, a_node() as two:
         owner = ranking([one.address, two.address], KEYS[0])[0]
         with a_tier(one.address, two.address, push=True) as tier:
-            assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 8
-            assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 8
+            assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 8
+            assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 8
             assert tier.status().bytes_written == 8 * BLOCK_BYTES
             assert outcomes(tier) == [True] * 8
         with StoreClient.connect(owner, NAMESPACE) as client:
             assert len(client.match([key.name for key in KEYS], lease_seconds=0)) == 8
+
+
+def test_a_block_that_is_not_what_its_checksum_says_is_not_pushed_and_counted(node):
+    with a_tier(node.address, push=True) as tier:
+        sums = [crc32c([block]) for block in BLOCKS]
+        sums[2] ^= 1
+
+        kept = tier.put(KEYS, BLOCKS, within(10), sums)
+
+        assert kept == [True, True, False, True, True, True, True, True]
+        assert tier.status().corrupt == 1
+        assert outcomes(tier) == kept
 
 
 def test_the_owner_of_a_chain_neither_pushes_it_nor_asks_itself():
@@ -203,10 +213,8 @@ def test_the_owner_of_a_chain_neither_pushes_it_nor_asks_itself():
         with StoreClient.connect(us.address, NAMESPACE) as client:
             client.write([mine.name], BLOCKS[:1])
         with a_tier(*peers, own_address=us.address, push=True) as tier:
-            assert tier.put([mine], BLOCKS[:1], within(10)) == [False]
-            assert tier.put([theirs], BLOCKS[:1], within(10)) == [True]
-            assert tier.find([mine], within(10)) == 0
-            tier.hint([mine], us.address)
+            assert keep(tier, [mine], BLOCKS[:1], within(10)) == [False]
+            assert keep(tier, [theirs], BLOCKS[:1], within(10)) == [True]
             assert tier.find([mine], within(10)) == 0
 
 
@@ -216,7 +224,7 @@ def keys_like(count: int) -> list[BlockKey]:
 
 def test_a_full_peer_takes_what_fits():
     with a_node(capacity_bytes=4 * BLOCK_BYTES) as node, a_tier(node.address, push=True) as tier:
-        kept = tier.put(KEYS, BLOCKS, within(10))
+        kept = keep(tier, KEYS, BLOCKS, within(10))
 
         assert kept == [True] * 4 + [False] * 4
         assert tier.status().refused == 4
@@ -287,7 +295,7 @@ def test_a_frozen_peer_costs_no_more_than_the_deadline(node):
         calls = (
             lambda: tier.find(KEYS, within(0.3)),
             lambda: outcomes(tier, seconds=0.3),
-            lambda: tier.put(KEYS, BLOCKS, within(0.3)),
+            lambda: keep(tier, KEYS, BLOCKS, within(0.3)),
         )
         for call in calls:
             started = time.monotonic()
@@ -466,7 +474,7 @@ def test_a_closed_tier_says_so():
         tier.close()
         for call in (
             lambda: tier.find(KEYS, within(1)),
-            lambda: tier.put(KEYS, BLOCKS, within(1)),
+            lambda: keep(tier, KEYS, BLOCKS, within(1)),
             lambda: outcomes(tier),
         ):
             with pytest.raises(TierFailed, match="closed"):

@@ -17,7 +17,7 @@ from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import records
 from kvstore.tiers.redis import RedisSettings, RedisTier
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import a_free_port, a_redis, can_connect
 
@@ -85,13 +85,13 @@ def a_value(key: BlockKey = KEYS[1], block: np.ndarray = BLOCKS[1]) -> bytes:
 def test_a_killed_server_is_a_failure_at_once_and_found_again_when_it_is_back():
     with a_redis() as server:
         tier = open_tier(server.url)
-        tier.put(KEYS, BLOCKS, within(10))
+        keep(tier, KEYS, BLOCKS, within(10))
         server.kill()
 
         started = time.monotonic()
         for call in (
             lambda: outcomes(tier),
-            lambda: tier.put(KEYS, BLOCKS, within(10)),
+            lambda: keep(tier, KEYS, BLOCKS, within(10)),
             lambda: tier.find(KEYS, within(10)),
         ):
             with pytest.raises(TierFailed, match="unix://"):
@@ -100,7 +100,7 @@ def test_a_killed_server_is_a_failure_at_once_and_found_again_when_it_is_back():
 
         server.start()
         assert tier.find(KEYS, within(10)) == 0, "it has forgotten"
-        assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
         assert outcomes(tier) == [Outcome.MOVED] * 4
         assert tier.status().failures == 3
         tier.close()
@@ -109,7 +109,7 @@ def test_a_killed_server_is_a_failure_at_once_and_found_again_when_it_is_back():
 def test_connections_that_a_restart_has_cut_cost_no_call():
     with a_redis() as server:
         tier = open_tier(server.url)
-        tier.put(KEYS, BLOCKS, within(10))
+        keep(tier, KEYS, BLOCKS, within(10))
         server.kill()
         server.start()
 
@@ -120,7 +120,7 @@ def test_connections_that_a_restart_has_cut_cost_no_call():
 
 CALLS = {
     "find": lambda tier: tier.find(KEYS, within(0.2)),
-    "put": lambda tier: tier.put(KEYS, BLOCKS, within(0.2)),
+    "put": lambda tier: keep(tier, KEYS, BLOCKS, within(0.2)),
     "get": lambda tier: tier.get(KEYS, empty(), within(0.2)),
 }
 
@@ -129,7 +129,7 @@ CALLS = {
 def test_a_frozen_server_costs_no_more_than_the_deadline(call):
     with a_redis() as server:
         tier = open_tier(server.url)
-        tier.put(KEYS, BLOCKS, within(10))
+        keep(tier, KEYS, BLOCKS, within(10))
         server.freeze()
 
         started = time.monotonic()
@@ -140,7 +140,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline(call):
         assert time.monotonic() - started < 4
 
         server.thaw()
-        assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
         assert outcomes(tier) == [Outcome.MOVED] * 4
         tier.close()
 
@@ -167,7 +167,7 @@ def test_a_server_that_is_not_there_yet_is_found_when_it_comes():
 
         server.start()
 
-        assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
         tier.close()
 
 
@@ -184,7 +184,7 @@ def test_a_server_killed_in_the_middle_of_much_work_never_gives_a_wrong_byte():
                 mine = keys[first : first + 8]
                 into = [np.zeros(1 << 18, np.uint8) for _ in mine]
                 try:
-                    tier.put(mine, [a_block(index, 1 << 18) for index in range(first, first + 8)], within(2))
+                    keep(tier, mine, [a_block(index, 1 << 18) for index in range(first, first + 8)], within(2))
                     answers = tier.get(mine, into, within(2))
                 except TierFailed:
                     continue
@@ -212,7 +212,7 @@ def test_a_server_killed_in_the_middle_of_much_work_never_gives_a_wrong_byte():
 
 def test_more_callers_than_connections_wait_for_their_turn(server):
     tier = open_tier(server.url, connections=1)
-    tier.put(KEYS, BLOCKS, within(10))
+    keep(tier, KEYS, BLOCKS, within(10))
 
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda _: outcomes(tier), range(40)))
@@ -245,7 +245,7 @@ def test_more_callers_than_connections_wait_for_their_turn(server):
          "a byte short", "a byte long", "another block", "another namespace", "a flipped bit", "a changed head"],
 )  # fmt: skip
 def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, server, planted, caplog):
-    tier.put(KEYS, BLOCKS, within(10))
+    keep(tier, KEYS, BLOCKS, within(10))
     with server.client() as client:
         client.set(place_of(KEYS[1]), planted)
 
@@ -254,19 +254,19 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
     assert tier.status().corrupt == 1
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == ["block is corrupt"]
     assert tier.find(KEYS, within(10)) == 1
-    assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+    assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
     assert outcomes(tier) == [Outcome.MOVED] * 4
 
 
 def test_what_is_not_even_a_string_is_a_miss_and_replaced(tier, server):
-    tier.put(KEYS, BLOCKS, within(10))
+    keep(tier, KEYS, BLOCKS, within(10))
     with server.client() as client:
         client.delete(place_of(KEYS[1]))
         client.rpush(place_of(KEYS[1]), "a", "list")
 
     assert tier.find(KEYS, within(10)) == 1
     assert outcomes(tier) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED, Outcome.MOVED]
-    assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+    assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
     assert outcomes(tier) == [Outcome.MOVED] * 4
 
 
@@ -276,7 +276,7 @@ def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, serv
         client.set(place_of(KEYS[1]), newer)
         client.set(place_of(KEYS[2]), newer)
 
-        assert tier.put(KEYS, BLOCKS, within(10)) == [True, False, False, True]
+        assert keep(tier, KEYS, BLOCKS, within(10)) == [True, False, False, True]
         assert outcomes(tier) == [Outcome.MOVED, Outcome.GONE, Outcome.GONE, Outcome.MOVED]
         assert tier.find(KEYS, within(10)) == 1
 
@@ -298,7 +298,7 @@ def test_two_writers_of_one_block_agree(server):
     tiers = [open_tier(server.url) for _ in range(2)]
 
     with ThreadPoolExecutor(2) as threads:
-        kept = list(threads.map(lambda tier: tier.put(KEYS, BLOCKS, within(10)), tiers))
+        kept = list(threads.map(lambda tier: keep(tier, KEYS, BLOCKS, within(10)), tiers))
 
     assert kept == [[True] * 4] * 2
     for tier in tiers:
@@ -309,7 +309,7 @@ def test_two_writers_of_one_block_agree(server):
 def test_a_hole_in_a_chain_ends_what_is_found_wherever_it_is(tier):
     keys = [BlockKey(DIGEST, name) for name in a_chain(700)]
     small = [np.full(8, index % 251, np.uint8) for index in range(700)]
-    tier.put(keys, small, within(10))
+    keep(tier, keys, small, within(10))
     assert tier.find(keys, within(10)) == 700
 
     for hole in (699, 512, 256, 255, 0):
@@ -326,7 +326,7 @@ def test_a_full_server_refuses_blocks_which_is_no_failure():
         tier = open_tier(server.url, in_flight_bytes=1 << 16)
         keys = [BlockKey(DIGEST, name) for name in a_chain(32, "full")]
 
-        kept = tier.put(keys, [a_block(index, 1 << 18) for index in range(32)], within(10))
+        kept = keep(tier, keys, [a_block(index, 1 << 18) for index in range(32)], within(10))
 
         assert True in kept
         assert False in kept
@@ -343,7 +343,7 @@ def test_a_server_that_evicts_keeps_taking_blocks():
         tier = open_tier(server.url)
         keys = [BlockKey(DIGEST, name) for name in a_chain(32, "evict")]
 
-        assert tier.put(keys, [a_block(index, 1 << 18) for index in range(32)], within(10)) == [True] * 32
+        assert keep(tier, keys, [a_block(index, 1 << 18) for index in range(32)], within(10)) == [True] * 32
 
         answers = tier.get(keys, [np.zeros(1 << 18, np.uint8) for _ in keys], within(10))
         lost = [key for key, answer in zip(keys, answers, strict=True) if answer.outcome is Outcome.GONE]
@@ -359,13 +359,13 @@ def test_a_read_only_replica_is_a_failure_that_says_so():
         tier = open_tier(server.url)
 
         with pytest.raises(TierFailed, match=r"READONLY|MASTERDOWN|LOADING"):
-            tier.put(KEYS, BLOCKS, within(10))
+            keep(tier, KEYS, BLOCKS, within(10))
         tier.close()
 
 
 def test_blocks_live_as_long_as_they_are_told_to(server):
     tier = open_tier(server.url, ttl_seconds=100)
-    tier.put(KEYS, BLOCKS, within(10))
+    keep(tier, KEYS, BLOCKS, within(10))
 
     with server.client() as client:
         assert all(90 < client.ttl(place_of(key)) <= 100 for key in KEYS)
@@ -379,7 +379,7 @@ def test_tcp_with_a_password_and_a_database():
     with a_redis("--requirepass", "open sesame") as server:
         url = f"redis://:open%20sesame@127.0.0.1:{server.port}/3"
         tier = open_tier(url)
-        assert tier.put(KEYS, BLOCKS, within(10)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
         assert outcomes(tier) == [Outcome.MOVED] * 4
         with server.client(password="open sesame", db=3) as client:
             assert client.dbsize() == 4
@@ -415,7 +415,7 @@ def test_tls(tmp_path):
         assert can_connect(("127.0.0.1", port))
         tier = open_tier(f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificate}")
         blocks = [a_block(seed, 1 << 20) for seed in range(4)]
-        assert tier.put(KEYS, blocks, within(10)) == [True] * 4
+        assert keep(tier, KEYS, blocks, within(10)) == [True] * 4
         into = [np.zeros(1 << 20, np.uint8) for _ in KEYS]
         assert [answer.outcome for answer in tier.get(KEYS, into, within(10))] == [Outcome.MOVED] * 4
         assert all(map(np.array_equal, into, blocks))
@@ -521,7 +521,7 @@ def test_a_closed_tier_lets_its_connections_go(server):
     with server.client() as client:
         others = len(client.client_list())
         tier = open_tier(server.url)
-        tier.put(KEYS, BLOCKS, within(10))
+        keep(tier, KEYS, BLOCKS, within(10))
         assert len(client.client_list()) == others + 1
 
         tier.close()

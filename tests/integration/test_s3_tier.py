@@ -16,7 +16,7 @@ from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import records
 from kvstore.tiers.s3 import Clients, S3Settings, S3Tier
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually, keep
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import an_s3, s3_credentials
 
@@ -96,13 +96,13 @@ def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
     with an_s3() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, missing_seconds=0)
-        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
         server.kill()
 
         started = time.monotonic()
         for call in (
             lambda: outcomes(tier),
-            lambda: tier.put(KEYS, BLOCKS, within(20)),
+            lambda: keep(tier, KEYS, BLOCKS, within(20)),
             lambda: tier.find(KEYS, within(20)),
         ):
             with pytest.raises(TierFailed, match="http://"):
@@ -112,7 +112,7 @@ def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
         server.start()
         server.client.create_bucket(Bucket="blocks")
         assert tier.find(KEYS, within(20)) == 0, "it has forgotten"
-        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
         assert outcomes(tier) == [Outcome.MOVED] * 4
         assert tier.status().failures == 3
         tier.close()
@@ -120,7 +120,7 @@ def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
 
 CALLS = {
     "find": lambda tier: tier.find(KEYS, within(0.4)),
-    "put": lambda tier: tier.put(KEYS, BLOCKS, within(0.4)),
+    "put": lambda tier: keep(tier, KEYS, BLOCKS, within(0.4)),
     "get": lambda tier: tier.get(KEYS, empty(), within(0.4)),
 }
 
@@ -129,7 +129,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
     with an_s3() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, parallel=2)
-        tier.put(KEYS, BLOCKS, within(20))
+        keep(tier, KEYS, BLOCKS, within(20))
         server.freeze()
 
         for call in CALLS.values():
@@ -142,7 +142,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
         assert time.monotonic() - started < 4
 
         server.thaw()
-        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
         assert outcomes(tier) == [Outcome.MOVED] * 4
         tier.close()
 
@@ -173,7 +173,7 @@ def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
         server.start()
         server.client.create_bucket(Bucket="blocks")
 
-        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
         tier.close()
 
 
@@ -210,7 +210,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
 def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, shared, bucket, planted, caplog):
-    tier.put(KEYS, BLOCKS, within(20))
+    keep(tier, KEYS, BLOCKS, within(20))
     shared.client.put_object(Bucket=bucket, Key=place_of(KEYS[1]), Body=planted)
 
     assert outcomes(tier) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED, Outcome.MOVED]
@@ -221,7 +221,7 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
     with pytest.raises(shared.client.exceptions.NoSuchKey):
         shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))
     assert tier.find(KEYS, within(20)) == 1
-    assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+    assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
     assert outcomes(tier) == [Outcome.MOVED] * 4
 
 
@@ -230,10 +230,10 @@ def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, shar
     for key in KEYS[1:3]:
         shared.client.put_object(Bucket=bucket, Key=place_of(key), Body=newer)
 
-    tier.put(KEYS, BLOCKS, within(20))
+    keep(tier, KEYS, BLOCKS, within(20))
     for _ in range(2):
         assert outcomes(tier) == [Outcome.MOVED, Outcome.GONE, Outcome.GONE, Outcome.MOVED]
-        assert tier.put(KEYS, BLOCKS, within(20)) == [True, False, False, True]
+        assert keep(tier, KEYS, BLOCKS, within(20)) == [True, False, False, True]
 
     assert shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))["Body"].read() == newer
     assert tier.status().corrupt == 0
@@ -244,12 +244,12 @@ def test_two_writers_of_one_block_write_it_once(shared, bucket):
     tiers = [open_tier(shared, bucket) for _ in range(2)]
 
     for tier in tiers:
-        assert tier.put(KEYS, BLOCKS, within(20)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
 
     assert [tier.status().bytes_written > 0 for tier in tiers] == [True, False]
     with ThreadPoolExecutor(2) as threads:
         more = [BlockKey(DIGEST, name) for name in a_chain(4, "more")]
-        assert list(threads.map(lambda tier: tier.put(more, BLOCKS, within(20)), tiers)) == [[True] * 4] * 2
+        assert list(threads.map(lambda tier: keep(tier, more, BLOCKS, within(20)), tiers)) == [[True] * 4] * 2
     for tier in tiers:
         assert outcomes(tier) == [Outcome.MOVED] * 4
         tier.close()
@@ -257,7 +257,7 @@ def test_two_writers_of_one_block_write_it_once(shared, bucket):
 
 def test_what_was_seen_of_late_is_not_asked_about_again(shared, bucket):
     writer, reader = open_tier(shared, bucket), open_tier(shared, bucket, missing_seconds=0)
-    writer.put(KEYS[:2], BLOCKS[:2], within(20))
+    keep(writer, KEYS[:2], BLOCKS[:2], within(20))
     assert reader.find(KEYS, within(20)) == 2
     for key in KEYS[:2]:
         shared.client.delete_object(Bucket=bucket, Key=place_of(key))
@@ -275,7 +275,7 @@ def test_large_blocks_come_back_and_connections_are_used_again(shared, bucket):
     keys = [BlockKey(DIGEST, name) for name in a_chain(6, "large")]
     blocks = [a_block(seed, (3 << 20) + seed) for seed in range(6)]
 
-    assert tier.put(keys, blocks, within(60)) == [True] * 6
+    assert keep(tier, keys, blocks, within(60)) == [True] * 6
     into = [np.zeros(block.nbytes, np.uint8) for block in blocks]
     answers = tier.get(keys, into, within(60))
 

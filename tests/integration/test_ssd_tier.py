@@ -1,6 +1,7 @@
 """The SSD tier on real files: what is kept, what is found again, and how space is won back."""
 
 import errno
+import logging
 import os
 import random
 import resource
@@ -19,11 +20,12 @@ from kvstore.extents import PAGE_BYTES
 from kvstore.messages import Outcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd import disk as disks
+from kvstore.tiers.ssd.disk import Space
 from kvstore.tiers.ssd.eviction import oldest
 from kvstore.tiers.ssd.segment import largest_payload_bytes
 from kvstore.tiers.ssd.settings import Sync
 from kvstore.tiers.ssd.tier import SsdTier
-from tests.kv_builders import BLOCK_BYTES
+from tests.kv_builders import BLOCK_BYTES, keep
 from tests.ssd_disks import (
     PER_SEGMENT,
     RECORD_BYTES,
@@ -202,7 +204,7 @@ def test_a_payload_made_to_look_like_a_record_is_none(tmp_path):
     forged[64:68] = google_crc32c.value(bytes(forged[PAGE_BYTES:])).to_bytes(4, "little")
     forged[68:72] = google_crc32c.value(bytes(forged[:68])).to_bytes(4, "little")
     content = np.frombuffer(bytes(forged), np.uint8)
-    assert tier.put([forger], [content], MonotonicClock().now() + 10**10) == [True]
+    assert keep(tier, [forger], [content], MonotonicClock().now() + 10**10) == [True]
     abandon(tier)
     path, offset = record_at(tmp_path, forger)
     overwrite(path, offset, bytes(PAGE_BYTES))  # so that the search comes to look at the payload's pages
@@ -358,6 +360,37 @@ def test_foreign_files_that_leave_no_room_are_named(tmp_path):
 
     (tmp_path / "big").unlink()
     a_tier(tmp_path).close()
+
+
+@pytest.mark.parametrize("folders", [1, 2])
+def test_a_capacity_beyond_what_is_left_is_told_at_the_start_with_what_is_ours_counted_as_left(
+    tmp_path, caplog, folders
+):
+    faults = Faults()
+    places = [tmp_path / str(number) for number in range(folders)]
+    faults.space = Space(device=1, total=1 << 30, free=(2 << 20) - folders * SEGMENT_BYTES, ours=SEGMENT_BYTES)
+    a_tier(*places, faults=faults).close()
+    assert not warnings_of(caplog)
+
+    faults.space = Space(device=1, total=1 << 30, free=1 << 20, ours=SEGMENT_BYTES)
+    a_tier(*places, faults=faults).close()
+
+    (warning,) = warnings_of(caplog)
+    assert warning.message.startswith("capacity_bytes: the file system has less left")
+    assert (warning.capacity_bytes, warning.left_bytes) == (2 << 20, (1 << 20) + folders * SEGMENT_BYTES)
+    assert warning.folders == ", ".join(map(str, places))
+
+
+def test_a_capacity_beyond_the_size_of_the_real_file_system_is_told(tmp_path, caplog):
+    a_tier(tmp_path, capacity_bytes=1 << 44, segment_bytes=1 << 31).close()
+
+    (warning,) = warnings_of(caplog)
+    assert warning.total_bytes >= warning.left_bytes > 0
+    assert warning.capacity_bytes == 1 << 44
+
+
+def warnings_of(caplog) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # Who may

@@ -66,7 +66,7 @@ def test_a_read_error_is_a_failure_and_then_a_miss(tmp_path, faults, caplog):
     put(tier, keys)
     faults.fail_reads(errno.EIO)
 
-    with pytest.raises(TierFailed, match="nothing can be read"):
+    with pytest.raises(TierFailed, match=r"^nothing can be read: injected$"):
         get(tier, keys[:2])
     with pytest.raises(TierFailed):
         get(tier, keys[2:3])

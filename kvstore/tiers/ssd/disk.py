@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from kvstore.buffers import ByteArray
 from kvstore.extents import PAGE_BYTES
@@ -63,6 +64,15 @@ class File(Protocol):
     def close(self) -> None: ...
 
 
+class Space(Struct, frozen=True, kw_only=True):
+    """Of the file system that a folder is on, in bytes."""
+
+    device: int  # equal for folders on the same one
+    total: int  # 0: it does not say
+    free: int  # that may still be had
+    ours: int  # that the segments in this folder have
+
+
 class Disk(Protocol):
     """One folder, which nobody else uses while it is open."""
 
@@ -76,6 +86,8 @@ class Disk(Protocol):
     def foreign_bytes(self) -> int:
         """What everything else in the folder occupies."""
         ...
+
+    def space(self) -> Space: ...
 
     def open(self, name: str) -> File: ...
 
@@ -147,6 +159,16 @@ class PosixDisk:
             if not _is_ours(entry) and entry.name != LOCK:
                 total += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
         return total
+
+    def space(self) -> Space:
+        system = os.statvfs(self._path)
+        ours = sum(each.stat(follow_symlinks=False).st_blocks for each in os.scandir(self._path) if _is_ours(each))
+        return Space(
+            device=self._path.stat().st_dev,
+            total=system.f_blocks * system.f_frsize,
+            free=system.f_bavail * system.f_frsize,
+            ours=ours * BLOCK_BYTES,
+        )
 
     def open(self, name: str) -> "PosixFile":
         return PosixFile(os.open(self._path / name, self._flags | os.O_NOFOLLOW))

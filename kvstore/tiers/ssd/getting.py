@@ -6,7 +6,7 @@ from functools import partial
 
 from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos
-from kvstore.errors import TierFailed
+from kvstore.errors import TierFailed, reason
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import GONE, BlockKey, Fetched, Outcome
 from kvstore.tiers.ssd.crew import Crew, Job, Scratch, batches
@@ -50,7 +50,7 @@ class Getting:
                 self._held.release(wanted.place.segment)
         answers = self._count(call, len(keys), is_late=call.late or call.done < len(jobs))
         if call.errors and not call.answers:
-            raise TierFailed(f"nothing can be read: {call.errors[0]}") from call.errors[0]
+            raise TierFailed(f"nothing can be read: {reason(call.errors[0])}") from call.errors[0]
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:

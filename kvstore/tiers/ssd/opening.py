@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from kvstore.clock import Clock, seconds
-from kvstore.errors import StoreNotStarted
-from kvstore.tiers.ssd.disk import Disk, File, InUse
+from kvstore.errors import StoreNotStarted, reason
+from kvstore.tiers.ssd.disk import Disk, File, InUse, Space
 from kvstore.tiers.ssd.eviction import Score
 from kvstore.tiers.ssd.held import Held
 from kvstore.tiers.ssd.recovery import Life, Unreadable, recover
@@ -45,6 +45,7 @@ def open_volumes(
                     f"of {settings.segment_bytes} bytes, not {MIN_SEGMENTS}; raise it, or clear the directory"
                 )
             volumes.append(volume)
+        _warn_of_little_room(settings, volumes)
         for volume, found in zip(volumes, _recover(volumes, settings.threads, held), strict=True):
             volume.restore(found, clock.now())
         stack.pop_all()
@@ -69,13 +70,38 @@ def _allow_descriptors(settings: SsdSettings) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
+def _warn_of_little_room(settings: SsdSettings, volumes: Sequence[Volume]) -> None:
+    """A cap that the file system cannot give is told at the start, and not when it is full.
+
+    It is no reason not to start: what there is is used, a disk that was replaced by a smaller one still is a tier, and
+    what others take of a disk they may give back.
+    """
+    by_device: dict[int, list[tuple[str, Space]]] = {}
+    for volume in volumes:
+        space = volume.disk.space()
+        by_device.setdefault(space.device, []).append((volume.disk.folder, space))
+    for together in by_device.values():
+        first, wanted = together[0][1], settings.share_bytes * len(together)
+        left = first.free + sum(space.ours for _, space in together)
+        if first.total and wanted > left:
+            log.warning(
+                "capacity_bytes: the file system has less left; what there is will be used",
+                extra={
+                    "folders": ", ".join(folder for folder, _ in together),
+                    "capacity_bytes": wanted,
+                    "left_bytes": left,
+                    "total_bytes": first.total,
+                },
+            )
+
+
 def _take(disks: Disks, field: str, folder: str) -> Disk:
     try:
         return disks(folder)
     except InUse:
         raise StoreNotStarted(f"{field}: {folder} is in use by another process; give each its own") from None
     except (OSError, ValueError) as error:  # ValueError: a zero in the path
-        raise StoreNotStarted(f"{field}: {folder!r} cannot be used: {error}") from error
+        raise StoreNotStarted(f"{field}: {folder!r} cannot be used: {reason(error)}") from error
 
 
 def _recover(volumes: Sequence[Volume], threads: int, held: Held) -> list[list[tuple[Segment, Life | Unreadable]]]:
@@ -107,8 +133,8 @@ def _open(disk: Disk, name: str) -> tuple[str, File | None, Life | Unreadable]:
     try:
         file = disk.open(name)
     except OSError as error:
-        return name, None, Unreadable(str(error))
+        return name, None, Unreadable(reason(error))
     try:
         return name, file, recover(file)
     except OSError as error:
-        return name, file, Unreadable(str(error))
+        return name, file, Unreadable(reason(error))

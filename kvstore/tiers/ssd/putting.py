@@ -8,7 +8,7 @@ from msgspec import Struct
 from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos
 from kvstore.codecs.checked import encoded
-from kvstore.errors import TierFailed
+from kvstore.errors import TierFailed, reason
 from kvstore.messages import BlockKey
 from kvstore.ports import Codec
 from kvstore.tiers.ssd.crew import Crew, Job, Scratch, batches
@@ -41,15 +41,14 @@ class Putting:
         keys: Sequence[BlockKey],
         blocks: Sequence[ByteArray],
         deadline: Nanos,
-        checksums: Sequence[int] | None,
+        checksums: Sequence[int],
     ) -> list[bool]:
         """See `kvstore.ports.BackingTier.put`."""
         names = [flat(key) for key in keys]
         call = _Call()
         new = self._begin(names)
         try:
-            sums = checksums if checksums is not None else [None] * len(keys)
-            todo = self._encodable([(keys[i], blocks[i], sums[i]) for i in new])
+            todo = self._encodable([(keys[i], blocks[i], checksums[i]) for i in new])
             jobs: list[Job] = [
                 partial(self._write, todo[batch], deadline, call)
                 for batch in batches([item.block.nbytes for item in todo], self._batch_bytes, self._threads)
@@ -63,7 +62,7 @@ class Putting:
             self._held.count.failures += len(call.errors) + is_late
             there = [name in self._held.index and name not in call.late for name in names]
         if call.errors and not any(there):
-            raise TierFailed(f"nothing can be written: {call.errors[0]}") from call.errors[0]
+            raise TierFailed(f"nothing can be written: {reason(call.errors[0])}") from call.errors[0]
         return there
 
     def _begin(self, names: Sequence[Key]) -> list[int]:
@@ -76,7 +75,7 @@ class Putting:
                     new.append(index)
         return new
 
-    def _encodable(self, blocks: Sequence[tuple[BlockKey, ByteArray, int | None]]) -> list["_Item"]:
+    def _encodable(self, blocks: Sequence[tuple[BlockKey, ByteArray, int]]) -> list["_Item"]:
         items = []
         for key, block, checksum in blocks:
             if (codec := self._held.codec(key.digest)) is not None:
@@ -135,7 +134,7 @@ class _Item(Struct, frozen=True):
     key: BlockKey
     block: ByteArray
     codec: Codec
-    checksum: int | None
+    checksum: int
 
 
 class _Call:

@@ -115,7 +115,7 @@ class SsdTier:
         keys: Sequence[BlockKey],
         blocks: Sequence[ByteArray],
         deadline: Nanos,
-        checksums: Sequence[int] | None = None,
+        checksums: Sequence[int],
     ) -> list[bool]:
         assert len(keys) == len(blocks), (len(keys), len(blocks))
         with self._call() as is_admitted:

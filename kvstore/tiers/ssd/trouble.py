@@ -2,6 +2,8 @@
 
 import logging
 
+from kvstore.errors import reason
+
 log = logging.getLogger(__name__)
 
 
@@ -13,10 +15,11 @@ class Trouble:
         self._folder = folder
         self._lasts = False
 
-    def began(self, error: object) -> None:
+    def began(self, error: Exception | str) -> None:
         if not self._lasts:
             self._lasts = True
-            log.warning("SSD tier: %s", self._what, extra={"folder": self._folder, "error": str(error)})
+            cause = error if isinstance(error, str) else reason(error)
+            log.warning("SSD tier: %s", self._what, extra={"folder": self._folder, "error": cause})
 
     def over(self) -> None:
         if self._lasts:

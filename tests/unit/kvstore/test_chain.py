@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import HashAlgorithm, chain, extend, root, salt_for
+from kvstore.block import HashAlgorithm, chain, extend, root, salt_for, salt_of_adapter
 
 HERE = Path(__file__).parent
 VECTORS = json.loads((HERE / "chain_vectors.json").read_text())
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=64)
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1)
 salts = st.one_of(st.just(b""), st.binary(min_size=32, max_size=32))
 
 IN_ANOTHER_PROCESS = """
@@ -113,6 +114,37 @@ def test_tenants_share_a_salt_only_with_themselves(tenant, other, secret, other_
     assert salt_for(secret, "") == b""
     if other_secret.rstrip(b"\0") != secret.rstrip(b"\0"):  # HMAC pads keys with zeros
         assert salt_for(other_secret, tenant) != mine
+
+
+def test_salts_of_adapters_are_those_of_the_golden_vectors():
+    """SHA-256 as any language has it; the salts then are vectors' salts like any other."""
+    assert salt_of_adapter("ada@1").hex() == "6ed43e4547fe7dc5efd9408744a83bff179d0c3f1dd74a1fbe6105c2b125ff80"
+    assert (
+        salt_of_adapter("ada@1", bytes(range(32))).hex()
+        == "ee2a727e9bab9b43385882d33e134824f8c432eea33f146682faeef99fa228ee"
+    )
+
+
+@given(tokens, st.integers(0, 15), st.binary(min_size=36, max_size=36), st.binary(min_size=36, max_size=36))
+def test_distinct_images_never_share_a_block_from_where_they_begin(ids, where, one, other):
+    """Row F7. An extra is an offset and the digest of an image."""
+    mine = chain(packed(ids), 4, extras={where: one})
+    theirs = chain(packed(ids), 4, extras={where: other})
+    without = chain(packed(ids), 4)
+
+    assert mine[:where] == theirs[:where] == without[:where]
+    assert set(mine[where:]).isdisjoint(without)
+    assert mine[where:] == theirs[where:] if one == other else set(mine[where:]).isdisjoint(theirs)
+
+
+@given(NAMES, NAMES, salts, salts)
+def test_adapters_share_a_salt_only_with_themselves(adapter, other, salt, other_salt):
+    mine = salt_of_adapter(adapter, salt)
+
+    assert len(mine) == 32
+    if "\0" not in adapter + other:
+        assert (salt_of_adapter(other, other_salt) == mine) == ((other, other_salt) == (adapter, salt))
+    assert mine not in (salt, other_salt)
 
 
 @given(tokens, st.integers(1, 8), st.integers(0, 8))

@@ -132,3 +132,26 @@ def test_parts_that_do_not_make_the_blocks_are_a_bug_and_nothing_is_copied(modul
 
     assert not any(part.any() for part in parts)
     assert np.array_equal(pool.bytes, Pool().bytes)
+
+
+@each
+def test_many_blocks_are_summed_in_one_call(module):
+    data = np.frombuffer(random.Random(4).randbytes(4 * BLOCK), np.uint8)
+    parts = [data[:BLOCK], data[BLOCK : BLOCK + 1], data[:0], data[BLOCK + 1 : 2 * BLOCK], data[2 * BLOCK : 3 * BLOCK]]
+
+    sums = module.sums(3, BLOCK, parts)
+
+    assert sums == [google_crc32c.value(data[i * BLOCK : (i + 1) * BLOCK].tobytes()) for i in range(3)]
+    assert module.sums(0, BLOCK, []) == []
+    for count in (2, 4):
+        with pytest.raises(AssertionError, match="parts do not make"):
+            module.sums(count, BLOCK, parts)
+
+
+@pytest.mark.skipif(not checksums.BUILT, reason="the native module is not built")
+def test_stamps_that_cannot_be_read_at_once_are_refused():
+    pool = Pool()
+    odd = np.zeros(pool.stamps.nbytes + 8, np.uint8)[1:][: pool.stamps.nbytes]
+
+    with pytest.raises(ValueError, match="aligned"):
+        checksums.get_blocks(pool.bytes, odd, PAGE, pool.slot(0), BLOCK, [np.zeros(BLOCK, np.uint8)])

@@ -509,6 +509,58 @@ def test_watchers_hear_in_which_tier_a_block_is():
     assert (removed.tier, removed.stored, removed.removed) == ("ssd", (), (a_chain(2)[1],))
 
 
+def test_what_a_tier_promised_and_did_not_deliver_is_told_and_offered_again():
+    below = Below(tiers=("redis",))
+    chain = a_chain(3)
+    below.hold(chain)
+    below.perform_all()
+    for name in chain:
+        assert below.store.machine.condemn(below.store.digest, name, below.store.slot(name).generation, below.now)
+    below.hierarchy.changes()
+    below.want(chain)
+    below.perform()
+    fetch = below.waiting.popleft()
+    moved = Fetched(Outcome.MOVED, CRC)
+
+    below.hierarchy.fetched(fetch.load_id, [moved, GONE, moved], below.now)
+    below.collect()
+
+    assert [(each.stored, each.removed) for each in below.hierarchy.changes()] == [((), (chain[1],))]
+    assert {key.name for key in below.hierarchy.held(0)} == {chain[0], chain[2]}
+    below.hold(chain)
+    (again,) = [movement for movement in below.waiting if isinstance(movement, Keep)]
+    assert [address.key.name for address in again.addresses] == [chain[1]]
+
+
+def test_watchers_hear_of_blocks_that_another_node_has_written():
+    below = Below(tiers=("redis",))
+    below.held[0].update(a_chain(2))
+
+    below.want(a_chain(2))
+    below.perform_all()
+
+    assert [set(each.stored) for each in below.hierarchy.changes()] == [set(a_chain(2))]
+    below.want([*a_chain(2), *a_chain(1, "more")])
+    below.perform_all()
+    assert below.hierarchy.changes() == [], "what is known is not told again"
+
+
+def test_a_tier_that_finds_in_memory_is_asked_what_it_holds_and_what_it_lacks_is_forgotten_one_by_one():
+    below = Below(tiers=("ssd",), finds_in_memory=True)
+    chain = a_chain(3)
+    below.hold(chain)
+    below.perform_all()
+    for name in chain:
+        assert below.store.machine.condemn(below.store.digest, name, below.store.slot(name).generation, below.now)
+    below.hierarchy.changes()
+    below.held[0].discard(chain[1])
+
+    below.want(chain)
+    below.perform_all()
+
+    assert [each.removed for each in below.hierarchy.changes()] == [(chain[1],)]
+
+
 CHAINS = [a_chain(6), [*a_chain(3), *a_chain(3, "b")], a_chain(4, "c"), a_chain(2, "d")]
 
 
@@ -519,6 +571,7 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.below = Below(blocks=7, queue_blocks=3)
         self.hung: list[Movement] = []
+        self.heard: dict[str, set[bytes]] = {"ssd": set(), "redis": set()}
 
     @rule(chain=st.sampled_from(CHAINS), patience=st.sampled_from([0, 1, PATIENCE]))
     def want(self, chain, patience):
@@ -573,6 +626,16 @@ class AnyOrder(RuleBasedStateMachine):
     def all_adds_up(self):
         self.below.hierarchy.check()
         self.below.store.machine.check()
+
+    @invariant()
+    def who_watched_from_the_start_knows_what_a_newcomer_is_told(self):
+        for change in self.below.hierarchy.changes():
+            assert not self.heard[change.tier].intersection(change.stored), "told twice"
+            assert self.heard[change.tier].issuperset(change.removed), "told of what nobody knew"
+            self.heard[change.tier].update(change.stored)
+            self.heard[change.tier].difference_update(change.removed)
+        for index, heard in enumerate(self.heard.values()):
+            assert {key.name for key in self.below.hierarchy.held(index)} == heard
 
     def teardown(self):
         for movement in self.hung:

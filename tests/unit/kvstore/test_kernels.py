@@ -117,6 +117,44 @@ def test_dequantising_is_the_same_for_every_code_and_scale(half):
     assert np.array_equal(by_twin, by_native)
 
 
+def oddly(array: np.ndarray) -> np.ndarray:
+    """The same values at an odd address, as a view into packed bytes may have them."""
+    room = np.zeros(array.nbytes + 16, np.uint8)
+    start = 1 - room.ctypes.data % 2
+    view = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    assert view.ctypes.data % 2
+    return view
+
+
+@pytest.mark.parametrize("half", Half)
+def test_values_at_odd_addresses_are_values_like_others(half):
+    values = finite(half, EVERY_PATTERN).reshape(4, 128, 128)
+    scales, codes, back = np.zeros((4, 128), np.uint16), np.zeros(values.shape, np.int8), np.zeros_like(values)
+    native_kernels().quantise(values, half.fraction_bits, scales, codes)
+    native_kernels().dequantise(codes, scales, half.fraction_bits, back)
+    odd_scales, odd_codes, odd_back = oddly(np.zeros_like(scales)), np.zeros_like(codes), oddly(np.zeros_like(values))
+    native_kernels().quantise(oddly(values), half.fraction_bits, odd_scales, odd_codes)
+    native_kernels().dequantise(odd_codes, odd_scales, half.fraction_bits, odd_back)
+
+    assert np.array_equal(odd_scales, scales)
+    assert np.array_equal(odd_codes, codes)
+    assert np.array_equal(odd_back, back)
+
+
+def test_a_table_of_copies_may_lie_anywhere():
+    shape = a_shape()
+    table = plan_fill(shape, one_a_rank(shape, "LHND", 1), one_a_rank(shape, "LNHD", 1))._table
+    source = np.arange(shape.bytes_of(shape.everything), dtype=np.uint8)
+    into, oddly_into = np.zeros_like(source), np.zeros_like(source)
+
+    native_kernels().copy(table, [source], [into])
+    native_kernels().copy(oddly(table), [source], [oddly_into])
+
+    assert into.any()
+    assert np.array_equal(into, oddly_into)
+
+
 @pytest.fixture(params=["twin", "native"])
 def kernel(request):
     return twin if request.param == "twin" else native_kernels()
@@ -124,7 +162,20 @@ def kernel(request):
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [(0, 1), (0, -1), (2, 1), (1, -1), (1, 1), (3, 1), (3, 1 << 62), (4, 1 << 40), (5, 3), (6, 1 << 62), (7, -8)],
+    [
+        (0, 1),
+        (0, -1),
+        (5, 0),
+        (2, 1),
+        (1, -1),
+        (1, 1),
+        (3, 1),
+        (3, 1 << 62),
+        (4, 1 << 40),
+        (5, 3),
+        (6, 1 << 62),
+        (7, -8),
+    ],
 )
 def test_a_copy_that_leaves_its_objects_is_refused(kernel, column, value):
     shape = a_shape()

@@ -60,3 +60,8 @@ def test_other_algorithms_and_extras_go_the_other_way():
     assert chain(tokens, 16, extras={1: b"x"})[0] == chain(tokens, 16)[0]
     assert chain(tokens, 16, extras={1: b"x"})[1] != chain(tokens, 16)[1]
     assert chain(tokens, 16, algorithm=HashAlgorithm.XXH3_128) != chain(tokens, 16)
+
+
+@native
+def test_a_size_beyond_what_there_is_takes_no_memory():
+    assert block._chain.extend(bytes(16), bytes(64), 1 << 62) == []

@@ -1,0 +1,167 @@
+"""What a node in a worker's process takes from its host's event loop, and what a busy host takes from the node.
+
+python -m loadtests.kvstore.embedded [--rounds 5] [--seconds 3] [--json FILE]
+
+One host, whose event loop does what a worker's does: it wakes every millisecond, and every tenth time computes for 3 ms
+without letting go, as a step's bookkeeping may. One client in another process that looks up, reads and writes blocks as
+fast as it can. The node stands in a process of its own, on a thread of the host's, or on the host's event loop. Told in ms:
+how late the host wakes beside its own computing, and how long look-ups take. Rounds are interleaved; medians of them.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+
+from kvstore.client import StoreClient
+from kvstore.embedded import open_embedded
+from kvstore.monotonic import MonotonicClock
+from kvstore.server import open_node
+from kvstore.settings import StoreSettings
+from loadtests.kvstore.memory_lines import chains, content, named
+from loadtests.kvstore.nodes import ROOT, StoreNode, environment, short_folder
+
+PLACES = ("process", "thread", "loop")
+BLOCK_BYTES = 128 << 10
+LOOKED_UP, WRITTEN = 94, 8  # blocks: a prompt of 3,000 tokens, and a few that are new
+CAPACITY_BYTES = 64 << 20
+TICK_SECONDS, BUSY_SECONDS, BUSY_EVERY = 0.001, 0.003, 10
+PROCESS_SECONDS = 60.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--role", choices=("host", "client"), help=argparse.SUPPRESS)
+    parser.add_argument("--place", choices=PLACES, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", help=argparse.SUPPRESS)
+    told = parser.parse_args(arguments)
+    if told.role == "host":
+        uvloop.run(_host(told.place, msgspec.json.decode(told.settings, type=StoreSettings), told.seconds))
+    elif told.role == "client":
+        _client(msgspec.json.decode(told.settings, type=StoreSettings), told.seconds)
+    else:
+        _compare(told)
+
+
+def _compare(told: argparse.Namespace) -> None:
+    figures: dict[str, list[dict[str, float]]] = {place: [] for place in PLACES}
+    for _ in range(told.rounds):
+        for place in PLACES:
+            figures[place].append(_round(place, told.seconds))
+    medians = {
+        place: {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        for place, rounds in figures.items()
+    }
+    names = list(medians["process"])
+    print("  ".join(["node in  ", *(f"{name:>16}" for name in names)]))
+    for place in PLACES:
+        print("  ".join([f"{place:9}", *(f"{medians[place][name]:16.3f}" for name in names)]))
+    if told.json:
+        told.json.write_text(json.dumps({"medians": medians, "rounds": figures}, indent=2))
+
+
+def _round(place: str, seconds: float) -> dict[str, float]:
+    with short_folder() as folder:
+        node = StoreNode(folder, capacity_bytes=CAPACITY_BYTES)
+        if place == "process":
+            node.start()
+        host = _start("host", place, node.settings, seconds)
+        client = _start("client", place, node.settings, seconds)
+        for each in (host, client):
+            each.stdin.write("go\n")
+            each.stdin.flush()
+        found: dict[str, float] = json.loads(client.communicate(timeout=PROCESS_SECONDS)[0])
+        found |= json.loads(host.communicate(timeout=PROCESS_SECONDS)[0])  # it keeps the node until its input ends
+        node.stop()
+        return found
+
+
+def _start(role: str, place: str, settings: dict[str, Any], seconds: float) -> Any:
+    """A process that is ready to go."""
+    command = [sys.executable, "-m", "loadtests.kvstore.embedded", "--role", role, "--place", place]
+    command += ["--settings", json.dumps(settings), "--seconds", str(seconds)]
+    started: Any = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout.readline() == "ready\n", f"the {role} did not start"
+    return started
+
+
+# The host
+
+
+@asynccontextmanager
+async def _node(place: str, settings: StoreSettings) -> AsyncIterator[None]:
+    if place == "thread":
+        async with open_embedded(settings, MonotonicClock(), new_loop=uvloop.new_event_loop):
+            yield
+    elif place == "loop":
+        async with open_node(settings, MonotonicClock()):
+            yield
+    else:
+        yield
+
+
+async def _host(place: str, settings: StoreSettings, seconds: float) -> None:
+    late: list[float] = []
+    async with _node(place, settings):
+        await asyncio.to_thread(_until_told)
+        ends = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < ends:
+            await asyncio.sleep(TICK_SECONDS)
+            late.append(time.perf_counter() - began - TICK_SECONDS)
+            if len(late) % BUSY_EVERY == 0:
+                until = time.perf_counter() + BUSY_SECONDS
+                while time.perf_counter() < until:
+                    pass
+        await asyncio.to_thread(sys.stdin.read)
+    print(json.dumps(_spread("late", late)))
+
+
+# The client
+
+
+def _client(settings: StoreSettings, seconds: float) -> None:
+    made, blocks = chains(LOOKED_UP), content(BLOCK_BYTES, LOOKED_UP)
+    took: list[float] = []
+    with StoreClient.connect(settings.listen[0], named(BLOCK_BYTES), timeout_seconds=30) as client:
+        chain = next(made)
+        client.write(chain, list(blocks))
+        into = list(np.empty((LOOKED_UP, BLOCK_BYTES), np.uint8))
+        _until_told()
+        ends = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < ends:
+            match = client.match(chain, lease_seconds=10)
+            took.append(time.perf_counter() - began)
+            client.read(match, range(len(match)), into)
+            client.release(match.lease_id)
+            client.write([*chain, *next(made)[:WRITTEN]], [*blocks, *blocks[:WRITTEN]])
+    print(json.dumps(_spread("look-up", took) | {"look-ups/s": len(took) / seconds}))
+
+
+def _until_told() -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=100)
+    return {f"{name} p50": 1e3 * cuts[49], f"{name} p99": 1e3 * cuts[98], f"{name} max": 1e3 * max(seconds)}
+
+
+if __name__ == "__main__":
+    main()

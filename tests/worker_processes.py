@@ -29,6 +29,7 @@ class WorkerProcess:
         self.process: asyncio.subprocess.Process | None = None
         self.address = ""  # of its streams
         self.control = ""  # of its gRPC port
+        self.endpoints: dict[str, str] = {}  # all that it announced
 
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
@@ -41,8 +42,8 @@ class WorkerProcess:
             while (line := await self.process.stdout.readline()) and not line.startswith(b"{"):
                 pass  # vLLM's libraries say something there as well
         assert line, "the worker ended before it was ready"
-        endpoints = json.loads(line)
-        self.address, self.control = endpoints["stream"], endpoints.get("grpc", "")
+        self.endpoints = json.loads(line)
+        self.address, self.control = self.endpoints["stream"], self.endpoints.get("grpc", "")
 
     def terminate(self) -> None:
         assert self.process is not None

@@ -17,7 +17,12 @@ TAKES: dict[Role, frozenset[Phase]] = {
 
 def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
     """Why this worker will not do `start`; None when it will."""
-    return _unfit_phase(start, role) or _unfit_prompt(start, facts) or _unfit_kv(start, facts)
+    return (
+        _unfit_phase(start, role)
+        or _unfit_prompt(start, facts)
+        or _unfit_adapter(start, facts)
+        or _unfit_kv(start, facts)
+    )
 
 
 def _unfit_phase(start: Start, role: Role) -> Rejected | None:
@@ -34,6 +39,8 @@ def _unfit_prompt(start: Start, facts: EngineFacts) -> Rejected | None:
         return _invalid(start, "salt", f"has 0 or {SALT_BYTES} bytes, not {len(start.salt)}")
     if start.sampling.max_tokens < 1:
         return _invalid(start, "sampling.max_tokens", f"must be at least 1, not {start.sampling.max_tokens}")
+    if start.sampling.form is not None and not facts.keeps_forms:
+        return _invalid(start, "sampling.form", f"this worker's engine ({facts.name}) keeps to none; leave it out")
     prompt = len(start.tokens) // TOKEN_BYTES
     answer = 1 if start.phase is Phase.PREFILL else start.sampling.max_tokens
     if prompt + answer > facts.max_model_len:
@@ -43,6 +50,17 @@ def _unfit_prompt(start: Start, facts: EngineFacts) -> Rejected | None:
             message=f"{prompt} prompt tokens and {answer} to generate exceed the {facts.max_model_len} of this model",
             field="tokens",
         )
+    return None
+
+
+def _unfit_adapter(start: Start, facts: EngineFacts) -> Rejected | None:
+    if not start.adapter:
+        return None
+    if all(start.adapter != adapter.name for adapter in facts.adapters):
+        message = f"adapter: {start.adapter!r} is none of this worker's; another may have it"
+        return Rejected(request_id=start.request_id, reason=Reason.NO_WORKER, message=message, field="adapter")
+    if not start.salt:
+        return _invalid(start, "salt", "work with an adapter needs one, which keeps its blocks apart from the model's")
     return None
 
 

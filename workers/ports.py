@@ -8,7 +8,7 @@ from msgspec import Struct
 from fleet.clock import Nanos
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.roles import KvPath
-from fleet.work import KvEvent, Load, Progress, Rejected, Start, WorkerMessage
+from fleet.work import Adapter, KvEvent, Load, Progress, Rejected, Start, WorkerMessage
 from kvstore.fingerprint import Fingerprint
 from workers.holds import Hold, Release
 
@@ -26,6 +26,9 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     kv_paths: tuple[KvPath, ...]
     store_id: StoreId | None = None  # of the KV store node that the engine writes to
     kv: Fingerprint | None = None  # what its blocks are and how they lie in its memory; None: it does not say
+    keeps_forms: bool = False  # whether it can see to it that an answer is of a form (`fleet.requests.Form`)
+    adapters: tuple[Adapter, ...] = ()  # that it can load
+    adapter_slots: int = 0  # adapters that are loaded at a time; 0: all of them
 
 
 EngineOutput = Sequence[Progress | Rejected]

@@ -16,7 +16,7 @@ import msgspec
 
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.ids import Incarnation
-from fleet.work import Description, Load, Progress, Rejected
+from fleet.work import Description, Golden, Load, Progress, Rejected
 from workers.cache_view import CacheView
 from workers.holds import SessionHolds
 from workers.machine import GRACE, LifePhase, WorkerMachine
@@ -54,6 +54,7 @@ class WorkerServer:
         incarnation: Incarnation,
         *,
         keeper: HoldKeeper | None = None,
+        golden: Golden | None = None,
     ) -> None:
         """A worker that is still starting; `keeper` keeps the chains of sessions that wait."""
         facts = engine.facts
@@ -74,6 +75,9 @@ class WorkerServer:
             prefill_speed=settings.prefill_speed,
             decode_speed=settings.decode_speed,
             labels=settings.labels,
+            adapters=facts.adapters,
+            adapter_slots=facts.adapter_slots,
+            golden=golden,
         )
         self._settings = settings
         self._engine = engine

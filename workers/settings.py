@@ -7,19 +7,20 @@ from msgspec import Meta, Struct, field
 from fleet.hardware.latency import EngineLatency
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
+from kvstore.addresses import unix_path
 from kvstore.credentials import Credentials
+from kvstore.settings import StoreSettings
+from workers.kv_layout import KvLayout
 
 Positive = Annotated[int, Meta(ge=1)]
-
-KvLayout = Literal["HND", "NHD"]
-"""Order of heads (H), tokens (N) and elements (D) within a layer's KV of one block."""
 
 
 class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the embedded vLLM engine."""
 
     kv_cache_gib: Annotated[float, Meta(gt=0)] = 1
-    """Host memory for the KV cache of a CPU engine; accelerators take `extra_args.gpu_memory_utilization`."""
+    """Host memory for the KV cache of a CPU engine, all its ranks together; accelerators take
+    `extra_args.gpu_memory_utilization`."""
 
     dtype: str = "auto"
     """As vLLM names it; float32 gives the same tokens whatever the batch."""
@@ -29,6 +30,10 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     omp_threads: Annotated[int, Meta(ge=1)] = 1
     """Threads of one CPU engine; 1, so that a prefill and a decode engine can share two cores."""
+
+    keeps_forms: bool = True
+    """Whether answers can be bound to a schema, an expression or a grammar. For that the engine loads the model's tokenizer as
+    well, and clients may have it compile what they wrote; off, such requests are refused."""
 
     extra_args: dict[str, Any] = {}
     """Anything else that vLLM's `AsyncEngineArgs` takes; it overrides what the fields above set."""
@@ -75,6 +80,9 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     publish_timeout_ms: Positive = 2000
     """How long the finish of a prefill waits for its blocks to be in the store."""
+
+    adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
+    """How long it takes to load an adapter: tens of megabytes from a file system near by."""
 
     direct_listen: str = "127.0.0.1:0"
     """Where decode engines fetch blocks: host:port (0: any) or unix:path."""
@@ -124,7 +132,11 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """gRPC address of the registry; empty: the worker does not register anywhere."""
 
     store: str = ""
-    """gRPC address of the KV store node, unix:path or host:port; empty: no store."""
+    """gRPC address of the KV store node, unix:path or host:port; empty: no store, or the one of `embedded_store`."""
+
+    embedded_store: StoreSettings | None = None
+    """A KV store node in this process, which goes when the worker goes; it needs a unix: address in `listen`, by which this
+    worker and all others of the host may use it. For a host with one worker; several are better off with a node of its own."""
 
     store_credentials: Credentials = Credentials()
     """What proves to a store node on another host that this worker may use it."""
@@ -155,6 +167,13 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     labels: tuple[str, ...] = ()
     """That a request may ask for, such as a zone or a licence."""
 
+    adapters: dict[ModelName, str] = {}
+    """Folder by name of the adapters (LoRA) that it may load when work for them comes; clients ask for them as for models.
+    Workers of one model that have an adapter of the same name should have the same one."""
+
+    adapter_slots: Positive = 4
+    """Adapters that are loaded at a time, each with memory of its own on the device."""
+
     max_waiting: Annotated[int, Meta(ge=0)] = 256
     """Requests that wait for a place in the batch; more are refused with QUEUE_FULL."""
 
@@ -179,9 +198,31 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("engine: is empty; name one of the installed engines")
         if len(set(self.kv_paths)) != len(self.kv_paths):
             raise ValueError(f"kv_paths: {', '.join(self.kv_paths)} names a path twice")
-        if KvPath.STORE in self.kv_paths and not self.store:
-            raise ValueError("kv_paths: 'store' needs the address of a KV store node in `store`")
+        if self.embedded_store is not None:
+            self._check_embedded(self.embedded_store)
+        if KvPath.STORE in self.kv_paths and not self.store_address:
+            raise ValueError(
+                "kv_paths: 'store' needs the address of a KV store node in `store`, or a node in `embedded_store`"
+            )
         if self.role is Role.PREFILL and not self.kv_paths:
             raise ValueError("kv_paths: a prefill worker without a way to hand its blocks over is of no use")
+        if self.model in self.adapters or "" in self.adapters:
+            raise ValueError("adapters: each needs a name of its own, and not the model's")
         if self.heartbeat_ms < self.load_interval_ms:
             raise ValueError("heartbeat_ms: must not be below load_interval_ms")
+
+    @property
+    def store_address(self) -> str:
+        """Of the node that this worker uses, be it its own or another; empty: none."""
+        if self.embedded_store is None:
+            return self.store
+        return next(filter(unix_path, self.embedded_store.listen), "")
+
+    def _check_embedded(self, node: StoreSettings) -> None:
+        if self.store:
+            raise ValueError("embedded_store: `store` names another node; a worker has one, so leave one of them out")
+        if not self.store_address:
+            raise ValueError("embedded_store.listen: needs a unix: address, by which this worker uses its node")
+        for name in ("listen", "control_listen"):
+            if (own := unix_path(getattr(self, name))) and own in (*map(unix_path, node.listen), node.shm_socket):
+                raise ValueError(f"{name}: {own} is a socket of `embedded_store`; give the worker another")

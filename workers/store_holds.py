@@ -35,8 +35,8 @@ PAUSES = (0.05, 0.2, 1.0)  # seconds
 Answer = TypeVar("Answer")
 
 
-class StoreHolds:
-    """Implements `workers.ports.HoldKeeper`; made by `open_store_holds`."""
+class StoreHoldKeeper:
+    """Implements `workers.ports.HoldKeeper`; made by `open_hold_keeper`."""
 
     def __init__(self, client: StoreClient, thread: ThreadPoolExecutor, tasks: asyncio.TaskGroup) -> None:
         self.held = 0  # chains
@@ -106,31 +106,34 @@ class StoreHolds:
 
 
 @asynccontextmanager
-async def open_store_holds(address: str, kv: Fingerprint, credentials: Credentials) -> AsyncIterator[StoreHolds | None]:
-    """Holds in the node at `address`, for an engine with blocks like `kv`; None when it does not answer any more.
+async def open_hold_keeper(
+    address: str, kv: Fingerprint, credentials: Credentials
+) -> AsyncIterator[StoreHoldKeeper | None]:
+    """Keeps chains in the node at `address`, for an engine with blocks like `kv`; None when it does not answer any more.
+
+    Leaving takes as long as a call that is under way: the client is of one thread, which closes it.
 
     Raises:
         LayoutMismatch: The node holds blocks of this model that are not like these.
     """
-    loop = asyncio.get_running_loop()
-    thread = ThreadPoolExecutor(1, thread_name_prefix="store-holds")
-    try:
-        client = await loop.run_in_executor(
-            thread,
-            lambda: StoreClient.connect(address, kv.at_rest, timeout_seconds=CONNECT_SECONDS, credentials=credentials),
-        )
-    except StoreUnreachable as error:
-        log.warning("sessions will not be held", extra={"cause": str(error)})
-        thread.shutdown(wait=False)
-        yield None
-        return
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            holds = StoreHolds(client, thread, tasks)
-            try:
-                yield holds
-            finally:
-                holds.close()
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)
-        client.close()
+    with ThreadPoolExecutor(1, thread_name_prefix="store-holds") as thread:
+        run = partial(asyncio.get_running_loop().run_in_executor, thread)
+        try:
+            client = await run(
+                lambda: StoreClient.connect(
+                    address, kv.at_rest, timeout_seconds=CONNECT_SECONDS, credentials=credentials
+                )
+            )
+        except StoreUnreachable as error:
+            log.warning("sessions will not be held", extra={"cause": str(error)})
+            yield None
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                keeper = StoreHoldKeeper(client, thread, tasks)
+                try:
+                    yield keeper
+                finally:
+                    keeper.close()
+        finally:
+            await asyncio.shield(run(client.close))

@@ -8,7 +8,7 @@ the model at least 1024 positions, the batch at least 4 places.
 import msgspec
 
 from fleet.errors import Reason
-from fleet.requests import Finish, Sampling, Source
+from fleet.requests import Choice, Finish, Sampling, Source
 from fleet.roles import KvPath, Phase
 from fleet.work import Progress, Rejected
 from kvstore.block import blocks_for, chain
@@ -280,6 +280,33 @@ async def split_requests_side_by_side_keep_apart(prefill: Driven, decode: Driven
         assert tokens == (await prefill.do(work(prompt, 8)))[0]
 
 
+async def a_form_of_the_answer_is_never_passed_over(one: Driven) -> None:
+    """Kept to or refused by name, in every phase of work."""
+    start = work(fresh_prompt(20), sampling=greedy(8, form=Choice(("no", "yes"))))
+    one.submit(start)
+
+    end = await one.end_of(start)
+
+    if one.engine.facts.keeps_forms:
+        assert isinstance(end, Progress), end
+        assert end.finish is Finish.STOP, "no or yes, and then nothing"
+    else:
+        assert isinstance(end, Rejected), end
+        assert (end.reason, end.field) == (Reason.INVALID_ARGUMENT, "sampling.form")
+
+
+async def a_form_is_kept_by_a_pair_as_by_one(prefill: Driven, decode: Driven, path: KvPath) -> None:
+    """The decode side samples every token, since it knows the form from the start only."""
+    if not decode.engine.facts.keeps_forms:
+        return
+    sampling = greedy(8, form=Choice(("no", "yes")))
+    prompt = fresh_prompt(100)
+    tokens, _, end = await split(prefill, decode, prompt, 8, path, pass_first_token=False, sampling=sampling)
+
+    assert end.finish is Finish.STOP
+    assert tokens == (await prefill.do(work(prompt, sampling=sampling)))[0]
+
+
 ALONE = (
     every_request_ends_exactly_once_with_all_its_tokens,
     greedy_tokens_are_the_same_alone_and_in_a_batch,
@@ -294,6 +321,7 @@ ALONE = (
     sampling_with_a_seed_is_reproducible,
     logprobs_come_when_asked_for,
     what_the_engine_cannot_do_is_rejected_by_field,
+    a_form_of_the_answer_is_never_passed_over,
 )
 
 PAIRED = (
@@ -304,4 +332,5 @@ PAIRED = (
     a_prompt_that_the_decode_side_has_is_not_moved_again,
     a_decode_that_is_cancelled_has_told_where_its_blocks_came_from,
     split_requests_side_by_side_keep_apart,
+    a_form_is_kept_by_a_pair_as_by_one,
 )

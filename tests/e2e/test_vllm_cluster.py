@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from importlib.util import find_spec
 import psutil
 import pytest
 
-from fleet.client import Client, Placement, Source
+from fleet.client import Client, Finish, Pattern, Placement, Source
 from tests.shared_memory import abandoned_segments
 
 pytestmark = [
@@ -86,6 +87,10 @@ def test_a_killed_decode_worker_comes_back_and_nothing_of_it_stays(tmp_path):
     before = abandoned_segments()
     with fleet_up(tmp_path) as (supervisor, endpoints), Client(endpoints["grpc"]) as client:
         first = client.complete(PROMPT, placement=Placement.DISAGGREGATED, **ASK)
+        for placement in (Placement.AGGREGATED, Placement.DISAGGREGATED):
+            kept = client.complete(PROMPT, placement=placement, form=Pattern("[0-9]{3}-[a-f]{2}"), max_tokens=32)
+            assert re.fullmatch("[0-9]{3}-[a-f]{2}", kept.text), kept.text
+            assert kept.finish is Finish.STOP
         killed = endpoints["pids"]["decode-0"]
         family = group_of(killed)
         assert len(family) >= 3  # the worker, vLLM's engine core, and its worker

@@ -9,15 +9,10 @@ import pytest
 from kvstore.client import StoreClient
 from kvstore.messages import Match
 from tests.kv_builders import a_block, a_chain, a_namespace, a_node
-from workers.engines.vllm_blocks import (
-    LONGEST_WAIT_SECONDS,
-    MIN_STAGED_BLOCKS,
-    PAUSE_SECONDS,
-    BlockMover,
-    DeviceBlocks,
-    HostBlocks,
-)
+from workers.engines.vllm_blocks import BlockMover
+from workers.engines.vllm_memory import DeviceBlocks, HostBlocks
 from workers.engines.vllm_planning import Load, Save, StoreWork
+from workers.engines.vllm_saves import LONGEST_WAIT_SECONDS, MIN_STAGED_BLOCKS, PAUSE_SECONDS
 
 torch = pytest.importorskip("torch")
 
@@ -62,7 +57,7 @@ def test_blocks_come_back_as_they_were_in_whatever_order_memory_has_them(client,
     saved = source if save_with is HostBlocks else tokens_first(source)
     loaded = target if load_with is HostBlocks else tokens_first(target)
 
-    save_with(saved).save(client, Save("r", names, list(range(5, 40))))
+    client.write(names, save_with(saved).source(list(range(5, 40))))
     found = match(client, names)
     whole = load_with(loaded).load(client, Load("r", found, 2, list(range(33))))
 
@@ -112,8 +107,8 @@ def test_deferred_blocks_are_what_they_were_when_they_were_offered(client, mover
 
 
 def test_more_than_the_staging_area_holds_is_dropped_from_the_end(client, monkeypatch):
-    monkeypatch.setattr("workers.engines.vllm_blocks.STAGING_BYTES", 0)
-    monkeypatch.setattr("workers.engines.vllm_blocks.MIN_STAGED_BLOCKS", 2)
+    monkeypatch.setattr("workers.engines.vllm_saves.STAGING_BYTES", 0)
+    monkeypatch.setattr("workers.engines.vllm_saves.MIN_STAGED_BLOCKS", 2)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
 
     mover.save(work(deferred=[Save("r", a_chain(5), [1, 2, 3, 4, 5])]))
@@ -154,7 +149,7 @@ def written(mover) -> list[list[bytes]]:
 
 @pytest.mark.parametrize(("busy", "looks"), [(0, 1), (4, 5), (1000, round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS))])
 def test_deferred_blocks_are_written_in_a_pause_of_the_engine_but_not_too_late(client, mover, busy, looks):
-    mover._closing = steps = Steps(mover, busy)
+    mover._keeper._closing = steps = Steps(mover, busy)
 
     mover.save(work(deferred=[Save("r", a_chain(3), [4, 5, 6])]))
 
@@ -163,9 +158,9 @@ def test_deferred_blocks_are_written_in_a_pause_of_the_engine_but_not_too_late(c
 
 
 def test_deferred_blocks_that_fill_the_staging_area_do_not_wait_for_a_pause(client, monkeypatch):
-    monkeypatch.setattr("workers.engines.vllm_blocks.STAGING_BYTES", 0)
+    monkeypatch.setattr("workers.engines.vllm_saves.STAGING_BYTES", 0)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
-    mover._closing = steps = Steps(mover, 1000)
+    mover._keeper._closing = steps = Steps(mover, 1000)
 
     mover.save(work(deferred=[Save("r", a_chain(MIN_STAGED_BLOCKS // 2 + 1), list(range(MIN_STAGED_BLOCKS // 2 + 1)))]))
 
@@ -176,9 +171,9 @@ def test_deferred_blocks_that_fill_the_staging_area_do_not_wait_for_a_pause(clie
 
 def test_what_a_request_staged_step_by_step_is_written_together(client, mover, written):
     chain, other = a_chain(3), a_chain(5)[3:]
-    mover._closing = Steps(mover, 1)
-    go_on, wait = threading.Event(), mover._closing.wait
-    mover._closing.wait = lambda timeout: go_on.wait(10) and wait(timeout)
+    mover._keeper._closing = Steps(mover, 1)
+    go_on, wait = threading.Event(), mover._keeper._closing.wait
+    mover._keeper._closing.wait = lambda timeout: go_on.wait(10) and wait(timeout)
 
     mover.save(work(deferred=[Save("r", chain[:1], [4]), Save("q", other[:1], [10])]))
     mover.save(work(deferred=[Save("r", chain[1:], [5, 6]), Save("q", other[1:], [11])]))

@@ -10,11 +10,12 @@ from msgspec import structs
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.roles import KvPath
 from kvstore.client import StoreClient
+from kvstore.errors import LayoutMismatch
 from kvstore.layout import Namespace
 from tests.kv_builders import NodeProcess, a_block, a_chain, a_node, eventually
 from tests.vllm_hosting import tiny_namespace, vllm_worker
 from workers.engines import vllm_launch
-from workers.engines.vllm_namespace import weights_revision
+from workers.engines.vllm_namespace import check_groups, weights_revision
 from workers.engines.vllm_planning import Load, StoreWork
 
 torch = pytest.importorskip("torch")
@@ -68,11 +69,24 @@ def connector(node: NodeProcess, model_dir: Path, layers: dict, tmp_path: Path) 
     settings = structs.replace(vllm_worker(model_dir, store=node.address), kv_paths=(KvPath.STORE,))
     vllm_launch.prepare_environment(settings, tmp_path)
     args = vllm_launch.engine_args(settings, revision=weights_revision(model_dir), scratch=tmp_path)
-    one_kind = SimpleNamespace(kv_cache_groups=[None], num_blocks=BLOCKS)
-    connector = FleetConnector(args.create_engine_config(), KVConnectorRole.WORKER, one_kind)
+    config = args.create_engine_config()
+    vllm_launch.check_model(config)
+    connector = FleetConnector(config, KVConnectorRole.WORKER, groups_of(a_full_attention()))
     connector.register_kv_caches(layers)
     yield connector
     connector.shutdown()
+
+
+def a_full_attention():
+    """As vLLM describes the KV of the tiny model's layers."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+
+
+def groups_of(*specs) -> SimpleNamespace:
+    """What is read here of a KV cache's configuration."""
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs], num_blocks=BLOCKS)
 
 
 def begin(connector, *loads: Load) -> None:
@@ -134,3 +148,37 @@ def test_a_corrupt_block_is_named_and_what_lies_before_it_counts(connector, clie
     eventually(lambda: ended(connector) == {"r"})
     assert connector.get_block_ids_with_load_errors() == {2}
     assert connector.build_connector_worker_meta().loaded == {"r": 1}
+
+
+def test_blocks_that_the_engine_drops_from_a_requests_middle_are_refused():
+    """Where every layer sees a window only, vLLM puts one and the same block in place of those outside of it."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64)
+
+    check_groups(groups_of(a_full_attention()))
+    with pytest.raises(LayoutMismatch, match="KV blocks of SlidingWindowSpec; the store holds those of full attention"):
+        check_groups(groups_of(window))
+    with pytest.raises(LayoutMismatch, match="FullAttentionSpec, SlidingWindowSpec"):
+        check_groups(groups_of(a_full_attention(), window))
+
+
+def test_layers_of_another_shape_are_refused_by_the_name_of_the_field(connector, layers):
+    shape = (BLOCKS, 1, 32, 128)
+    with pytest.raises(LayoutMismatch, match=r"layer.0: KV blocks of \(1, 32, 128\) on this rank, not \(2, 32, 128\)"):
+        connector.register_kv_caches({name: torch.zeros(shape) for name in layers})
+    with pytest.raises(LayoutMismatch, match="blocks of 98304 bytes on this rank, not 131072"):
+        connector.register_kv_caches(dict(list(layers.items())[1:]))
+
+
+def test_a_load_counts_as_ended_when_every_rank_has_and_as_good_as_on_the_worst():
+    """vLLM merges what ranks tell in one step; what they tell in different ones comes apart."""
+    from workers.engines.vllm_connector import StepResults, _AllRanks
+
+    ranks = _AllRanks()
+    ranks.told({"a": 3, "b": 5})
+    assert ranks.ended(set()) == {}
+    ranks.told(StepResults({"a": 7, "c": 1}).aggregate(StepResults({"b": 2, "c": 4})).loaded)
+
+    assert ranks.ended({"a", "c", "of another connector"}) == {"a": 3, "c": 1}
+    assert ranks.ended({"a", "b"}) == {"b": 2}

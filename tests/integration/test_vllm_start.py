@@ -13,9 +13,9 @@ import pytest
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath, Role
-from tests.kv_builders import a_short_folder
-from tests.vllm_hosting import vllm_worker
-from workers.engines.vllm import available, open_engine
+from tests.kv_builders import a_node, a_short_folder
+from tests.vllm_hosting import tiny_namespace, vllm_worker
+from workers.engines.vllm import _store_id, available, open_engine
 from workers.engines.vllm_namespace import weights_revision
 from workers.ports import EngineDied
 from workers.settings import VllmSettings, WorkerSettings
@@ -70,8 +70,17 @@ async def test_what_is_not_a_model_folder_is_refused_by_name(tmp_path):
         ({"block_tokens": 48}, "block_tokens: vLLM on CPUs needs a multiple of 32, not 48"),
         ({"vllm": VllmSettings(kv_cache_gib=100_000)}, "vllm.kv_cache_gib: a cache of 100000 GiB"),
         (
-            {"store": "unix:/s", "vllm": VllmSettings(kv_cache_gib=0.1, extra_args={"tensor_parallel_size": 2})},
-            "store: an engine that is split over several devices",
+            {"store": "unix:/s", "vllm": VllmSettings(kv_cache_gib=0.1, extra_args={"pipeline_parallel_size": 2})},
+            "vllm.extra_args.pipeline_parallel_size: must be 1 with a KV store, not 2",
+        ),
+        (
+            {
+                "store": "unix:/s",
+                "vllm": VllmSettings(
+                    kv_cache_gib=0.1, extra_args={"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+                ),
+            },
+            "vllm.extra_args.distributed_executor_backend: must be mp",
         ),
         ({"vllm": VllmSettings(kv_cache_gib=0.1, extra_args={"no_such": 1})}, "vllm.extra_args: "),
     ],
@@ -97,6 +106,19 @@ async def test_a_prefill_worker_does_not_start_without_any_way_to_hand_over(mode
     with pytest.raises(EngineDied, match="store does not answer"):
         async with open_engine(settings):
             pass
+
+
+def test_several_ranks_need_the_memory_of_a_node_on_their_host(model_dir):
+    one = vllm_worker(model_dir)
+    two = msgspec.structs.replace(one, vllm=VllmSettings(extra_args={"tensor_parallel_size": 2}))
+    with a_node(shm_socket="") as node:
+        one, two = (msgspec.structs.replace(each, store=node.address) for each in (one, two))
+
+        assert _store_id(one, tiny_namespace(model_dir)) == "store-1"
+        with pytest.raises(
+            ConfigurationRefused, match=r"^store: 2 ranks write a block together.* reach this one by tcp"
+        ):
+            _store_id(two, tiny_namespace(model_dir))
 
 
 def test_the_revision_is_that_of_the_weights_and_not_of_the_folder(model_dir, tmp_path):

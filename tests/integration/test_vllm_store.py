@@ -20,6 +20,7 @@ from fleet.work import Rejected
 from kvstore.block import blocks_for, chain
 from kvstore.client import StoreClient
 from tests.builders import token_bytes
+from tests.contract import engine_promises
 from tests.contract.engine_promises import ALONE, PAIRED
 from tests.engine_driving import blocks_from, bytes_from, fresh_prompt, greedy, split, work
 from tests.kv_builders import NodeProcess, a_node
@@ -56,6 +57,15 @@ def pair(model_dir: Path, node: NodeProcess) -> Iterator[Hosted]:
         yield pair
 
 
+@pytest.fixture(scope="module")
+def ranks(model_dir: Path, node: NodeProcess) -> Iterator[Hosted]:
+    """An engine of two tensor-parallel ranks; of the model's two heads, each has one."""
+    worker = vllm_worker(model_dir, store=node.address, kv_paths=(KvPath.STORE,))
+    settings = msgspec.structs.replace(worker.vllm, extra_args={"tensor_parallel_size": 2})
+    with hosted(msgspec.structs.replace(worker, vllm=settings)) as ranks:
+        yield ranks
+
+
 @pytest.fixture
 def client(pair: Hosted, model_dir: Path, node: NodeProcess) -> Iterator[StoreClient]:
     with StoreClient.connect(node.address, tiny_namespace(model_dir)) as client:
@@ -74,6 +84,21 @@ def until_held(client: StoreClient, tokens: bytes, blocks: int) -> None:
 @pytest.mark.parametrize("promise", ALONE, ids=lambda promise: promise.__name__)
 def test_vllm_promises_that(promise, pair):
     pair.run(promise(pair.engines[0]))
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [
+        engine_promises.greedy_tokens_are_the_same_alone_and_in_a_batch,
+        engine_promises.a_cancelled_request_ends_and_frees_its_blocks,
+        engine_promises.a_request_cancelled_at_once_ends_too,
+        engine_promises.tenants_never_share_a_block,
+        engine_promises.cache_events_name_the_blocks_of_the_chain,
+    ],
+    ids=lambda promise: promise.__name__,
+)
+def test_vllm_on_two_ranks_promises_that(promise, ranks):
+    ranks.run(promise(ranks.engines[0]))
 
 
 @pytest.mark.parametrize("promise", PAIRED, ids=lambda promise: promise.__name__)
@@ -173,6 +198,91 @@ def test_an_answer_can_be_continued_by_another_worker_from_the_store(pair, clien
     assert blocks_from(end.kv, Source.STORE) == 190 // BLOCK_TOKENS
 
 
+def test_an_engine_of_two_ranks_reads_what_one_of_one_rank_wrote(pair, ranks, client):
+    prompt = fresh_prompt(2000)
+    one, two = pair.engines[0], ranks.engines[0]
+    tokens, _ = pair.run(one.do(work(prompt, 40)))
+    until_held(client, prompt, 62)
+
+    again, end = ranks.run(two.do(work(prompt, 40)))
+
+    assert again == tokens
+    assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (62, 1)
+    assert bytes_from(end.kv, Source.STORE) == 62 * BLOCK_BYTES
+    assert (two.engine.facts.kv.tp, two.engine.facts.kv_blocks) == (2, one.engine.facts.kv_blocks)
+
+
+def test_an_engine_of_one_rank_reads_what_one_of_two_ranks_wrote_when_there_was_time(pair, ranks, client):
+    prompt = fresh_prompt(40)
+    one, two = pair.engines[1], ranks.engines[0]
+    before = client.stats()
+    answer, _ = ranks.run(two.do(work(prompt, 200)))
+    so_far = prompt + token_bytes(answer[:150])
+    until_held(client, so_far, 190 // BLOCK_TOKENS)
+
+    rest, end = pair.run(one.do(work(so_far, 50)))
+
+    assert rest == answer[150:]
+    assert blocks_from(end.kv, Source.STORE) == 190 // BLOCK_TOKENS
+    after = client.stats()
+    assert after.bytes_written - before.bytes_written == (after.written - before.written) * BLOCK_BYTES
+    assert after.written - before.written <= 240 // BLOCK_TOKENS, "one object a block, whoever wrote it"
+    assert after.reservations == 0
+
+
+@pytest.mark.parametrize("prefills", ["one rank", "two ranks"])
+def test_engines_of_one_and_two_ranks_hand_off_to_each_other(pair, ranks, prefills):
+    prompt = fresh_prompt(777)
+    one, two = (pair, pair.engines[0]), (ranks, ranks.engines[0])
+    (prefilling, prefill), (decoding, decode) = (one, two) if prefills == "one rank" else (two, one)
+    first, prefilled = prefilling.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    so_far = prompt + token_bytes(first)
+
+    rest, end = decoding.run(decode.do(work(so_far, 39, phase=Phase.DECODE, handoff=prefilled.handoff)))
+
+    alone, _ = pair.run(pair.engines[1].do(work(prompt, 40, salt=b"t" * 32)))
+    assert first + rest == alone
+    assert blocks_from(end.kv, Source.STORE) == 777 // BLOCK_TOKENS
+    assert bytes_from(end.kv, Source.STORE) == 777 // BLOCK_TOKENS * BLOCK_BYTES
+
+
+def test_a_block_that_is_bad_for_one_rank_is_computed_by_both(pair, ranks, client, node):
+    prompt = fresh_prompt(300)
+    one, two = pair.engines[0], ranks.engines[0]
+    pair.run(one.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    flip_a_byte(node, client, chain(prompt, BLOCK_TOKENS), index=4, at=BLOCK_BYTES - 1)  # of the second rank's head
+
+    tokens, end = ranks.run(two.do(work(prompt, 12)))
+
+    assert tokens == pair.run(one.do(work(prompt, 12, salt=b"c" * 32)))[0]
+    assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (4, 6)
+    until_held(client, prompt, 9)  # the block was written again
+    assert client.stats().leases == 0
+
+
+def test_eight_requests_at_once_on_two_ranks_keep_apart(pair, ranks):
+    prompts = [fresh_prompt(150 + 40 * number) for number in range(8)]
+    one, two = pair.engines[0], ranks.engines[0]
+
+    async def prefill():
+        async with asyncio.TaskGroup() as tasks:
+            works = [work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE) for prompt in prompts[:4]]
+            for each in works:
+                tasks.create_task(one.do(each))
+
+    async def both(engine, salt: bytes = b""):
+        async with asyncio.TaskGroup() as tasks:
+            done = [tasks.create_task(engine.do(work(prompt, 40, salt=salt))) for prompt in prompts]
+        return [each.result() for each in done]
+
+    pair.run(prefill())
+    answers = ranks.run(both(two))
+
+    assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in pair.run(both(one, b"8" * 32))]
+    loaded = [blocks_from(end.kv, Source.STORE) for _, end in answers]
+    assert loaded == [len(prompt) // 4 // BLOCK_TOKENS for prompt in prompts[:4]] + [0] * 4
+
+
 def test_a_corrupt_block_is_computed_and_counted_as_computed(pair, client, node):
     prompt = fresh_prompt(300)
     prefill, decode = pair.engines
@@ -202,10 +312,10 @@ def test_a_prompt_whose_first_block_is_corrupt_is_computed(pair, client, node):
     assert tokens == pair.run(decode.do(work(prompt, 12, salt=b"d" * 32)))[0]
 
 
-def flip_a_byte(node: NodeProcess, client: StoreClient, names: list[bytes], *, index: int) -> None:
+def flip_a_byte(node: NodeProcess, client: StoreClient, names: list[bytes], *, index: int, at: int = 1000) -> None:
     slot = client.match(names, lease_seconds=0).slots[index]
     with StoreClient.connect(node.address, client.namespace, prefer=("shm",)) as vandal:
-        vandal._session.transport._mapping.bytes[slot.offset + 1000] ^= 0x10
+        vandal._session.transport._mapping.bytes[slot.offset + at] ^= 0x10
 
 
 def test_a_hand_off_of_another_layout_is_rejected_before_a_byte_moves(pair, client):
@@ -286,6 +396,21 @@ def test_without_its_store_node_an_engine_computes_and_afterwards_uses_it_again(
         if blocks_from(decoded.kv, Source.STORE) == 6:
             break
         assert time.monotonic() < deadline, decoded.kv
+
+
+def test_when_a_rank_is_killed_its_engine_ends_and_the_store_is_left_as_it_was(ranks, node, model_dir):
+    children = psutil.Process().children(recursive=True)
+    second = next(child for child in children if child.cmdline()[:1] == ["VLLM::Worker_TP1"])
+    engine = second.parent()
+
+    second.kill()
+
+    error = ranks.ended.exception(60)
+    assert isinstance(error, BaseExceptionGroup)
+    assert error.subgroup(EngineDied) is not None
+    engine.wait(30)
+    with StoreClient.connect(node.address, tiny_namespace(model_dir)) as client:
+        assert client.stats().reservations == 0
 
 
 def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):

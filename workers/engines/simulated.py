@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath
+from fleet.work import Adapter
 from kvstore.fingerprint import describe
 from kvstore.layout import Namespace
 from workers.engines.simulated_direct import listen
@@ -67,6 +68,8 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
             kv_paths=settings.kv_paths,
             store_id=store.store_id if store is not None else None,
             kv=kv,
+            adapters=tuple(Adapter(name, folder) for name, folder in settings.adapters.items()),
+            adapter_slots=settings.adapter_slots if settings.adapters else 0,
         )
         engine = SimulatedEngine(settings, facts, model, layout, store=store)
         if KvPath.DIRECT in settings.kv_paths:

@@ -7,7 +7,7 @@ Rules:
    cannot be taken, nobody overtakes it.
 2. A step decodes one token for each request that decodes, and computes prompt tokens up to `max_batched_tokens`, in
    order of arrival in the batch (chunked prefill). A prompt that is complete yields its first token in that step.
-3. A request holds its place from admission to its end, loading and publishing included.
+3. A request holds its place from admission to its end, loading and publishing included, and the slot of its adapter.
 """
 
 from bisect import insort
@@ -18,6 +18,7 @@ from msgspec import Struct
 from fleet.ids import RequestId
 from fleet.work import Load
 from kvstore.block import ChainHash
+from workers.engines.adapter_slots import AdapterSlots
 from workers.engines.simulated_memory import BlockIndex, BlockMemory
 from workers.engines.simulated_sequence import Sampled, Sequence, Stage
 
@@ -49,8 +50,11 @@ class Advanced(Struct, frozen=True, kw_only=True):
 class Batch:
     """All requests of one engine."""
 
-    def __init__(self, memory: BlockMemory, *, max_running: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, memory: BlockMemory, *, max_running: int, max_batched_tokens: int, adapters: AdapterSlots | None = None
+    ) -> None:
         self._memory = memory
+        self.adapters = adapters or AdapterSlots(0)
         self._max_running = max_running
         self._max_batched_tokens = max_batched_tokens
         self._arrivals = 0
@@ -64,7 +68,12 @@ class Batch:
 
     @property
     def load(self) -> Load:
-        return Load(running=len(self._placed), waiting=len(self._waiting), kv_blocks_used=self._memory.held)
+        return Load(
+            running=len(self._placed),
+            waiting=len(self._waiting),
+            kv_blocks_used=self._memory.held,
+            adapters=self.adapters.loaded,
+        )
 
     def add(self, sequence: Sequence) -> None:
         insort(self._waiting, (-sequence.start.priority, self._arrivals, sequence))
@@ -75,6 +84,8 @@ class Batch:
         sequence = self._placed.pop(request_id, None)
         if sequence is not None:
             sequence.release()
+            if sequence.start.adapter:
+                self.adapters.release(sequence.start.adapter)
             return sequence
         for position, (_, _, queued) in enumerate(self._waiting):
             if queued.start.request_id == request_id:
@@ -87,6 +98,9 @@ class Batch:
         """Give places to those whose turn it is; they hold what the cache has of their prompt, and load next."""
         while self._waiting and len(self._placed) < self._max_running:
             _, _, sequence = self._waiting[0]
+            adapter = sequence.start.adapter
+            if adapter and not self.adapters.takes(adapter):
+                return
             hits = self._memory.find(sequence.reusable_names)
             promised = sum(placed.reserve for placed in self._placed.values())
             room = self._memory.available - self._memory.idle_among(hits) - promised
@@ -94,6 +108,7 @@ class Batch:
                 return
             del self._waiting[0]
             self._memory.hold(hits)
+            sequence.loads_adapter = bool(adapter) and self.adapters.hold(adapter)
             sequence.begin(hits)
             sequence.stage = Stage.LOADING
             self._placed[sequence.start.request_id] = sequence
@@ -129,6 +144,7 @@ class Batch:
     def check(self) -> None:
         """Assert what must hold between any two calls."""
         self._memory.check()
+        self.adapters.check()
         assert len(self._placed) <= self._max_running
         assert sum(placed.reserve for placed in self._placed.values()) <= self._memory.available
         assert all(placed.stage not in (Stage.WAITING, Stage.ENDED) for placed in self._placed.values())

@@ -19,6 +19,7 @@ from fleet.requests import TOKEN_BYTES, Finish, Source
 from fleet.roles import KvPath, Phase
 from fleet.work import Handoff, KvEvent, Load, Progress, Rejected, Start
 from kvstore.block import ChainHash
+from workers.engines.adapter_slots import AdapterSlots
 from workers.engines.simulated_batch import Advanced, Batch
 from workers.engines.simulated_direct import BlockLender, DirectParams, borrow
 from workers.engines.simulated_layout import EngineLayout
@@ -62,8 +63,15 @@ class SimulatedEngine:
             memory=self.memory,
             block_tokens=facts.block_tokens,
             max_model_len=facts.max_model_len,
+            adapters={adapter.name: adapter.identity for adapter in facts.adapters},
         )
-        self._batch = Batch(self.memory, max_running=facts.max_running, max_batched_tokens=simulated.max_batched_tokens)
+        self._batch = Batch(
+            self.memory,
+            max_running=facts.max_running,
+            max_batched_tokens=simulated.max_batched_tokens,
+            adapters=AdapterSlots(facts.adapter_slots),
+        )
+        self._adapters_loading: dict[str, asyncio.Event] = {}
         self._ended: list[Progress | Rejected] = []  # since the last step
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
@@ -193,6 +201,8 @@ class SimulatedEngine:
     async def _fetch(self, sequence: Running) -> None:
         """Get what others have of the prompt; what does not come is computed."""
         start = sequence.start
+        if start.adapter:
+            await self._load_adapter(start.adapter, first=sequence.loads_adapter)
         names = sequence.reusable_names[len(sequence.names) :]
         clock = asyncio.get_running_loop()
         began = clock.time()
@@ -212,6 +222,17 @@ class SimulatedEngine:
             sequence.accept(blocks, source, origin)
             sequence.stage = Stage.PREFILLING
             self._wake.set()
+
+    async def _load_adapter(self, name: str, *, first: bool) -> None:
+        """Let the time pass that it takes; whoever comes while it is loaded waits with the first."""
+        if first:
+            loading = self._adapters_loading[name] = asyncio.Event()
+            await asyncio.sleep(self._settings.adapter_load_ms / 1000 / self._settings.speedup)
+            loading.set()
+            if self._adapters_loading.get(name) is loading:
+                del self._adapters_loading[name]
+        elif (under_way := self._adapters_loading.get(name)) is not None:
+            await under_way.wait()
 
     async def _borrow(self, handoff: Handoff, names: Sequence[ChainHash], deadline: Nanos) -> list[bytes]:
         try:
@@ -267,10 +288,14 @@ class SimulatedEngine:
 
     def _fault(self, start: Start) -> tuple[str, str] | None:
         """Field and fault of work that this engine cannot understand."""
+        if start.adapter and start.adapter not in self._shape.adapters:
+            return "adapter", f"{start.adapter!r} is none of this engine's"
         if start.request_id in self._batch:
             return "request_id", f"{start.request_id} runs already"
         if not start.tokens or len(start.tokens) % TOKEN_BYTES:
             return "tokens", f"{len(start.tokens)} bytes; at least one id of {TOKEN_BYTES} bytes is needed"
+        if start.sampling.form is not None:
+            return "sampling.form", "a simulated engine keeps to none; leave it out"
         highest = int(np.frombuffer(start.tokens, dtype="<u4").max())
         if highest >= self._shape.model.vocab_size:
             return "tokens", f"{highest} is not in the vocabulary of {self._shape.model.vocab_size}"

@@ -11,7 +11,7 @@ the tokens that come of them.
 import numpy as np
 from msgspec import Struct
 
-from workers.settings import KvLayout
+from workers.kv_layout import KvLayout
 
 
 class EngineLayout(Struct, frozen=True, kw_only=True):

@@ -48,6 +48,10 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         """The digest before the first block."""
         return _BEGINNING
 
+    def beginning_with(self, adapter: str) -> Digest:
+        """The same with an adapter, by its identity: it changes everything that follows."""
+        return xxhash.xxh3_128_digest(_BEGINNING + adapter.encode())
+
     def compute(self, before: Digest, tokens: bytes | bytearray) -> bytes:
         """KV bytes of the block that holds `tokens` and follows `before`."""
         key = xxhash.xxh3_128_intdigest(b"".join((b"block", before, tokens)), seed=self.seed)

@@ -1,5 +1,6 @@
 """One request inside the simulated engine: its tokens, its blocks, and what is still to be computed."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from enum import StrEnum
 
@@ -32,6 +33,10 @@ class Shape(Struct, frozen=True, kw_only=True):
     memory: BlockMemory
     block_tokens: int
     max_model_len: int
+    adapters: Mapping[str, str] = {}  # identity by name
+
+    def beginning(self, adapter: str) -> Digest:
+        return self.model.beginning_with(self.adapters[adapter]) if adapter else self.model.beginning
 
 
 class Sampled(Struct, frozen=True, kw_only=True):
@@ -53,9 +58,10 @@ class Sequence:
         self.reserve = 0  # blocks that are promised to it and not yet taken
         self.fetched: KvOrigin | None = None  # blocks that came from elsewhere
         self.generated = 0  # tokens
+        self.loads_adapter = False  # before anything else
         self._hits = 0
         self._tokens = bytearray(start.tokens)
-        self._digest: Digest = shape.model.beginning
+        self._digest: Digest = shape.beginning(start.adapter)
         self._shape = shape
         self._block_bytes = shape.block_tokens * TOKEN_BYTES
         self.prompt_names = block.chain(start.tokens, shape.block_tokens, salt=start.salt)

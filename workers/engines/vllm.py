@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.ids import RequestId, StoreId
 from fleet.requests import TOKEN_BYTES, Finish, KvReport
@@ -30,7 +31,10 @@ from kvstore.fingerprint import describe
 from kvstore.layout import Namespace
 from workers.acceptance import refusal
 from workers.engines import vllm_launch, vllm_requests
-from workers.engines.vllm_events import Translator, read_events
+from workers.engines.cache_books import CacheBooks
+from workers.engines.event_health import NEVER, Alert, EventHealth
+from workers.engines.event_stream import Heard, read_events
+from workers.engines.vllm_adapters import UsedAdapters, adapters_of, lora_request
 from workers.engines.vllm_launch import available
 from workers.engines.vllm_namespace import namespace_of, weights_revision
 from workers.engines.vllm_planning import Counts
@@ -105,8 +109,12 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM,
 
     revision = weights_revision(Path(settings.model_dir))
     config = _configure(settings, revision, scratch)
+    if settings.store:
+        vllm_launch.check_model(config)
     namespace = namespace_of(config, model=settings.model, revision=revision)
-    vllm_launch.check_cache(settings, namespace.block_bytes)
+    # Of a head, each in a rank's memory of its own.
+    replicas = max(1, vllm_launch.ranks_of(settings) // max(namespace.kv_heads, 1))
+    vllm_launch.check_cache(settings, namespace.block_bytes * replicas)
     store_id = None
     if settings.store:
         store_id = _store_id(settings, namespace)
@@ -128,6 +136,9 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM,
         kv_paths=settings.kv_paths,
         store_id=store_id,
         kv=describe(namespace, tp=config.parallel_config.tensor_parallel_size),
+        keeps_forms=settings.vllm.keeps_forms,
+        adapters=adapters_of(settings),
+        adapter_slots=settings.adapter_slots if settings.adapters else 0,
     )
     return llm, facts, namespace.block_bytes
 
@@ -152,6 +163,11 @@ def _store_id(settings: WorkerSettings, namespace: Namespace) -> StoreId | None:
         with StoreClient.connect(
             settings.store, namespace, timeout_seconds=STORE_SECONDS, credentials=settings.store_credentials
         ) as client:
+            if (ranks := vllm_launch.ranks_of(settings)) > 1 and not client.writes_shares:
+                raise ConfigurationRefused(
+                    f"store: {ranks} ranks write a block together, in the store node's memory; they need a node on this host"
+                    f" that offers it (shm_socket), and reach this one by {client.path}"
+                )
             return StoreId(client.store_id)
     except StoreUnreachable as error:
         log.warning(
@@ -176,6 +192,7 @@ class _InFlight:
         self.start = start
         self.generated = 0
         self.cancelled = False
+        self.kv: KvReport | None = None  # as known with the first token
 
 
 class VllmEngine:
@@ -192,6 +209,8 @@ class VllmEngine:
     ):
         self._llm = llm
         self._facts = facts
+        self._settings = settings
+        self._adapters = UsedAdapters(self._facts.adapter_slots)
         self._role = settings.role
         self._block_bytes = block_bytes
         self._scratch = scratch
@@ -234,14 +253,22 @@ class VllmEngine:
             await self._arrived.wait()
 
     async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
-        translator = Translator(
+        books = CacheBooks(
             block_tokens=self._facts.block_tokens,
             algorithm=HashAlgorithm.SHA256_128,
             capacity=self._facts.kv_blocks,
         )
         endpoint = vllm_launch.events_endpoint(self._scratch)
-        async for events in read_events(endpoint, vllm_launch.replay_endpoint(self._scratch), translator):
-            yield events
+        heard = Heard()
+        health = EventHealth(books, heard, NEVER)
+        told: Alert | None = None
+        async for events in read_events(endpoint, vllm_launch.replay_endpoint(self._scratch), books, heard):
+            if events:
+                yield events
+            if (alert := health.alert(Nanos(0))) is not told:
+                told = alert
+                if alert is not None:
+                    log.error("what vLLM caches is not known: %s", alert, extra={"alert": alert})
 
     def load(self) -> Load:
         """Counted here: as many as fit the batch run, the rest waits; blocks that requests share count for each."""
@@ -254,6 +281,7 @@ class VllmEngine:
             running=running,
             waiting=len(self._requests) - running,
             kv_blocks_used=min(held, self._facts.kv_blocks),
+            adapters=self._adapters.names,
         )
 
     async def watch(self) -> None:
@@ -292,7 +320,9 @@ class VllmEngine:
         except EngineDeadError:
             self._die()
         except (VLLMClientError, ValueError) as error:  # its two kinds of validation
-            self._tell(_rejected(start, Reason.INVALID_ARGUMENT, "sampling", str(error)))
+            # What else could be wrong with its sampling, the router has looked at.
+            field = "sampling" if start.sampling.form is None else "sampling.form"
+            self._tell(_rejected(start, Reason.INVALID_ARGUMENT, field, str(error)))
         except VLLMError as error:
             log.exception("vLLM gave a request up", extra={"request": start.request_id})
             self._tell(_rejected(start, Reason.INTERNAL, "", f"the engine gave up: {error}"))
@@ -306,22 +336,32 @@ class VllmEngine:
         start = request.start
         params = vllm_requests.sampling_params(start, vllm_requests.transfer_params(start))
         prompt = tokens_input(vllm_requests.token_ids(start), cache_salt=start.salt.hex() or None)
-        async for output in self._llm.generate(prompt, params, start.request_id, priority=-start.priority):
+        adapter = lora_request(start.adapter, self._settings)
+        if adapter is not None:
+            self._adapters.use(start.adapter)
+        async for output in self._llm.generate(
+            prompt, params, start.request_id, lora_request=adapter, priority=-start.priority
+        ):
             self._tell(self._progress(request, output))
 
     def _progress(self, request: _InFlight, output: "RequestOutput") -> Progress | Rejected:
         start = request.start
         (completion,) = output.outputs
         stats = self._prefilled.pop(start.request_id, None)  # there with the first tokens
+        if stats is not None:
+            request.kv = self._report_at_start(start, stats)
         request.generated += len(completion.token_ids)
         if completion.finish_reason is None:
             return Progress(
                 request_id=start.request_id,
                 token_ids=tuple(completion.token_ids),
                 logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
-                kv=None if stats is None else self._report_at_start(start, stats),
+                kv=None if stats is None else request.kv,
             )
         finish = vllm_requests.FINISHES.get(completion.finish_reason)
+        if finish is None and start.sampling.form is not None and not request.generated:
+            fault = "the engine's grammar library does not take it; its log has the cause"
+            return _rejected(start, Reason.INVALID_ARGUMENT, "sampling.form", fault)
         if finish is None:
             return _rejected(start, Reason.INTERNAL, "", f"the engine gave up: {completion.finish_reason}")
         if finish is Finish.CANCELLED:
@@ -331,12 +371,18 @@ class VllmEngine:
             token_ids=tuple(completion.token_ids),
             logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
             finish=finish,
-            kv=self._report(start, vllm_requests.counts_at_end(output)),
+            kv=self._last_report(request, output),
             handoff=vllm_requests.handoff_of(start, output, self._facts) if start.phase is Phase.PREFILL else None,
         )
 
     def _report_at_start(self, start: Start, stats: "PrefillStats") -> KvReport:
         return self._report(start, vllm_requests.counts_at_start(start, stats, self._facts.block_tokens))
+
+    def _last_report(self, request: _InFlight, output: "RequestOutput") -> KvReport:
+        """As the connector counted; where it does not follow a request (one with an adapter), what vLLM said at first."""
+        if request.kv is not None and request.start.adapter:
+            return request.kv
+        return self._report(request.start, vllm_requests.counts_at_end(output))
 
     def _report(self, start: Start, counts: Counts) -> KvReport:
         return vllm_requests.report_of(start, counts, self._facts, self._block_bytes)

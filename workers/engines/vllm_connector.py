@@ -1,9 +1,12 @@
 """Fleet's connector inside vLLM: blocks from and to the KV store. vLLM loads it by its module path.
 
-vLLM makes two of it, in two processes: one beside the scheduler, which decides (`vllm_planning`), and one beside the
-model, which moves bytes (`vllm_blocks`). This module only translates between vLLM's hooks and those two. Loads are
-asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks enter the
-engine's prefix cache only when they are known to be whole.
+vLLM makes several of it, each in a process of its own: one beside the scheduler, which decides (`vllm_planning`), and one
+beside the model on each of its ranks, which moves bytes (`vllm_blocks`). This module only translates between vLLM's hooks
+and those. Loads are asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and
+its blocks enter the engine's prefix cache only when they are known to be whole.
+
+vLLM reports a load to the scheduler side as ended when every rank has, a block as bad as soon as one rank has, and hands
+on what ranks tell in one step merged into one. Ranks that end a load in different steps are merged here (`_AllRanks`).
 
 It is there without a store too: it counts where the blocks of a prompt came from, and it ends vLLM's processes when the
 worker process is gone, which vLLM by itself does not.
@@ -17,8 +20,9 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,11 +37,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstore.block import ChainHash
 from kvstore.client import StoreClient
 from kvstore.credentials import Credentials
+from kvstore.errors import LayoutMismatch
 from kvstore.layout import Namespace
 from kvstore.messages import Match
-from workers.engines.vllm_blocks import BlockMover, DeviceBlocks, HostBlocks
-from workers.engines.vllm_namespace import namespace_of
+from kvstore.monotonic import MonotonicClock
+from workers.engines.vllm_blocks import BlockMover
+from workers.engines.vllm_memory import DeviceBlocks, HostBlocks
+from workers.engines.vllm_namespace import check_groups, namespace_of
 from workers.engines.vllm_planning import COUNTS, LEASE_SECONDS, StorePlanner, StoreWork
+from workers.engines.vllm_ranks import Follower, Leader, Seat
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +96,22 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
         return StepResults(merged)
 
 
+class _AllRanks:
+    """What the ranks told of the same loads, which may end in different steps."""
+
+    def __init__(self) -> None:
+        self._good: dict[str, int] = {}
+
+    def told(self, good: Mapping[str, int]) -> None:
+        """By one rank, or by several."""
+        for request_id, blocks in good.items():
+            self._good[request_id] = min(blocks, self._good.get(request_id, blocks))
+
+    def ended(self, request_ids: Collection[str]) -> dict[str, int]:
+        """Of those loads that all ranks have ended by now: leading blocks that are good on every one."""
+        return {request_id: self._good.pop(request_id) for request_id in request_ids if request_id in self._good}
+
+
 class _ClientStore:
     """`workers.engines.vllm_planning.Store` over a client."""
 
@@ -119,13 +143,16 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             if settings.store
             else None
         )
-        # vllm_launch turns hybrid caches off where there is a store.
-        assert self._client is None or len(kv_cache_config.kv_cache_groups) == 1, "blocks of several kinds"
+        if self._client is not None:
+            check_groups(kv_cache_config)
+        self._parallel = vllm_config.parallel_config
+        self._lanes = Path(settings.scratch, f"ranks-{self._parallel.data_parallel_index}")
         self._planner: StorePlanner | None = None
         self._mover: BlockMover | None = None
         self._starts_early = False
         self._failed_blocks: set[int] = set()
         self._loaded: dict[str, int] = {}
+        self._ranks = _AllRanks()
         if role is KVConnectorRole.SCHEDULER:
             threading.Thread(
                 target=_end_with_parent, args=(settings.scratch,), name="fleet-orphan-guard", daemon=True
@@ -137,6 +164,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 store=None if client is None else _ClientStore(client),
                 remember=REMEMBERED_PER_BLOCK * kv_cache_config.num_blocks,
                 now=time.monotonic,  # noqa: TID251 - runs in vLLM's process, where nobody hands us a clock
+                ranks=self._parallel.tensor_parallel_size,
             )
 
     @classmethod
@@ -182,8 +210,9 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         results = connector_output.kv_connector_worker_meta
         if results is not None:
             assert isinstance(results, StepResults)
-            self._planner.loaded(results.loaded)
+            self._ranks.told(results.loaded)
         if connector_output.finished_recving:
+            self._planner.loaded(self._ranks.ended(connector_output.finished_recving))
             self._planner.pulled(
                 connector_output.finished_recving,
                 connector_output.invalid_block_ids or set(),
@@ -218,14 +247,30 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if self._client is None:
             return
         layers = list(kv_caches.values())
-        expected = (self._namespace.kv_heads, self._namespace.block_tokens, self._namespace.head_dim)
+        seat = Seat.of(self._namespace, rank=self._parallel.rank, ranks=self._parallel.tensor_parallel_size)
+        heads = seat.share.bytes * self._namespace.kv_heads // self._namespace.block_bytes
+        expected = (heads, self._namespace.block_tokens, self._namespace.head_dim)
         for name, layer in kv_caches.items():
-            assert tuple(layer.shape[1:]) == expected, f"{name}: KV blocks of {tuple(layer.shape[1:])}, not {expected}"
+            if (found := tuple(layer.shape[1:])) != expected:
+                raise LayoutMismatch("kv_heads", f"{name}: KV blocks of {found} on this rank, not {expected}")
         on_host = all(layer.device.type == "cpu" and layer[0].is_contiguous() for layer in layers)
         blocks = HostBlocks(layers) if on_host else DeviceBlocks(layers)
-        assert blocks.block_bytes == self._namespace.block_bytes, (blocks.block_bytes, self._namespace)
-        self._mover = BlockMover(self._client, blocks)
+        if blocks.block_bytes != seat.share.bytes:
+            raise LayoutMismatch(
+                "block_bytes", f"blocks of {blocks.block_bytes} bytes on this rank, not {seat.share.bytes}"
+            )
+        self._mover = BlockMover(self._client, blocks, self._joined(self._client, seat))
         self._starts_early = on_host
+
+    def _joined(self, client: StoreClient, seat: Seat) -> Leader | Follower | None:
+        """This rank's end of what joins the ranks; vLLM has all of them register at the same time."""
+        if seat.ranks == 1:
+            return None
+        if not seat.leads:
+            return Follower(client, seat, self._lanes, MonotonicClock())
+        leader = Leader(client, seat, self._lanes, MonotonicClock())
+        leader.gather()
+        return leader
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins, and on host memory its loads, to run beside the forward pass.

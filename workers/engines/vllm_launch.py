@@ -14,17 +14,27 @@ import psutil
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath, Role
 from kvstore.block import blocks_for
+from workers.engines import vllm_adapters
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 GIB = 1 << 30
 ENGINE_OVERHEAD_BYTES = 2 * GIB  # three processes with torch in them, without weights and KV cache; measured 2.0 GiB
 
+RANK_OVERHEAD_BYTES = GIB  # of each further rank
+
 CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs take multiples of this
 
 NIXL_LEASE_SECONDS = 30  # how long a prefill engine keeps blocks that nobody fetched; vLLM's own default
+
+UNSHARED = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size", "nnodes")
+"""Ways to spread an engine that leave no process with whole layers of some heads, or put ranks on other hosts."""
+
+STORED_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Of KV caches that hold values and nothing else, such as scales of each token."""
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
@@ -82,10 +92,64 @@ def check(settings: WorkerSettings) -> None:
         raise ConfigurationRefused(f"max_model_len: {settings.max_model_len} exceeds the model's {limit}")
     if built_for_cpu():
         _check_for_cpu(settings)
-    if settings.store and any(
-        settings.vllm.extra_args.get(name, 1) != 1 for name in ("tensor_parallel_size", "pipeline_parallel_size")
-    ):
-        raise ConfigurationRefused("store: an engine that is split over several devices cannot use the KV store yet")
+    if settings.store:
+        _check_for_store(settings)
+
+
+def _check_for_store(settings: WorkerSettings) -> None:
+    for name in UNSHARED:
+        if (size := settings.vllm.extra_args.get(name, 1)) != 1:
+            raise ConfigurationRefused(
+                f"vllm.extra_args.{name}: must be 1 with a KV store, not {size}; its blocks can be shared out by heads"
+                " (tensor_parallel_size), on one host"
+            )
+    backend = settings.vllm.extra_args.get("distributed_executor_backend", "mp")
+    if ranks_of(settings) > 1 and backend != "mp":
+        raise ConfigurationRefused(
+            f"vllm.extra_args.distributed_executor_backend: must be mp with a KV store and several ranks, not {backend}"
+        )
+
+
+def ranks_of(settings: WorkerSettings) -> int:
+    """Tensor-parallel size of the engine."""
+    ranks = settings.vllm.extra_args.get("tensor_parallel_size", 1)
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ConfigurationRefused(f"vllm.extra_args.tensor_parallel_size: must be at least 1, not {ranks!r}")
+    return ranks
+
+
+def check_model(config: "VllmConfig") -> None:
+    """Refuse a model whose blocks the store cannot hold as they are.
+
+    Raises:
+        ConfigurationRefused: Says what is special about it.
+    """
+    model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
+    if model.use_mla:
+        raise ConfigurationRefused(
+            "store: this model keeps latent KV (MLA), which has no heads; the store cannot hold it"
+        )
+    if model.is_hybrid or model.has_inner_state or model.is_attention_free:
+        raise ConfigurationRefused("store: this model keeps state besides KV, which the store cannot hold")
+    if model.is_encoder_decoder:
+        raise ConfigurationRefused("store: KV of an encoder depends on more than the prompt's tokens")
+    if (dtype := config.cache_config.cache_dtype) not in STORED_DTYPES:
+        raise ConfigurationRefused(
+            f"vllm.extra_args.kv_cache_dtype: {dtype} keeps more than values in a block; with a KV store it can be one of"
+            f" {', '.join(STORED_DTYPES)}"
+        )
+    if (window := config.cache_config.sliding_window) is not None:
+        raise ConfigurationRefused(
+            f"store: every layer of this model sees the last {window} tokens only, and the engine drops the blocks before"
+            f" them; with max_model_len up to {window}, vllm.extra_args.disable_sliding_window keeps them"
+        )
+    if config.speculative_config is not None and config.speculative_config.uses_draft_kv_cache():
+        raise ConfigurationRefused("store: the KV of a draft model is not part of the store's blocks")
+    heads = model.get_total_num_kv_heads()
+    if heads % ranks and ranks % heads:
+        raise ConfigurationRefused(
+            f"vllm.extra_args.tensor_parallel_size: {heads} heads cannot be shared out among {ranks} ranks"
+        )
 
 
 def _check_for_cpu(settings: WorkerSettings) -> None:
@@ -95,6 +159,7 @@ def _check_for_cpu(settings: WorkerSettings) -> None:
         )
     weights = sum(file.stat().st_size for file in Path(settings.model_dir).glob("*.safetensors"))
     needed = int(settings.vllm.kv_cache_gib * GIB) + 2 * weights + ENGINE_OVERHEAD_BYTES  # weights: file cache and copy
+    needed += (ranks_of(settings) - 1) * RANK_OVERHEAD_BYTES
     free = psutil.virtual_memory().available
     if needed > free:
         raise ConfigurationRefused(
@@ -193,7 +258,7 @@ def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "A
         "enforce_eager": settings.vllm.enforce_eager,
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",  # first come first served among equals
-        "skip_tokenizer_init": True,  # the router has the tokenizer
+        "skip_tokenizer_init": not settings.vllm.keeps_forms,  # the router has the tokenizer; grammars need it here as well
         "disable_log_stats": True,  # we count ourselves, and each step is cheaper without
         "kv_events_config": {
             "enable_kv_cache_events": True,
@@ -203,9 +268,10 @@ def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "A
         },
     }
     if built_for_cpu():
-        arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB)
+        arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(settings)  # of each
     if settings.store:
         arguments["disable_hybrid_kv_cache_manager"] = True  # the store holds blocks of one kind
+    arguments |= vllm_adapters.engine_arguments(settings)
     arguments["kv_transfer_config"] = _transfer_config(settings, revision, scratch)
     try:
         return AsyncEngineArgs(**(arguments | settings.vllm.extra_args))

@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.errors import LayoutMismatch
 from kvstore.layout import Namespace
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 WHOLE_CONTENT_BYTES = 1 << 30  # SHA-256 reads about 1.5 GB a second; above this, headers stand for the content
 CHUNK_BYTES = 1 << 20
@@ -53,7 +55,10 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> Namespac
     model_config = config.model_config
     cache_dtype = config.cache_config.cache_dtype
     dtype = str(model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
-    element_bytes = 1 if dtype.startswith("fp8") else getattr(torch, dtype).itemsize
+    known = getattr(torch, dtype, None)
+    element_bytes = (
+        known.itemsize if known is not None else 1
+    )  # fp8, and what `vllm_launch.check_model` lets into no store
     block_tokens = config.cache_config.block_size
     layers = model_config.get_num_layers(config.parallel_config)
     kv_heads = model_config.get_total_num_kv_heads()
@@ -61,7 +66,7 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> Namespac
     # Options that change the values without changing the weights.
     overrides = json.dumps(model_config.hf_overrides, sort_keys=True, default=str) if model_config.hf_overrides else ""
     quantization = model_config.quantization or ""
-    variant = f"{overrides}|{quantization}"
+    variant = f"{overrides}|{quantization}{_rotation(model_config)}"
     if variant != "|":
         revision = hashlib.sha256(f"{revision}|{variant}".encode()).hexdigest()[:32]
     return Namespace(
@@ -74,3 +79,28 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> Namespac
         head_dim=head_dim,
         block_bytes=layers * kv_heads * block_tokens * head_dim * element_bytes,
     )
+
+
+def _rotation(model: "ModelConfig") -> str:
+    """Which of two sets of rotary factors a model with longrope uses: vLLM chooses by `max_model_len`. Empty for all others."""
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    for rope in [parameters, *parameters.values()]:  # nested by the kind of layer in some models
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            return "|long" if model.max_model_len > rope.get("original_max_position_embeddings", 0) else "|short"
+    return ""
+
+
+def check_groups(groups: "KVCacheConfig") -> None:
+    """Refuse blocks of another kind than the store's: of several kinds, or such as vLLM drops from a request's middle.
+
+    Raises:
+        LayoutMismatch: Where vLLM decided so by what is not known before it starts.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415 - heavy
+
+    specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
+    if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec:
+        kinds = ", ".join(type(spec).__name__ for spec in specs)
+        raise LayoutMismatch(
+            "store", f"store: KV blocks of {kinds}; the store holds those of full attention, of one kind"
+        )

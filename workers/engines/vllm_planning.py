@@ -4,7 +4,7 @@ Rules:
 
 1. Only whole blocks are claimed, and never the last token of a prompt: its logits have to be computed to go on.
 2. A claim rests on a lease, which the worker side gives back once it has read the blocks. A claim that is not used is
-   given back with the next step.
+   given back with the next step; so is one that several ranks read, when the last of them is through.
 3. A claimed block that could not be loaded is computed; the request does not ask the store a second time.
 4. Every block that becomes full is offered to the store once. For work that hands its blocks off, everything that the
    store does not hold is offered again, because the decode side will look for it there, and the offer is urgent: it
@@ -108,6 +108,7 @@ class StoreWork(Struct):
     deferred: list[Save]  # to be kept when there is time
     releases: list[LeaseId]  # not needed any more
     idle: bool  # nothing is computed in this step
+    step: int = 0  # names the saves of this step, on all ranks
 
 
 class _Tracked:
@@ -147,6 +148,7 @@ class StorePlanner:
         store: Store | None,
         remember: int,
         now: Callable[[], float],
+        ranks: int = 1,
     ):
         """Start with no requests.
 
@@ -156,6 +158,7 @@ class StorePlanner:
             store: To ask. None: there is none.
             remember: Names of blocks offered lately that are kept in mind.
             now: Monotonic seconds.
+            ranks: That read a claim's blocks, each its share.
         """
         self._block_tokens = block_tokens
         self._algorithm = algorithm
@@ -168,6 +171,9 @@ class StorePlanner:
         self._offered: OrderedDict[ChainHash, None] = OrderedDict()
         self._loads: list[Load] = []
         self._releases: list[LeaseId] = []
+        self._steps = 0
+        self._is_shared = ranks > 1
+        self._reading: dict[str, LeaseId] = {}  # by request: read by several ranks, some of which may be through
 
     def arrived(self, request: EngineRequest) -> None:
         """A request is in the engine's queue; it may be looked up in the next step or much later."""
@@ -217,11 +223,19 @@ class StorePlanner:
         blocks = external_tokens // self._block_tokens
         tracked.claimed = list(block_ids[tracked.local : tracked.local + blocks])
         self._loads.append(Load(request.request_id, match, tracked.local, tracked.claimed))
+        if self._is_shared:
+            self._reading[request.request_id] = match.lease_id
 
     def plan(self, scheduled: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]) -> StoreWork:
         """Orders for the step that computes `scheduled` tokens of each request."""
+        self._steps += 1
         work = StoreWork(
-            loads=self._loads, urgent=[], deferred=[], releases=self._releases, idle=not any(scheduled.values())
+            loads=self._loads,
+            urgent=[],
+            deferred=[],
+            releases=self._releases,
+            idle=not any(scheduled.values()),
+            step=self._steps,
         )
         self._loads, self._releases = [], []
         if self._store is None:
@@ -241,8 +255,10 @@ class StorePlanner:
         return work
 
     def loaded(self, results: Mapping[str, int]) -> None:
-        """The worker side ended these loads; the number says how many leading blocks are good."""
+        """All ranks of the worker side ended these loads; the number says how many leading blocks are good."""
         for request_id, good in results.items():
+            if (lease_id := self._reading.pop(request_id, None)) is not None:
+                self._releases.append(lease_id)
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue  # cancelled meanwhile

@@ -2,13 +2,27 @@
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 import numpy as np
 
 from fleet.ids import WorkerId
-from fleet.requests import TOKEN_BYTES, Finish, KvOrigin, KvReport, Logprobs, Sampling, Source
+from fleet.requests import (
+    TOKEN_BYTES,
+    AnyObject,
+    Choice,
+    Finish,
+    Form,
+    Grammar,
+    JsonSchema,
+    KvOrigin,
+    KvReport,
+    Logprobs,
+    Pattern,
+    Sampling,
+    Source,
+)
 from fleet.roles import KvPath, Phase
 from fleet.work import Handoff, Start
 from kvstore.block import blocks_for
@@ -18,6 +32,7 @@ from workers.ports import EngineFacts
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.metrics.stats import PrefillStats
 
 log = logging.getLogger(__name__)
@@ -93,10 +108,29 @@ def sampling_params(start: Start, transfer: dict[str, Any]) -> "SamplingParams":
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=sampling.logprobs,
+        structured_outputs=None if sampling.form is None else _structured_outputs(sampling.form),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": transfer} if transfer else None,
     )
+
+
+def _structured_outputs(form: Form) -> "StructuredOutputsParams":
+    from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415 - heavy
+
+    match form:
+        case AnyObject():
+            return StructuredOutputsParams(json_object=True)
+        case JsonSchema(schema=schema):
+            return StructuredOutputsParams(json=schema)
+        case Pattern(regex=regex):
+            return StructuredOutputsParams(regex=regex)
+        case Grammar(text=text):
+            return StructuredOutputsParams(grammar=text)
+        case Choice(strings=strings):
+            return StructuredOutputsParams(choice=list(strings))
+        case _:
+            assert_never(form)
 
 
 def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprobs, ...]:

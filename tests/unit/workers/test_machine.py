@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId
-from fleet.requests import Finish, Sampling
+from fleet.requests import AnyObject, Finish, Sampling
 from fleet.roles import KvPath, Phase, Role
 from fleet.work import Draining, Progress, Rejected, Step
 from tests.builders import FINGERPRINT, a_handoff, a_prompt, a_start, some_progress
@@ -195,6 +195,7 @@ def test_a_worker_takes_the_work_of_its_role_and_says_why_not(role, phase):
         (a_start(tokens=b"123"), Reason.INVALID_ARGUMENT, "tokens"),
         (a_start(salt=b"short"), Reason.INVALID_ARGUMENT, "salt"),
         (a_start(sampling=Sampling(max_tokens=0)), Reason.INVALID_ARGUMENT, "sampling.max_tokens"),
+        (a_start(sampling=Sampling(form=AnyObject())), Reason.INVALID_ARGUMENT, "sampling.form"),
         (a_start(tokens=250, sampling=Sampling(max_tokens=7)), Reason.TOO_LARGE, "tokens"),
         (a_start(phase=Phase.PREFILL, tokens=256, kv_path=KvPath.STORE), Reason.TOO_LARGE, "tokens"),
         (a_start(phase=Phase.PREFILL), Reason.INVALID_ARGUMENT, "kv_path"),

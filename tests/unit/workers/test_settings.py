@@ -7,6 +7,7 @@ from fleet.roles import Role
 from workers.settings import WorkerSettings
 
 MINIMAL = {"worker_id": "w1", "model": "tiny"}
+NODE = {"store_id": "s", "listen": ["127.0.0.1:0", "unix:/run/kv"], "shm_socket": "/run/pool"}
 
 
 def test_a_name_and_a_model_are_enough():
@@ -14,6 +15,14 @@ def test_a_name_and_a_model_are_enough():
 
     assert settings.role is Role.BOTH
     assert settings.block_tokens == 32
+
+
+def test_a_worker_uses_the_node_in_its_own_process_by_its_unix_socket():
+    settings = msgspec.convert({**MINIMAL, "embedded_store": NODE, "kv_paths": ["store"]}, WorkerSettings)
+
+    assert settings.store_address == "unix:/run/kv"
+    assert msgspec.convert({**MINIMAL, "store": "h:1"}, WorkerSettings).store_address == "h:1"
+    assert msgspec.convert(MINIMAL, WorkerSettings).store_address == ""
 
 
 @pytest.mark.parametrize(
@@ -26,10 +35,19 @@ def test_a_name_and_a_model_are_enough():
         ({"block_tokens": 0}, "block_tokens"),
         ({"max_running": 0}, "max_running"),
         ({"kv_paths": ["store"]}, "kv_paths"),
+        ({"store": "unix:/s", "embedded_store": NODE}, "embedded_store: `store` names another node"),
+        ({"embedded_store": {**NODE, "listen": ["127.0.0.1:0"]}}, "embedded_store.listen: needs a unix: address"),
+        ({"embedded_store": NODE, "listen": "unix:/run/kv"}, "listen: /run/kv is a socket of `embedded_store`"),
+        ({"embedded_store": NODE, "control_listen": "unix:/run/pool"}, "control_listen: /run/pool is a socket of"),
+        ({"embedded_store": {**NODE, "capacity_bytes": 0}}, "$.embedded_store.capacity_bytes"),
+        ({"embedded_store": {**NODE, "tier": []}}, "tier"),
         ({"kv_paths": ["direct", "direct"]}, "kv_paths"),
         ({"role": "prefill"}, "kv_paths"),
         ({"heartbeat_ms": 50}, "heartbeat_ms"),
         ({"unknown": 1}, "unknown"),
+        ({"adapters": {"": "/adapters/a"}}, "adapters"),
+        ({"adapters": {MINIMAL["model"]: "/adapters/a"}}, "adapters"),
+        ({"adapter_slots": 0}, "$.adapter_slots"),
         ({"vllm": {"omp_threads": 0}}, "$.vllm.omp_threads"),
         ({"simulated": {"speedup": 0}}, "$.simulated.speedup"),
         ({"simulated": {"bytes_per_token": 12}}, "bytes_per_token"),

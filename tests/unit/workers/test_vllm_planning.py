@@ -43,7 +43,7 @@ def names(request: Request, salt: bytes = b"") -> list[bytes]:
 class World:
     """A planner, a store that holds what it is told to, and the blocks of an engine: number 100 + index."""
 
-    def __init__(self, remember: int = 1000, *, with_store: bool = True):
+    def __init__(self, remember: int = 1000, *, with_store: bool = True, ranks: int = 1):
         self.held: set[bytes] = set()
         self.below: set[bytes] = set()  # in a slower tier; comes up once somebody has patience
         self.on_their_way = False
@@ -58,6 +58,7 @@ class World:
             store=self if with_store else None,
             remember=remember,
             now=lambda: self.seconds,
+            ranks=ranks,
         )
 
     def match(self, hashes, *, patience_seconds: float, tenant: bytes) -> Match:
@@ -447,3 +448,50 @@ def test_a_long_queue_is_fetched_for_a_few_requests_a_step_and_a_cancelled_one_n
     assert [asked for asked, _ in world.fetched] == [names(each)[:4] for each in requests[1 : FETCHES_A_STEP + 1]]
     assert len(world.planner._queued) == MAX_QUEUED - 1 - FETCHES_A_STEP
     assert world.planner.finished(requests[1]) == Counts(), "forgotten like any other"
+
+
+def test_the_lease_of_a_claim_that_several_ranks_read_is_given_back_when_all_are_through():
+    world = World(ranks=2)
+    request = a_request(20)
+    world.hold(request, 4)
+    world.admit(request)
+    (load,) = world.step(request, 0).loads
+    assert world.step(request, 0).releases == []
+
+    world.planner.loaded({"r": 4})
+
+    assert world.step(request, 0).releases == [load.match.lease_id]
+    assert world.step(request, 0).releases == []
+
+
+def test_so_is_that_of_a_request_that_is_cancelled_meanwhile():
+    world = World(ranks=2)
+    request, other = a_request(20), a_request(9, "other", first=100)
+    world.hold(request, 4)
+    world.admit(request)
+    (load,) = world.step(request, 0).loads
+
+    world.planner.finished(request)
+    assert world.step(other, 0).releases == [], "it is being read"
+    world.planner.loaded({"r": 4})
+
+    assert world.step(other, 0).releases == [load.match.lease_id]
+
+
+def test_one_rank_gives_it_back_by_itself():
+    world = World()
+    request = a_request(20)
+    world.hold(request, 4)
+    world.admit(request)
+    world.step(request, 0)
+
+    world.planner.loaded({"r": 4})
+
+    assert world.step(request, 0).releases == []
+
+
+def test_steps_are_numbered_so_that_all_ranks_call_their_saves_alike():
+    world = World()
+    request = a_request(20)
+
+    assert [world.step(request, 4).step for _ in range(3)] == [1, 2, 3]

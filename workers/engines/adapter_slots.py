@@ -1,0 +1,54 @@
+"""Which adapters an engine has loaded: a bounded number, each held by the requests that run with it.
+
+Rules:
+
+1. A slot is free, idle (its adapter is loaded, and nobody runs with it) or held. An adapter that is needed takes its own slot,
+   else a free one, else the one that has been idle longest, whose adapter it replaces. Where all are held, requests wait.
+2. An adapter counts as loaded from when its slot is taken; whoever takes it has to load it.
+"""
+
+from collections import Counter, OrderedDict
+
+
+class AdapterSlots:
+    """The slots of one engine."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._held: Counter[str] = Counter()
+        self._idle: OrderedDict[str, None] = OrderedDict()  # idle longest first
+        self.loads = 0  # ever
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        return (*sorted(self._held), *self._idle)
+
+    def takes(self, name: str) -> bool:
+        """Whether `hold` would find a slot."""
+        return name in self._held or len(self._held) < self._slots
+
+    def hold(self, name: str) -> bool:
+        """One more request runs with an adapter; whether that has to be loaded first. There must be a slot."""
+        assert self.takes(name), name
+        there = name in self._held or name in self._idle
+        self._idle.pop(name, None)
+        self._held[name] += 1
+        if not there:
+            self.loads += 1
+            while len(self._held) + len(self._idle) > self._slots:
+                self._idle.popitem(last=False)
+        return not there
+
+    def release(self, name: str) -> None:
+        """One request fewer."""
+        self._held[name] -= 1
+        assert self._held[name] >= 0, name
+        if not self._held[name]:
+            del self._held[name]
+            self._idle[name] = None
+
+    def check(self) -> None:
+        """Assert rule 1."""
+        assert len(self._held) + len(self._idle) <= self._slots
+        assert not self._held.keys() & self._idle.keys()
+        assert all(count > 0 for count in self._held.values())

@@ -1,0 +1,102 @@
+"""What engines publish of their prefix caches, decoded: vLLM in both of its encodings, and SGLang.
+
+Rules:
+
+1. A message has three frames: a topic, a number in 8 bytes that goes up by one a batch from 0, and a batch in MessagePack:
+   ``[time, events, rank]``. Facts: vLLM's `distributed/kv_events.py` (0.32), SGLang's `disaggregation/kv_events.py` (0.5.23).
+2. An event is a map with its kind under ``type``, or (vLLM before 0.12, SGLang before 0.5.20) an array that begins with it
+   and whose fields follow in the order of `POSITIONAL`. Unknown kinds and fields are passed over: a newer engine may say more.
+3. A known kind whose fields are of other types, or missing, is `Unreadable`: what follows from it cannot be guessed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+EngineHash = int | bytes
+"""An engine's own name of a block, which means nothing outside it."""
+
+POSITIONAL: Mapping[str, Sequence[str]] = {
+    "BlockStored": (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+        *("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+
+
+class Unreadable(ValueError):
+    """A message that does not follow these rules; says which and how."""
+
+
+class Stored(Struct, frozen=True):
+    """Blocks of one chain that are in a cache from now on."""
+
+    hashes: list[EngineHash] = field(name="block_hashes")
+    parent: EngineHash | None = field(name="parent_block_hash")
+    tokens: list[Any] = field(name="token_ids")  # integers; pairs of them where SGLang drafts by bigrams
+    block_tokens: int = field(name="block_size")
+    adapter_number: int | None = field(name="lora_id", default=None)
+    medium: str | None = None
+    adapter: str | None = field(name="lora_name", default=None)
+    extra_keys: list[list[Any] | None] | None = None  # by block: what else its hash covers (vLLM)
+    group: int | None = field(name="group_idx", default=None)  # of layers (vLLM)
+    attention: str | None = field(name="kv_cache_spec_kind", default=None)  # of that group
+    salt: str | None = field(name="cache_salt", default=None)  # of the chain (SGLang)
+
+
+class Removed(Struct, frozen=True):
+    """Blocks of which there is one copy less."""
+
+    hashes: list[EngineHash] = field(name="block_hashes")
+    medium: str | None = None
+    group: int | None = field(name="group_idx", default=None)
+
+
+class Cleared(Struct, frozen=True):
+    """Nothing is in the cache any more."""
+
+
+Published = Stored | Removed | Cleared
+
+_KINDS: Mapping[str, type[Stored] | type[Removed] | type[Cleared]] = {
+    "BlockStored": Stored,
+    "BlockRemoved": Removed,
+    "AllBlocksCleared": Cleared,
+}
+
+
+def decode(payload: bytes) -> list[Published]:
+    """The events of one batch, in its order.
+
+    Raises:
+        Unreadable: See rule 3.
+    """
+    try:
+        batch = msgspec.msgpack.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Unreadable(f"a batch is no MessagePack: {error}") from error
+    match batch:
+        case [_, [*events], *_]:
+            return [known for event in events if (known := _event(event)) is not None]
+        case _:
+            raise Unreadable("a batch is no array of a time and events")
+
+
+def _event(published: object) -> Published | None:
+    match published:
+        case {"type": str(kind)}:
+            fields = published
+        case [str(kind), *values]:
+            fields = dict(zip(POSITIONAL.get(kind, ()), values, strict=False))
+        case _:
+            raise Unreadable("an event is neither a map with a type nor an array that begins with one")
+    if (known := _KINDS.get(kind)) is None:
+        return None
+    try:
+        return msgspec.convert(fields, known)
+    except msgspec.ValidationError as error:
+        raise Unreadable(f"{kind}: {error}") from error

@@ -1,0 +1,360 @@
+"""How the ranks of one engine write a block of the store together, each its share of the heads. Knows nothing of vLLM.
+
+Rules:
+
+1. Blocks in the store are whole (`kvstore.shares`). The first rank leads: it reserves places, orders the others to write
+   their shares there, writes its own meanwhile, and publishes the blocks that every rank has told to be written, once.
+2. Whatever a rank does not write, or not in time, the leader does not publish: its place is free again at once, or when
+   the reservation ends if it is the leader that died. What a late rank still writes there changes no checksum.
+3. Orders name blocks by the step and the save that they belong to, which are the same on all ranks, since all get the
+   same orders from the scheduler. So a rank that missed one is not confused by it: it answers that it has nothing.
+4. Urgent blocks and deferred ones have a lane each, a socket of their own in a folder that only this engine's processes
+   can enter. On each lane there is one order at a time. Orders wait for answers, and followers for orders, up to a
+   deadline; saves that run into it are lost, which is a later miss.
+5. Where several ranks hold the same head, they take turns: one of them writes it, the others add nothing.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+from typing import Self, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from kvstore.block import ChainHash
+from kvstore.buffers import Block
+from kvstore.client import WRITE_BATCH, StoreClient
+from kvstore.clock import SECOND, Clock, Nanos, seconds
+from kvstore.layout import Namespace
+from kvstore.shards import BlockShape
+from kvstore.shares import Grant, Share, together
+
+log = logging.getLogger(__name__)
+
+JOIN = Nanos(60 * SECOND)  # engines start their ranks together, but some machines have more of them than cores
+LEAD = Nanos(2 * SECOND)  # for the answers to an order
+FOLLOW = Nanos(4 * SECOND)  # for the next order of a save: the leader may wait for the node, and for another rank
+
+ORDER_BLOCKS = 256  # of one order at most, which is then 10 KB
+ORDER_BYTES = 256 << 20  # of one order's blocks, unless one is larger: a fraction of `LEAD` on any machine
+MESSAGE_BYTES = 64 << 10
+
+SaveKey = tuple[int, int]
+"""Which save: the number of its step, and its place in the step's list."""
+
+
+class Lane(IntEnum):
+    URGENT = 0  # by the engine's thread, within a step
+    DEFERRED = 1
+
+
+class BlockOf(Struct, frozen=True, array_like=True):
+    """One block of a save."""
+
+    save: SaveKey
+    index: int
+
+
+class Seat(Struct, frozen=True):
+    """One rank among those of an engine, and what it holds of a block."""
+
+    rank: int
+    ranks: int
+    replicas: int  # ranks that hold the same head
+    share: Share
+
+    @classmethod
+    def of(cls, namespace: Namespace, *, rank: int, ranks: int) -> Self:
+        """The seat of that rank.
+
+        Raises:
+            LayoutMismatch: The heads cannot be shared out among so many ranks.
+        """
+        shape = BlockShape.of(namespace)
+        return cls(rank, ranks, shape.replicas(ranks), Share.of_rank(shape, tp=ranks, rank=rank))
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def writes(self, turn: int) -> bool:
+        """Whether it is this one of its replicas that writes (rule 5)."""
+        return turn % self.replicas == self.rank % self.replicas
+
+
+class Hello(Struct, frozen=True, array_like=True):
+    rank: int
+    lane: Lane
+
+
+class Order(Struct, frozen=True, array_like=True):
+    """From the leader: write these blocks, or nothing; and what is over."""
+
+    number: int
+    grant: Grant | None = None
+    first: int = 0  # of these places among all that were reserved with them
+    blocks: tuple[BlockOf, ...] = ()  # one a place
+    ended: tuple[SaveKey, ...] = ()  # nothing more comes of these saves
+
+    @property
+    def save(self) -> SaveKey:
+        """The one that it is about, or the first of them."""
+        return self.blocks[0].save if self.blocks else self.ended[0]
+
+
+class Told(Struct, frozen=True, array_like=True):
+    """To the leader: what this rank adds to the checksums of the blocks that it wrote, by place."""
+
+    number: int
+    sums: dict[int, int]
+
+
+class LeaderLost(Exception):
+    """The first rank is gone, and the engine with it."""
+
+
+Source: TypeAlias = "Callable[[BlockOf], Block | None]"
+"""A rank's share of a block; None: it does not have it. Valid until `WRITE_BATCH` more have been asked for."""
+
+
+class Leader:
+    """The first rank's end of all lanes."""
+
+    def __init__(self, client: StoreClient, seat: Seat, path: Path, clock: Clock):
+        """Listens on a Unix socket at that path from now on; see `gather`."""
+        self.seat = seat
+        self._client = client
+        self._clock = clock
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(self._path))
+        self._listener.listen(len(Lane) * seat.ranks)
+        self._turns = [threading.Lock() for _ in Lane]
+        self._numbers = [0 for _ in Lane]
+        self._followers: list[list[socket.socket]] = [[] for _ in Lane]
+        self._lost = False
+        self._at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
+
+    def gather(self) -> None:
+        """Wait until every other rank has joined.
+
+        Raises:
+            TimeoutError: One has not.
+        """
+        deadline = Nanos(self._clock.now() + JOIN)
+        for _ in range(len(Lane) * (self.seat.ranks - 1)):
+            self._listener.settimeout(_left(deadline, self._clock))
+            follower, _ = self._listener.accept()
+            follower.settimeout(_left(deadline, self._clock))
+            hello = msgspec.msgpack.decode(follower.recv(MESSAGE_BYTES), type=Hello)
+            self._followers[hello.lane].append(follower)
+
+    def write(
+        self,
+        lane: Lane,
+        names: Sequence[ChainHash],
+        blocks: Sequence[BlockOf],
+        source: Source,
+        *,
+        tenant: bytes,
+        ended: Sequence[SaveKey],
+    ) -> int:
+        """Have all ranks write what the store does not hold of these; how many it holds newly.
+
+        Args:
+            lane: On which the followers expect it.
+            names: The chain from its start.
+            blocks: Which they are, one a name.
+            source: This rank's share of them.
+            tenant: Salt of the chain.
+            ended: Saves that nothing more will be ordered of.
+        """
+        with self._turns[lane]:
+            grant = self._client.reserve(names, tenant=tenant) if names and not self._lost else None
+            checksums: dict[int, int] = {}
+            try:
+                if grant is not None:
+                    for first in range(0, len(grant.places), self._at_once):
+                        part = grant.some(first, first + self._at_once)
+                        of = tuple([blocks[index] for index in part.places.indices])
+                        order = Order(self._number(lane), part, first, of)
+                        checksums.update((first + at, crc32c) for at, crc32c in self._have(lane, order, source).items())
+            finally:
+                self._order(lane, Order(self._number(lane), ended=tuple(ended)))
+                published = self._client.publish(grant, checksums) if grant is not None else 0
+        return published
+
+    def close(self) -> None:
+        """Followers learn it."""
+        for follower in [*self._followers[Lane.URGENT], *self._followers[Lane.DEFERRED]]:
+            follower.close()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _have(self, lane: Lane, order: Order, source: Source) -> Mapping[int, int]:
+        """Checksums of those blocks of an order that all ranks have written, by place."""
+        deadline = Nanos(self._clock.now() + LEAD)
+        self._order(lane, order)
+        told = [_put(self._client, self.seat, order, source)]
+        told += [self._answer(follower, order.number, deadline) for follower in self._followers[lane]]
+        return together(self.seat.share.block_bytes, told)
+
+    def _order(self, lane: Lane, order: Order) -> None:
+        message = msgspec.msgpack.encode(order)
+        for follower in self._followers[lane]:
+            try:
+                follower.settimeout(seconds(LEAD))
+                follower.send(message)
+            except OSError as error:
+                self._lose(error)
+
+    def _answer(self, follower: socket.socket, number: int, deadline: Nanos) -> Mapping[int, int]:
+        while not self._lost:
+            try:
+                follower.settimeout(_left(deadline, self._clock))
+                message = follower.recv(MESSAGE_BYTES)
+            except TimeoutError:
+                log.warning("a rank does not answer; blocks are not kept")
+                break
+            except OSError as error:
+                self._lose(error)
+                break
+            if not message:
+                self._lose(EOFError("it closed its end"))
+                break
+            told = msgspec.msgpack.decode(message, type=Told)
+            if told.number == number:
+                return told.sums
+        return {}
+
+    def _lose(self, error: Exception) -> None:
+        if not self._lost:
+            log.warning("a rank is gone; blocks are not kept any more", extra={"cause": str(error)})
+        self._lost = True
+
+    def _number(self, lane: Lane) -> int:
+        self._numbers[lane] += 1
+        return self._numbers[lane]
+
+
+class Follower:
+    """Another rank's end of its lanes. On each lane, one thread at a time."""
+
+    def __init__(self, client: StoreClient, seat: Seat, path: Path, clock: Clock):
+        """Joins the leader at that path, which may be starting.
+
+        Raises:
+            TimeoutError: It does not come up.
+        """
+        self.seat = seat
+        self._client = client
+        self._clock = clock
+        deadline = Nanos(clock.now() + JOIN)
+        self._lanes = [_join(path, Hello(seat.rank, lane), deadline, clock) for lane in Lane]
+        self._early: Order | None = None  # of a save to come
+
+    def follow(self, save: SaveKey, source: Source) -> None:
+        """Write this rank's share of an urgent save, as it is ordered to.
+
+        Raises:
+            LeaderLost: Nobody orders anything any more.
+        """
+        while True:
+            deadline = Nanos(self._clock.now() + FOLLOW)
+            order, self._early = self._early or self._next(Lane.URGENT, deadline), None
+            if order is None:
+                log.warning("the first rank orders nothing; blocks are not kept")
+                return
+            if order.save > save:
+                self._early = order
+                return
+            if order.blocks:
+                self._do(Lane.URGENT, order, source if order.save == save else _nothing)
+            if save in order.ended:
+                return
+
+    def orders(self, source: Source) -> Iterator[Sequence[SaveKey]]:
+        """Write this rank's share of deferred blocks, as it is ordered to, until the leader is gone: saves that are over."""
+        with suppress(LeaderLost):
+            while True:
+                order = self._next(Lane.DEFERRED, None)
+                assert order is not None
+                if order.blocks:
+                    self._do(Lane.DEFERRED, order, source)
+                yield order.ended
+
+    def close(self) -> None:
+        """Threads that wait for orders end."""
+        for lane in self._lanes:
+            with suppress(OSError):  # the leader has closed it
+                lane.shutdown(socket.SHUT_RDWR)
+            lane.close()
+
+    def _next(self, lane: Lane, deadline: Nanos | None) -> Order | None:
+        connection = self._lanes[lane]
+        try:
+            connection.settimeout(None if deadline is None else _left(deadline, self._clock))
+            message = connection.recv(MESSAGE_BYTES)
+        except TimeoutError:
+            return None
+        except OSError as error:
+            raise LeaderLost from error
+        if not message:
+            raise LeaderLost
+        return msgspec.msgpack.decode(message, type=Order)
+
+    def _do(self, lane: Lane, order: Order, source: Source) -> None:
+        sums: Mapping[int, int] = {}
+        try:
+            sums = _put(self._client, self.seat, order, source)
+        finally:  # the leader waits for an answer, whatever it is
+            try:
+                self._lanes[lane].settimeout(seconds(LEAD))
+                self._lanes[lane].send(msgspec.msgpack.encode(Told(order.number, dict(sums))))
+            except TimeoutError:
+                log.warning("the first rank takes no answers; blocks are not kept")
+            except OSError as error:
+                raise LeaderLost from error
+
+
+def _put(client: StoreClient, seat: Seat, order: Order, source: Source) -> Mapping[int, int]:
+    """Write one rank's share of the blocks of an order."""
+    assert order.grant is not None
+    sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
+    mine = [at for at in range(len(order.blocks)) if at not in sums]
+    for start in range(0, len(mine), WRITE_BATCH):
+        found = {
+            at: block for at in mine[start : start + WRITE_BATCH] if (block := source(order.blocks[at])) is not None
+        }
+        sums |= client.write_share(order.grant, list(found), seat.share, list(found.values()))
+    return sums
+
+
+def _nothing(_: BlockOf) -> None:
+    return None
+
+
+def _join(path: Path, hello: Hello, deadline: Nanos, clock: Clock) -> socket.socket:
+    waiting = threading.Event()
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(_left(deadline, clock))
+            connection.connect(str(path))
+            connection.send(msgspec.msgpack.encode(hello))
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            if clock.now() >= deadline:
+                raise TimeoutError("the first rank does not come up") from None
+            waiting.wait(0.05)
+        else:
+            return connection
+
+
+def _left(deadline: Nanos, clock: Clock) -> float:
+    return max(seconds(Nanos(deadline - clock.now())), 0.001)

@@ -1,0 +1,164 @@
+"""What a run of the simulation showed, in memory that does not grow with it."""
+
+from math import ceil, exp, log
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from fleet.clock import MILLISECOND, SECOND, Nanos
+
+RESOLUTION = 0.005
+"""Of quantiles: a value told lies within half a percent of the true one (logarithmic bins, as in DDSketch, VLDB 2019)."""
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+
+
+class Quantiles:
+    """A distribution of positive values, in bins as wide as they are high."""
+
+    def __init__(self) -> None:
+        self._bins: dict[int, int] = {}
+        self._width = log((1 + RESOLUTION) / (1 - RESOLUTION))
+        self.count = 0
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        index = ceil(log(value) / self._width) if value > 0 else -(1 << 30)
+        self._bins[index] = self._bins.get(index, 0) + 1
+        self.count += 1
+        self.total += value
+
+    def quantile(self, share: float) -> float:
+        """The value that so large a share is not above; 0 when there is none."""
+        wanted = max(1, ceil(share * self.count))
+        seen = 0
+        for index in sorted(self._bins):
+            seen += self._bins[index]
+            if seen >= wanted:
+                return self._value(index)
+        return 0.0
+
+    def curve(self) -> list[tuple[float, float]]:
+        """The distribution function: values, and the share that is not above each."""
+        points, seen = [], 0
+        for index in sorted(self._bins):
+            seen += self._bins[index]
+            points.append((self._value(index), seen / self.count))
+        return points
+
+    def summary(self) -> dict[str, float]:
+        """Mean and quantiles, rounded to what is known of them."""
+        mean = self.total / self.count if self.count else 0.0
+        return {"mean": round(mean, 3), **{name: round(self.quantile(share), 3) for name, share in QUANTILES.items()}}
+
+    def _value(self, index: int) -> float:
+        return 0.0 if index == -(1 << 30) else exp(self._width * (index - 0.5))
+
+
+class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request must keep to count as good: both. The defaults are those of chat."""
+
+    ttft_ms: Annotated[float, Meta(gt=0)] = 2000.0
+    tpot_ms: Annotated[float, Meta(gt=0)] = 50.0
+
+
+class Timeline(Struct, frozen=True, kw_only=True):
+    """One look at the cluster, taken at even distances."""
+
+    seconds: float
+    running: int  # requests on workers
+    queued: int  # requests in the router
+    kv_share: float  # of all blocks, held by sequences
+    finished: int  # requests, since the look before
+
+
+class Ended(Struct, frozen=True, kw_only=True):
+    """One request, when it is over."""
+
+    request_id: str
+    arrival: Nanos
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    first_token: Nanos | None  # instant; None: refused or given up before
+    end: Nanos
+    refused: str = ""  # the reason
+
+    @property
+    def ttft_ms(self) -> float:
+        assert self.first_token is not None
+        return (self.first_token - self.arrival) / MILLISECOND
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean time of the tokens after the first; 0 for an answer of one token."""
+        assert self.first_token is not None
+        return (self.end - self.first_token) / MILLISECOND / max(1, self.output_tokens - 1)
+
+
+class Tally:
+    """Sums over requests."""
+
+    def __init__(self, slo: Slo):
+        self._slo = slo
+        self.ttft, self.tpot, self.e2e = Quantiles(), Quantiles(), Quantiles()
+        self.requests = 0
+        self.good = 0
+        self.refused: dict[str, int] = {}
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+
+    def add(self, ended: Ended) -> None:
+        self.requests += 1
+        if ended.refused or ended.first_token is None:
+            self.refused[ended.refused] = self.refused.get(ended.refused, 0) + 1
+            return
+        ttft, tpot = ended.ttft_ms, ended.tpot_ms
+        self.ttft.add(ttft)
+        if ended.output_tokens > 1:
+            self.tpot.add(tpot)
+        self.e2e.add((ended.end - ended.arrival) / MILLISECOND)
+        self.prompt_tokens += ended.prompt_tokens
+        self.cached_tokens += ended.cached_tokens
+        self.output_tokens += ended.output_tokens
+        self.good += ttft <= self._slo.ttft_ms and tpot <= self._slo.tpot_ms
+
+    @property
+    def attainment(self) -> float:
+        return self.good / self.requests if self.requests else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What `fleet sim run --json` prints. Times in ms, rates a second of simulated time, money in dollars."""
+
+    digest: str
+    requests: int
+    refused: dict[str, int]
+    simulated_seconds: float
+    cpu_seconds: float
+    requests_per_cpu_second: float
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    e2e_ms: dict[str, float]
+    goodput_rps: float
+    attainment: float
+    hit_rate: float
+    imbalance: float  # the busiest worker of a pool over the mean of that pool, by time spent in steps; the worst pool
+    utilisation: float  # time spent in steps, of all workers
+    disaggregated: int  # requests that two workers served
+    preempted: int
+    moved_gb: float  # between workers
+    gpu_hours: float
+    cost: float
+    cost_per_million_tokens: float  # of prompts and answers together
+    energy_kwh: float
+    joules_per_token: float  # generated
+
+
+def seconds(nanos: Nanos) -> float:
+    return nanos / SECOND

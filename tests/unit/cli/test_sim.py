@@ -1,0 +1,160 @@
+"""`fleet sim`: scenarios in, figures out, and one line for what cannot be run."""
+
+import json
+import re
+
+import pytest
+
+from fleet.cli.main import run
+from tests.traces import CONVERSATION
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+SCENARIO = """
+model = "model.json"
+seed = 3
+[workload]
+kind = "drawn"
+requests = 100
+rate = 8.0
+prompt_tokens = 1000
+output_tokens = 60
+[[pools]]
+role = "both"
+gpu = "h100"
+gpus = 2
+[slo]
+ttft_ms = 500
+tpot_ms = 30
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path):
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    file = tmp_path / "scenario.toml"
+    file.write_text(SCENARIO)
+    return file
+
+
+def outcome(capsys, *argv):
+    assert run(["sim", *map(str, argv), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_answers_in_one_object(scenario, capsys):
+    answer = outcome(capsys, "run", scenario)
+
+    assert answer["requests"] == 100
+    assert answer["simulated_seconds"] > 8
+    assert 0 < answer["ttft_ms"]["p50"] <= answer["ttft_ms"]["p99"]
+    assert 0 < answer["tpot_ms"]["p50"] <= answer["tpot_ms"]["p99"]
+    assert answer["attainment"] > 0.9
+    assert answer["goodput_rps"] == pytest.approx(answer["attainment"] * 100 / answer["simulated_seconds"], rel=1e-3)
+    assert answer["gpu_hours"] == pytest.approx(2 * answer["simulated_seconds"] / 3600, rel=1e-2)
+    assert answer["cost_per_million_tokens"] > 0
+    assert {"digest", "cpu_seconds", "requests_per_cpu_second", "hit_rate", "imbalance"} <= answer.keys()
+
+
+def test_the_same_scenario_has_the_same_digest(scenario, capsys):
+    assert outcome(capsys, "run", scenario)["digest"] == outcome(capsys, "run", scenario)["digest"]
+    assert outcome(capsys, "run", scenario)["digest"] != outcome(capsys, "run", scenario, "--seed", "4")["digest"]
+
+
+def test_a_field_can_be_changed_on_the_command_line(scenario, capsys):
+    fast = outcome(capsys, "run", scenario, "--set", "pools.0.gpu=b200", "--set", "workload.requests=50")
+    assert fast["requests"] == 50
+    assert fast["tpot_ms"]["p50"] < outcome(capsys, "run", scenario)["tpot_ms"]["p50"]
+
+
+def test_a_trace_runs_at_another_pace(scenario, capsys):
+    trace = [f"workload={{kind='trace',file='{CONVERSATION}',requests=200,speed=4}}"]
+    answer = outcome(capsys, "run", scenario, "--set", *trace, "--set", "pools.0.gpus=8")
+    assert answer["requests"] == 200
+    assert 0 < answer["hit_rate"] < 0.3
+
+
+def test_every_request_has_a_row(scenario, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    outcome(capsys, "run", scenario, "--requests", rows)
+    ended = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert sorted(int(each["request_id"]) for each in ended) == list(range(1, 101))
+    assert all(each["arrival"] < each["first_token"] <= each["end"] for each in ended)
+
+
+def test_the_report_is_one_page_that_fetches_nothing(scenario, tmp_path, capsys):
+    page = tmp_path / "report.html"
+    assert run(["sim", "run", str(scenario), "--report", str(page)]) == 0
+    text = page.read_text()
+    assert text.count("<svg") == 5
+    assert "NaN" not in text
+    assert not re.search(r"(src|href)=|https?://", text)
+    assert "attainment" in capsys.readouterr().out
+
+
+def test_a_sweep_has_a_row_for_each_combination(scenario, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    over = ["--over", "router.policy=fleet,round_robin", "--over", "workload.rate=4,8"]
+    assert run(["sim", "sweep", str(scenario), *over, "--seeds", "1:2", "--processes", "2", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    assert [(row["changes"]["router.policy"], row["changes"]["workload.rate"], row["seed"]) for row in rows] == [
+        (policy, rate, seed) for policy in ("fleet", "round_robin") for rate in (4, 8) for seed in (1, 2)
+    ]
+    assert len({row["outcome"]["digest"] for row in rows}) == 8
+
+
+def test_capacity_is_where_the_slo_is_just_kept(scenario, capsys):
+    answer = outcome(capsys, "capacity", scenario, "--attainment", "0.9")
+    assert answer["attainment"] >= 0.9
+    beyond = outcome(capsys, "run", scenario, "--set", f"workload.rate={answer['rate'] * 1.3}")
+    assert beyond["attainment"] < 0.9
+    assert answer["rate_per_gpu"] == pytest.approx(answer["rate"] / 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("pools.0.gpu=h1000", "pools[0].gpu: 'h1000' is not one of"),
+        ("pools.0.gpus=0", "pools[0].gpus"),
+        ("pools.0.tp=4", "pools[0].gpus: 2 is no multiple of the 4"),
+        ("pools.0.role=prefill", "pools: prefill workers need"),
+        ("pools=[]", "pools"),
+        ("model=nowhere", "model: "),
+        ("workload={kind='trace',file='nowhere'}", "workload.file: "),
+        ("workload.rate=0", "workload.rate"),
+        ("slo.ttft_ms=fast", "slo.ttft_ms"),
+        ("slo.ttft_ms=-1", "slo.ttft_ms"),
+        ("speed=2", "speed: is not a known key"),
+        ("faults=[{at_seconds=1,worker='x-0'}]", "faults[0].worker: 'x-0' is not one of both-h100-0"),
+        ("pools.3.gpus=1", "--set: pools.3.gpus: there is no '3' there"),
+        ("pools", "--set: 'pools' is not PATH=VALUE"),
+        ("router.policy=unheard", "router.policy"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line_by_its_field(scenario, tmp_path, capsys, change, said):
+    page = tmp_path / "report.html"
+    assert run(["sim", "run", str(scenario), "--set", change, "--report", str(page)]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fleet: ")
+    assert said in line
+    assert not page.exists()
+
+
+def test_a_model_that_does_not_fit_is_refused(scenario, tmp_path, capsys):
+    large = {
+        **MODEL,
+        "hidden_size": 16384,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "intermediate_size": 53248,
+    }
+    (tmp_path / "model.json").write_text(json.dumps(large))
+    assert run(["sim", "run", str(scenario)]) == 3
+    assert "pools[0]: model: gpu: does not fit" in capsys.readouterr().err

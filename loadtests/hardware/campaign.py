@@ -1,0 +1,92 @@
+"""The measurements of the wheel as arrays, and what the model predicts for all of them at once.
+
+`StepModel` and `closed_loop` are arithmetic only, so the very formulas that simulations use are evaluated here on arrays, one
+entry a measurement.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from fleet.hardware.closed_loop import Client, Seen, apart, closed_loop
+from fleet.hardware.coefficients import CLIENTS, EFFICIENCIES, NAMES
+from fleet.hardware.measurements import Measurement, Phase
+from fleet.hardware.models import Model
+from fleet.hardware.placement import Placement
+from fleet.hardware.prediction import BUDGET_TOKENS, MEAN_LENGTHS, MEMORY_SHARE, can_be_placed, cut, transfer_seconds
+from fleet.hardware.steps import Efficiency, Work, step_model, work
+from loadtests.hardware.regression import Floats
+
+
+class Campaign(Struct, frozen=True, kw_only=True):
+    """Measurements of one phase, in step with the arrays."""
+
+    phase: Phase
+    measurements: tuple[Measurement, ...]
+    prefill: Work  # of arrays
+    decode: Work
+    given: dict[str, Floats]  # what `closed_loop` or `apart` is told
+    client: dict[str, Floats]  # what is known of the client
+    ttft: Floats  # measured, seconds
+    tpot: Floats
+
+    def predict(self, logs: Floats) -> Seen:
+        """Of coefficients, shape [measurements, coefficients], in the order of `NAMES`."""
+        values = dict(zip(NAMES, np.exp(logs).T, strict=True))
+        efficiency = Efficiency(**{name: values[name] for name in EFFICIENCIES})
+        client = Client(**{name: values[name] for name in CLIENTS}, **self.client)
+        decode = step_model(self.decode, efficiency)
+        if self.phase is Phase.AGGREGATED:
+            return closed_loop(decode, client, **self.given)
+        return apart(step_model(self.prefill, efficiency), decode, client, **self.given)
+
+    def residuals(self, logs: Floats) -> Floats:
+        """Logarithms of predicted over measured, of the first token and of each: shape [measurements, 2]."""
+        seen = self.predict(logs)
+        return np.log(np.stack([seen.ttft / self.ttft, seen.tpot / self.tpot], axis=-1))
+
+
+def campaign(measurements: Sequence[Measurement], models: dict[str, Model], phase: Phase) -> Campaign:
+    """Those of one phase that can be placed as they say."""
+    chosen = [each for each in measurements if each.phase is phase and can_be_placed(each, models)]
+    prefill = [cut(each, models, each.prefill) for each in chosen]
+    decode = [cut(each, models, each.decode) for each in chosen]
+
+    def of(number: Callable[[Measurement], float]) -> Floats:
+        return np.array([float(number(each)) for each in chosen])
+
+    groups = of(lambda each: each.decode.parallelism.dp)
+    concurrency = of(lambda each: each.concurrency)
+    given = {
+        "prompt_tokens": of(lambda each: each.prompt_tokens),
+        "answer_tokens": of(lambda each: each.answer_tokens),
+        "capacity_tokens": np.array([each.kv_capacity_tokens(MEMORY_SHARE) for each in decode]) / groups,
+        "budget_tokens": np.full(len(chosen), BUDGET_TOKENS),
+    }
+    if phase is Phase.AGGREGATED:
+        given["concurrency"] = np.maximum(1.0, concurrency / groups)
+    else:
+        given["concurrency"] = concurrency
+        given["prefill_groups"] = of(lambda each: each.prefill.workers * each.prefill.parallelism.dp)
+        given["decode_groups"] = of(lambda each: each.decode.workers) * groups
+        given["transfer"] = np.array(
+            [transfer_seconds(*pair, each.prompt_tokens) for *pair, each in zip(prefill, decode, chosen, strict=True)]
+        )
+    return Campaign(
+        phase=phase,
+        measurements=tuple(chosen),
+        prefill=_stacked(prefill),
+        decode=_stacked(decode),
+        given=given,
+        client={"mean_length": of(lambda each: MEAN_LENGTHS[each.client])},
+        ttft=of(lambda each: each.ttft_ms) / 1e3,
+        tpot=of(lambda each: each.tpot_ms) / 1e3,
+    )
+
+
+def _stacked(placements: Sequence[Placement]) -> Work:
+    works = [work(each) for each in placements]
+    columns = {name: np.array([getattr(each, name) for each in works]) for name in Work.__struct_fields__}
+    return msgspec.structs.replace(works[0], **columns)

@@ -1,0 +1,301 @@
+"""Fits `fleet/hardware/coefficients.json` to public measurements, and says how far it is from those it did not see.
+
+    pip download aiconfigurator-core==0.12.0 --no-deps -d /tmp
+    python -m loadtests.hardware.fit /tmp/aiconfigurator_core-0.12.0-*.whl [--operators] [--aiter FOLDER] [--output FILE]
+
+Four fifths of all curves are fitted to (`fleet.hardware.measurements`); what is committed comes from that fit alone, so that
+`fleet hardware accuracy --data WHEEL` finds the errors that are written here. Two more series of fits leave out each
+model, and each GPU that has many measurements: they say how good estimates are for models and GPUs that nobody measured.
+Takes five minutes of one core; `--operators` another minute, and a virtual environment with pyarrow for the wheel's tables.
+`--aiter` takes the MI300X's products from a checkout of ROCm/aiter. Without them, those in the present file stay.
+
+Widths (`WIDTHS`) are how far a coefficient may differ from group to group, in logarithms, at the price of one standard
+deviation. Attention, KV and bandwidth start from what the wheel's tables of single operators show and stay near it, because
+the measurements reach 15,000 tokens only and say little about long contexts.
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.adapters.aiconfigurator import Sample, read_sample
+from fleet.config import default_cache_dir
+from fleet.hardware.coefficients import (
+    CLIENTS,
+    EFFICIENCIES,
+    LEVELS,
+    NAMES,
+    AccuracyRow,
+    Basis,
+    Coefficients,
+    Factors,
+    Operators,
+    Provenance,
+    coefficients,
+)
+from fleet.hardware.measurements import Accuracy, Measurement, Phase
+from fleet.hardware.prediction import subject
+from loadtests.hardware.campaign import Campaign, campaign
+from loadtests.hardware.operators import aiter_operators, wheel_operators
+from loadtests.hardware.regression import Fitted, Floats, Level, fit
+
+OUTPUT = Path(__file__).parents[2] / "fleet" / "hardware" / "coefficients.json"
+
+START = {
+    "memory": 0.75,
+    "compute": 0.5,
+    "experts_memory": 0.7,
+    "experts_compute": 0.4,
+    "attention": 0.6,
+    "kv": 0.8,
+    "link": 0.5,
+    "exchange_us": 8.0,
+    "layer_us": 30.0,
+    "moe_layer_us": 20.0,
+    "step_us": 500.0,
+    "sequence_us": 8.0,
+    "waves": 10.0,
+    "front": 0.02,
+    "front_token": 5e-6,
+    "late_slots": 0.02,
+}
+
+SHARED_WIDTHS = {
+    "memory": 0.1,
+    "compute": 0.3,
+    "experts_memory": 0.15,
+    "experts_compute": 0.2,
+    "attention": 0.1,
+    "kv": 0.1,
+    "link": 0.3,
+    "exchange_us": 0.7,
+    "layer_us": 1.0,
+    "moe_layer_us": 1.0,
+    "step_us": 1.0,
+    "sequence_us": 1.0,
+    "waves": 0.4,
+    "front": 1.0,
+    "front_token": 0.5,
+    "late_slots": 1.5,
+}
+"""Of all together, from where the fit begins."""
+
+STIFFNESS = {
+    "link": 0.5,
+    "memory": 0.5,
+    "kv": 0.3,
+    "attention": 0.2,
+    "compute": 0.7,
+    "experts_memory": 0.6,
+    "experts_compute": 0.4,
+}
+"""Of those that differ less from group to group than others: as a factor. Prompts cost by the token in dense layers and in
+experts alike, which measurements can hardly tell apart: without this, one engine multiplies twice as fast as its GPU can."""
+
+WIDTHS = {
+    "backend": (0.3, 0.0),
+    "gpu": (0.25, 0.0),
+    "gpu_backend": (0.2, 0.0),
+    "numbers": (0.2, 0.0),
+    "gpu_numbers": (0.2, 0.0),
+    "kind": (0.3, 0.0),
+    "backend_kind": (0.15, 0.0),
+    "model": (0.2, 0.0),
+    "backend_model": (0.2, 0.0),
+    "measured": (0.25, 0.3),
+    "client": (0.0, 0.6),
+    "gpu_client": (0.0, 0.3),
+}
+"""Of a level's factors: for efficiencies, for what clients add."""
+
+SCATTER = (0.15, 0.08)
+"""How exact a first token's time and a token's time are taken to be, in logarithms."""
+
+CROSSED_GPUS = ("h100", "h200", "b200", "b300")
+"""Those with more than a hundred aggregated measurements."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.hardware.fit", description=__doc__.partition("\n")[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--operators", action="store_true", help="fit the tables of matrix products as well")
+    parser.add_argument(
+        "--aiter", type=Path, metavar="FOLDER", help="aiter/configs of a checkout: products on the MI300X"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    arguments = parser.parse_args()
+    fitting = Fitting(read_sample(arguments.wheel))
+    operators = {(each.gpu, each.number): each for each in coefficients().operators}
+    if arguments.operators:
+        found = wheel_operators(arguments.wheel, default_cache_dir() / "hardware")
+        operators |= {(each.gpu, each.number): each for each in found}
+    if arguments.aiter:
+        operators |= {(each.gpu, each.number): each for each in aiter_operators(arguments.aiter)}
+    made = fitting.run(arguments.wheel, tuple(operators.values()))
+    arguments.output.write_text(layout(made), encoding="utf-8")
+
+
+def layout(made: Coefficients) -> str:
+    """As JSON, one group of factors a line, so that changes can be read."""
+    parts = []
+    for name in Coefficients.__struct_fields__:
+        content = getattr(made, name)
+        if name in ("factors", "operators", "accuracy"):
+            lines = ",\n".join(f"  {msgspec.json.encode(each).decode()}" for each in content)
+            parts.append(f'"{name}": [\n{lines}\n ]')
+        else:
+            parts.append(f'"{name}": {msgspec.json.encode(content).decode()}')
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
+class Fitting:
+    """All measurements, ready to be fitted to in part."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._campaigns: list[Campaign] = [
+            each for phase in Phase if (each := campaign(sample.measurements, sample.models, phase)).measurements
+        ]
+        self._measurements: list[Measurement] = [each for campaign in self._campaigns for each in campaign.measurements]
+        subjects = [subject(each, sample.models) for each in self._measurements]
+        self._levels = [
+            Level(name=name, keys=[key(each) for each in subjects], widths=_widths(name))
+            for name, key in LEVELS.items()
+        ]
+
+    def run(self, wheel: Path, operators: Sequence[Operators]) -> Coefficients:
+        held_out = self._where(lambda each: each.held_out)
+        best = self._fit(~held_out, "curves")
+        accuracy = list(self._rows(best, held_out, Basis.MODEL, "four of five curves", "the fifth curve"))
+        crossed = self._crossed(lambda each: each.model, sorted({each.model for each in self._measurements}))
+        accuracy += _report(crossed, self._measurements, Basis.GPU, "all other models", "each model in turn")
+        crossed = self._crossed(lambda each: each.gpu, CROSSED_GPUS)
+        accuracy += _report(crossed, self._measurements, Basis.ENGINE, "all other GPUs", "each GPU in turn")
+        return Coefficients(
+            provenance=Provenance(
+                source=f"{wheel.name}: systems/silicon_sample.csv and systems/data/*/gemm, NVIDIA",
+                sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+                licence="Apache-2.0; these are figures derived from it, none of it is copied",
+                split="whole curves over concurrency, by SHA-256 of what they are: see fleet/hardware/measurements.py",
+                command="python -m loadtests.hardware.fit WHEEL --operators",
+            ),
+            start=tuple(START[name] for name in NAMES),
+            factors=tuple(_factors(best)),
+            operators=tuple(operators),
+            accuracy=tuple(accuracy),
+        )
+
+    def _where(self, holds: Callable[[Measurement], bool]) -> NDArray[np.bool_]:
+        return np.array([holds(each) for each in self._measurements])
+
+    def _fit(self, rows: NDArray[np.bool_], name: str) -> Fitted:
+        fitted = fit({name: START[name] for name in NAMES}, self._levels, self._scaled, rows)
+        print(f"{name}: {rows.sum()} measurements, loss {fitted.loss:.0f}", file=sys.stderr)
+        return fitted
+
+    def _residuals(self, logs: Floats) -> Floats:
+        parts, start = [], 0
+        for each in self._campaigns:
+            end = start + len(each.measurements)
+            parts.append(each.residuals(logs[start:end]))
+            start = end
+        return np.concatenate(parts)
+
+    def _scaled(self, logs: Floats) -> Floats:
+        return self._residuals(logs) / np.array(SCATTER)
+
+    def _errors(self, fitted: Fitted) -> Floats:
+        """Relative, of all measurements: shape [measurements, 2]."""
+        logs = np.tile(np.array(fitted.guess), (len(self._measurements), 1))
+        for level in self._levels:
+            for row, key in enumerate(level.keys):
+                logs[row] += fitted.deviations.get((level.name, key), 0.0)
+        return np.abs(np.exp(self._residuals(logs)) - 1)
+
+    def _rows(
+        self, fitted: Fitted, tested: NDArray[np.bool_], basis: Basis, fitted_on: str, tested_on: str
+    ) -> Iterable[AccuracyRow]:
+        errors = np.where(tested[:, None], self._errors(fitted), np.nan)
+        return _report(errors, self._measurements, basis, fitted_on, tested_on)
+
+    def _crossed(self, group: Callable[[Measurement], str], names: Sequence[str]) -> Floats:
+        """Errors of each group's measurements under a fit that saw none of them; NaN for those of no group."""
+        errors = np.full((len(self._measurements), 2), np.nan)
+        for name in names:
+            left_out = self._where(lambda each, name=name: group(each) == name)
+            fitted = self._fit(~left_out, f"without {name}")
+            errors[left_out] = self._errors(fitted)[left_out]
+            medians = np.median(errors[left_out], axis=0)
+            print(f"  {name}: medians {medians[0]:.3f} {medians[1]:.3f}", file=sys.stderr)
+        return errors
+
+
+def _report(
+    errors: Floats, measurements: Sequence[Measurement], basis: Basis, fitted_on: str, tested_on: str
+) -> list[AccuracyRow]:
+    """Of all together, of each engine, and of each GPU and engine; rows of NaN are left out."""
+    rows = []
+    tested = ~np.isnan(errors[:, 0])
+    cells = {("all", "all", each.phase) for each in measurements}
+    cells |= {("all", each.backend, each.phase) for each in measurements}
+    cells |= {(each.gpu, each.backend, each.phase) for each in measurements}
+    for system, backend, phase in sorted(cells):
+        inside = tested & np.array(
+            [
+                each.phase is phase and system in ("all", each.gpu) and backend in ("all", each.backend)
+                for each in measurements
+            ]
+        )
+        if not inside.any():
+            continue
+        means, medians = errors[inside].mean(axis=0), np.median(errors[inside], axis=0)
+        rows.append(
+            AccuracyRow(
+                basis=basis,
+                system=system,
+                backend=backend,
+                phase=phase,
+                accuracy=Accuracy(
+                    rows=int(inside.sum()),
+                    ttft_mape=_short(means[0]),
+                    ttft_median=_short(medians[0]),
+                    tpot_mape=_short(means[1]),
+                    tpot_median=_short(medians[1]),
+                ),
+                fitted_on=fitted_on,
+                tested_on=tested_on,
+            )
+        )
+    return rows
+
+
+def _factors(fitted: Fitted) -> Iterable[Factors]:
+    for (level, key), deviations in fitted.deviations.items():
+        yield Factors(
+            level=level,
+            key=str(key),
+            rows=fitted.rows[level, key],
+            of=tuple(_short(factor) for factor in np.exp(deviations)),
+        )
+
+
+def _widths(level: str) -> dict[str, float]:
+    if level == "all":
+        return SHARED_WIDTHS
+    of_efficiencies, of_clients = WIDTHS[level]
+    widths = {name: of_efficiencies * STIFFNESS.get(name, 1.0) for name in EFFICIENCIES}
+    widths |= dict.fromkeys(CLIENTS, of_clients)
+    return {name: width for name, width in widths.items() if width}
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.5g}")
+
+
+if __name__ == "__main__":
+    main()

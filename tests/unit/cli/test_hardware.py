@@ -1,0 +1,89 @@
+"""`fleet hardware`: what it prints, and what it refuses."""
+
+import json
+
+import pytest
+
+from fleet.cli.exits import DONE, FAILED, REFUSED
+from fleet.cli.main import run
+from tests.model_shapes import LLAMA_70B
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    return str(tmp_path)
+
+
+def answered(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def test_accuracy_is_said_by_system_backend_and_phase(capsys):
+    assert run(["hardware", "accuracy", "--json", "-"]) == DONE
+
+    rows = answered(capsys)
+    figures = {"rows", "ttft_mape", "ttft_median", "tpot_mape", "tpot_median", "fitted_on", "tested_on"}
+    assert all(figures | {"system", "backend", "phase"} <= row.keys() for row in rows)
+    assert {row["system"] for row in rows} >= {"h100", "h200", "b200", "all"}
+
+
+def test_accuracy_for_people_names_what_was_left_out(capsys):
+    assert run(["hardware", "accuracy"]) == DONE
+
+    assert "models that were not fitted to at all" in capsys.readouterr().out
+
+
+def test_every_gpu_is_listed_with_its_source(capsys):
+    assert run(["hardware", "list", "--json"]) == DONE
+
+    known = answered(capsys)
+    assert {"h100", "h200", "b200", "mi300x", "a100", "l40s"} <= known.keys()
+    assert all(each["source"] for each in known.values())
+    assert all(known[name]["price"]["date"] for name in ("h100", "h200", "b200", "mi300x", "a100", "l40s"))
+
+
+def test_an_estimate_says_what_it_rests_on(capsys, model):
+    arguments = ["--gpu", "h100", "--tp", "8", "--weights", "fp8", "--kv", "fp8"]
+
+    assert run(["hardware", "estimate", model, *arguments, "--json", "-"]) == DONE
+
+    answer = answered(capsys)
+    assert answer["kv_bytes_per_token"] == 163_840
+    assert answer["basis"] == "model"
+    assert 5 < answer["tpot_ms"] < 40
+    assert answer["dollars_per_million_answer_tokens"] > 0
+
+
+def test_a_model_that_does_not_fit_is_refused_in_one_line(capsys, model):
+    assert run(["hardware", "estimate", model, "--gpu", "l40s"]) == REFUSED
+
+    said = capsys.readouterr().err
+    assert "does not fit" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "is not JSON"), ("[]", "must be a JSON object"), ("{}", "hidden_size is missing")],
+)
+def test_a_config_that_cannot_be_read_is_refused_by_file_and_field(capsys, tmp_path, content, said):
+    (tmp_path / "config.json").write_text(content)
+
+    assert run(["hardware", "estimate", str(tmp_path), "--gpu", "h100"]) == REFUSED
+
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'config.json'}: " in error
+    assert said in error
+
+
+def test_a_wheel_that_is_not_there_is_refused(capsys, tmp_path):
+    assert run(["hardware", "accuracy", "--data", str(tmp_path / "absent.whl")]) == REFUSED
+
+    assert "absent.whl" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_a_failure(capsys, tmp_path):
+    assert run(["hardware", "list", "--json", str(tmp_path / "no" / "folder.json")]) == FAILED
+
+    assert "--json" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""The coefficients that come with this version: what they rest on, what they promise, and that they make sense."""
+
+import pytest
+
+from fleet.errors import ConfigurationRefused
+from fleet.hardware.coefficients import (
+    EFFICIENCIES,
+    LEVELS,
+    NAMES,
+    Basis,
+    Factors,
+    coefficients,
+    compose,
+    estimate,
+    kind_of,
+    shape_of,
+    subject_of,
+)
+from fleet.hardware.gpus import Number, gpus
+from fleet.hardware.measurements import Phase
+from fleet.hardware.models import Precision, read_model
+from fleet.hardware.placement import Parallelism, place
+from fleet.hardware.steps import pairs
+from tests.model_shapes import DEEPSEEK_V3, GPT_OSS, LLAMA_70B, MIXTRAL, a_model
+
+KNOWN = coefficients()
+FP8 = Precision(weights=Number.FP8, experts=Number.FP8, kv=Number.FP8)
+SHARES = ("memory", "compute", "experts_memory", "experts_compute", "attention", "kv", "link")
+
+
+def on(name, config=LLAMA_70B, backend="vllm", **cuts):
+    return estimate(place(read_model(config, precision=FP8), gpus()[name], Parallelism(**(cuts or {"tp": 8}))), backend)
+
+
+def overall(basis):
+    [row] = [
+        row
+        for row in KNOWN.accuracy
+        if (row.basis, row.system, row.backend, row.phase) == (basis, "all", "all", Phase.AGGREGATED)
+    ]
+    return row.accuracy
+
+
+def test_measurements_that_were_not_fitted_to_are_predicted_as_well_as_we_say():
+    assert overall(Basis.MODEL).rows > 400
+    assert overall(Basis.MODEL).ttft_median <= 0.25
+    assert overall(Basis.MODEL).tpot_median <= 0.10
+
+
+def test_each_step_away_from_what_was_measured_is_less_exact():
+    assert overall(Basis.MODEL).tpot_median < overall(Basis.GPU).tpot_median
+    assert overall(Basis.MODEL).tpot_median < overall(Basis.ENGINE).tpot_median
+
+
+def test_where_the_coefficients_come_from_is_said():
+    assert "silicon_sample.csv" in KNOWN.provenance.source
+    assert len(KNOWN.provenance.sha256) == 64
+    assert "Apache-2.0" in KNOWN.provenance.licence
+
+
+def test_every_set_of_factors_has_all_coefficients_and_a_known_level():
+    assert len(KNOWN.start) == len(NAMES)
+    for factors in KNOWN.factors:
+        assert len(factors.of) == len(NAMES)
+        assert factors.level in LEVELS
+        assert factors.rows > 0
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("name", list(gpus()))
+@pytest.mark.parametrize(
+    "config", [LLAMA_70B, MIXTRAL, DEEPSEEK_V3, GPT_OSS], ids=["llama", "mixtral", "deepseek", "gpt-oss"]
+)
+def test_no_engine_is_far_beyond_its_hardware(config, name, backend):
+    efficiency, _ = compose(KNOWN.start, KNOWN.groups(), subject_of(a_model(config), name, backend))
+
+    for share in SHARES:
+        assert 0.02 < getattr(efficiency, share) < 1.6, share
+    assert all(getattr(efficiency, each) >= 0 for each in EFFICIENCIES)
+
+
+def test_an_estimate_says_whose_measurements_it_rests_on():
+    assert on("h100").basis is Basis.MODEL
+    assert on("h100", MIXTRAL, tp=2).basis is Basis.GPU
+    assert on("mi300x").basis is Basis.ENGINE
+    assert on("mi300x").tpot_error > on("a100").tpot_error > on("h100").tpot_error
+
+
+def test_factors_of_every_level_that_fits_are_multiplied():
+    subject = subject_of(a_model(), "h100", "vllm")
+    ones = [1.0] * len(NAMES)
+    levels = [("backend", "vllm", 2.0), ("gpu", "h100", 3.0), ("gpu", "b200", 5.0), ("model", subject.shape, 7.0)]
+    groups = {
+        (level, key): Factors(level=level, key=key, rows=1, of=(factor, *ones[1:])) for level, key, factor in levels
+    }
+
+    efficiency, client = compose((0.01, *ones[1:]), groups, subject)
+
+    assert efficiency.memory == pytest.approx(0.01 * 2 * 3 * 7)
+    assert efficiency.compute == client.front == 1.0
+
+
+def test_models_are_recognised_by_their_shape():
+    assert shape_of(read_model(LLAMA_70B, "a fine-tune")) == shape_of(a_model())
+    assert kind_of(a_model(DEEPSEEK_V3)) == "latent-moe"
+
+
+def test_an_engine_that_nobody_measured_is_refused():
+    with pytest.raises(ConfigurationRefused, match=r"backend: 'llama\.cpp' is not one of sglang, trtllm, vllm"):
+        on("h100", backend="llama.cpp")
+
+
+def test_faster_memory_decodes_faster():
+    times = [on(name).step.seconds(0, 0, 16, 32_000) for name in ("b200", "h200", "a100", "l40s")]
+
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "b200", "mi300x", "a100"])
+def test_steps_take_plausible_times(name):
+    """Llama-3.1-70B in fp8 on eight of them: a token in 4 to 20 ms, 4,096 prompt tokens in 40 to 900 ms."""
+    step = on(name).step
+
+    assert 0.004 < step.seconds(0, 0, 8, 16_000) < 0.020
+    assert 0.040 < step.seconds(4096, pairs(4096, 0), 0, 0) < 0.900

@@ -30,7 +30,7 @@ up: $(INSTALLED)
 	@$(BIN)/fleet up --engine $(ENGINE) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) $(if $(filter 1,$(CHECK)),--check,--demo "$(DEMO)")
 
 test: $(INSTALLED)
-	@$(BIN)/pytest -n 2 $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TESTS)
+	@$(BIN)/pytest -n 2 --no-loadscope-reorder $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TESTS)
 
 check: $(DEV)
 	@$(BIN)/ruff check $(CODE)

@@ -4,11 +4,11 @@ Each announces its endpoints when it is ready, serves until it is asked to stop 
 """
 
 import asyncio
+import gc
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+from msgspec import Struct
 
 from fleet.adapters.clock import SystemClock
 from fleet.clock import MILLISECOND, SECOND, Nanos
@@ -24,25 +25,32 @@ from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, ModelName
 from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.telemetry import configure_logging
-from kvstore.errors import LayoutMismatch, StoreUnreachable
+from kvstore.errors import LayoutMismatch, NodeEnded, StoreUnreachable
 from kvstore.settings import StoreSettings
 from workers.ports import Engine, EngineDied, EngineFacts
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from grpc.aio import Server
     from prometheus_client import CollectorRegistry
 
+    from fleet.adapters.grpc_frontend import GrpcFrontend
+    from fleet.adapters.grpc_selection import SelectionService
+    from fleet.adapters.http_frontend import HttpFrontend
     from fleet.adapters.kserve_frontend import KserveFrontend
-    from fleet.adapters.openai_workers import OpenAiWorkers
+    from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers
     from fleet.adapters.redis_tenants import RedisTenants
     from fleet.adapters.relay import Relay
+    from fleet.adapters.replicas import Replicas
+    from fleet.adapters.worker_streams import WorkerStreams
+    from fleet.control.server import RegistryServer
     from fleet.router.generation import Generation
     from fleet.router.ports import TextCodec
     from fleet.router.server import RouterServer
     from fleet.router.tenants import Tenants
+    from fleet.router.tokenising import TokenisingThreads
+    from fleet.telemetry import Metrics
     from workers.registration import Registration
-    from workers.store_holds import StoreHolds
+    from workers.store_holds import StoreHoldKeeper
 
 Announce = Callable[[Mapping[str, str]], None]
 """Told the endpoints by protocol, once, when everything is ready."""
@@ -50,6 +58,7 @@ Announce = Callable[[Mapping[str, str]], None]
 Part = str
 """router, worker or kvstore"""
 
+COLLECTED_AT_ONCE = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
 DRAIN_WITHIN = Nanos(10 * SECOND)  # for answers that are being streamed when the router is asked to stop
 
 
@@ -59,6 +68,7 @@ def serve(part: Part, config: Path, announce: Announce) -> None:
     Raises:
         ConfigurationRefused: The settings cannot be obeyed; nothing is left running.
         EngineDied: The engine of a worker ended by itself.
+        NodeEnded: The store node in a worker's process did.
         StoreUnreachable: A worker's store node does not answer.
     """
     running = _PARTS[part](config, announce)
@@ -71,7 +81,7 @@ def serve(part: Part, config: Path, announce: Announce) -> None:
 
 def _foremost(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What a task group wrapped, where it is one of the expected ends of a process; else the group."""
-    expected = group.subgroup((ConfigurationRefused, EngineDied, StoreUnreachable))
+    expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded, StoreUnreachable))
     while expected is not None:
         first = expected.exceptions[0]
         if not isinstance(first, BaseExceptionGroup):
@@ -86,18 +96,65 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     Raises:
         ConfigurationRefused: An address is in use, or a model folder is not one.
     """
+    parts = _parts_of_router(settings)
+    async with _stop_requested() as stop, asyncio.TaskGroup() as tasks, _fronts(settings, parts) as fronts:
+        running = [tasks.create_task(each) for each in parts.loops()]
+        announce(fronts.endpoints())
+        gc.freeze()  # what is there by now stays: no collection has to look at it
+        gc.set_threshold(COLLECTED_AT_ONCE)
+        await stop.wait()
+        parts.selection.drain()
+        async with asyncio.TaskGroup() as draining:
+            fronts.drain(draining)
+            draining.create_task(parts.router.drain(DRAIN_WITHIN))
+        for task in running:
+            task.cancel()
+    parts.threads.close()
+
+
+class _RouterParts(Struct, frozen=True, kw_only=True):
+    """What a router process has behind its fronts."""
+
+    clock: SystemClock
+    metrics: "Metrics"
+    members: "RegistryServer"
+    own_workers: "WorkerStreams"
+    foreign_workers: "OpenAiWorkers"
+    workers: "MixedWorkers"
+    router: "RouterServer"
+    selection: "SelectionService"
+    generation: "Generation"
+    threads: "TokenisingThreads"
+    relay: "Relay | None"
+    replicas: "Replicas | None"
+    limits: "RedisTenants | None"
+
+    def loops(self) -> list[Coroutine[Any, Any, Any]]:
+        """What runs as long as the process serves."""
+        own = self.own_workers.run(self.workers.only_acceptable(self.router.hear))
+        loops = [self.members.run(), self.router.run(), own, self.foreign_workers.run(self.router.hear)]
+        if self.limits is not None:
+            loops.append(self.limits.run())
+        if self.replicas is not None:
+            loops.append(self.replicas.run())
+        return loops
+
+
+def _parts_of_router(settings: RouterSettings) -> _RouterParts:
+    """Made and put together; nothing runs yet.
+
+    Raises:
+        ConfigurationRefused: A model folder is not one, or the settings name what is not installed.
+    """
     from prometheus_client import CollectorRegistry  # noqa: PLC0415 - each process loads its own part only
 
-    from fleet.adapters.grpc_frontend import open_grpc_frontend  # noqa: PLC0415
-    from fleet.adapters.grpc_registry import SERVICE, GrpcRegistry  # noqa: PLC0415
-    from fleet.adapters.grpc_selection import SERVICE as SELECTION  # noqa: PLC0415
+    from fleet.adapters.golden import GoldenCheck  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService  # noqa: PLC0415
-    from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
-    from fleet.adapters.http_messages import HttpSettings  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
     from fleet.adapters.replicas import Replicas  # noqa: PLC0415
     from fleet.adapters.router_metrics import RouterMetrics  # noqa: PLC0415
     from fleet.adapters.router_policies import open_policy  # noqa: PLC0415
+    from fleet.adapters.tenant_metrics import TenantMetrics  # noqa: PLC0415
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
     from fleet.adapters.worker_streams import WorkerStreams  # noqa: PLC0415
     from fleet.control.server import RegistryServer  # noqa: PLC0415
@@ -106,90 +163,123 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     from fleet.router.machine import RouterMachine  # noqa: PLC0415
     from fleet.router.server import RouterServer  # noqa: PLC0415
     from fleet.router.tenants import Tenants  # noqa: PLC0415
+    from fleet.router.tokenising import TokenisingThreads  # noqa: PLC0415
     from fleet.telemetry import Metrics  # noqa: PLC0415
-    from fleet.v1.control_pb2_grpc import add_RegistryServicer_to_server  # noqa: PLC0415
 
     clock = SystemClock()
     metrics = Metrics(CollectorRegistry())
+    tenants = Tenants(settings.tenants, clock.now())
+    metrics.registry.register(TenantMetrics(tenants.usage))
+    tenant_secret = settings.tenant_secret.encode()
+    threads = TokenisingThreads()
+
     members = RegistryServer(ControlSettings(), clock)
-    codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
     own_workers = WorkerStreams(settings, members.membership())
-    foreign = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock)
-    workers = MixedWorkers(own_workers, foreign)
+    foreign_workers = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock)
+    codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
+    golden = GoldenCheck(codecs)
+    workers = MixedWorkers(own_workers, foreign_workers, golden)
     selecting = SelectingWorkers(workers)
+
     machine = RouterMachine(settings, Random(secrets.randbits(64)), open_policy(settings))
     router = RouterServer(machine, selecting, clock)
-    selection = SelectionService(router, selecting, tenant_secret=settings.tenant_secret.encode())
-    tenants = Tenants(settings.tenants, clock.now())
+    metrics.registry.register(
+        RouterMetrics(router.status, tasks=lambda: len(asyncio.all_tasks()), refused=golden.refused)
+    )
     generation = Generation(
         router,
         codecs,
         clock=clock,
         tenants=tenants,
-        tenant_secret=settings.tenant_secret.encode(),
+        tenant_secret=tenant_secret,
         metrics=metrics,
+        threads=threads,
     )
-    shared_limits = _shared_limits(settings.tenants_redis, tenants, clock) if settings.tenants_redis else None
     relay = None
     if settings.openai_workers:
-        relay = _relay(settings, router, foreign, tenants, metrics.registry, clock)
-    metrics.registry.register(RouterMetrics(router.status))
-    replicas = Replicas(settings, router, members) if settings.replicas_listen else None
-    registry = GrpcRegistry(members, replicas)
-    services: dict[str, Callable[[Server], None]] = {
-        SERVICE: partial(add_RegistryServicer_to_server, registry),
-        SELECTION: selection.add,
-    }
+        relay = _relay(settings, router, foreign_workers, tenants, metrics.registry, clock, threads)
+    limits = None
+    if settings.tenants_redis:
+        limits = _shared_limits(settings.tenants_redis, tenants, clock)
+        metrics.registry.register(limits)
+    return _RouterParts(
+        clock=clock,
+        metrics=metrics,
+        members=members,
+        own_workers=own_workers,
+        foreign_workers=foreign_workers,
+        workers=workers,
+        router=router,
+        selection=SelectionService(router, selecting, tenant_secret=tenant_secret),
+        generation=generation,
+        threads=threads,
+        relay=relay,
+        replicas=Replicas(settings, router, members) if settings.replicas_listen else None,
+        limits=limits,
+    )
+
+
+class _Fronts(Struct, frozen=True, kw_only=True):
+    """The ports of a router process."""
+
+    http: "HttpFrontend"
+    grpc: "GrpcFrontend"
+    kserve: "KserveFrontend | None"
+
+    def endpoints(self) -> dict[str, str]:
+        """Where they are, by protocol."""
+        endpoints = {"http": self.http.address, "grpc": self.grpc.address}
+        if self.grpc.control:
+            endpoints["control"] = self.grpc.control
+        if self.kserve is not None:
+            endpoints["kserve"] = self.kserve.address
+        return endpoints
+
+    def drain(self, tasks: asyncio.TaskGroup) -> None:
+        """Take no more requests; a task waits for the answers that are being streamed."""
+        self.grpc.door.drain()
+        if self.kserve is not None:
+            self.kserve.door.drain()
+        tasks.create_task(self.http.drain(DRAIN_WITHIN / SECOND))
+
+
+@asynccontextmanager
+async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterator[_Fronts]:
+    """All of them, listening.
+
+    Raises:
+        ConfigurationRefused: An address is in use.
+    """
+    from fleet.adapters.grpc_frontend import open_grpc_frontend  # noqa: PLC0415 - each process loads its own part only
+    from fleet.adapters.grpc_registry import SERVICE, GrpcRegistry  # noqa: PLC0415
+    from fleet.adapters.grpc_selection import SERVICE as SELECTION  # noqa: PLC0415
+    from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
+    from fleet.adapters.http_messages import HttpSettings  # noqa: PLC0415
+
+    registry = GrpcRegistry(parts.members, parts.replicas)
     async with (
-        _stop_requested() as stop,
-        asyncio.TaskGroup() as tasks,
         open_http_frontend(
             settings.http_listen,
             HttpSettings(),
-            generation,
-            metrics.registry,
-            clock,
-            relay,
+            parts.generation,
+            parts.metrics.registry,
+            parts.clock,
+            parts.relay,
             shared=settings.share_ports,
         ) as http,
         open_grpc_frontend(
             settings.grpc_listen,
-            generation,
-            router,
-            clock,
+            parts.generation,
+            parts.router,
+            parts.clock,
             store=settings.store,
             shared=settings.share_ports,
             control_listen=settings.control_listen,
-            services=services,
+            services={SERVICE: registry.add, SELECTION: parts.selection.add},
         ) as grpc,
-        _kserve(settings, generation, clock) as kserve,
+        _kserve(settings, parts.generation, parts.clock) as kserve,
     ):
-        heard = workers.only_acceptable(router.hear)
-        parts = [members.run(), router.run(), own_workers.run(heard), foreign.run(router.hear)]
-        if shared_limits is not None:
-            parts.append(shared_limits.run())
-        if replicas is not None:
-            parts.append(replicas.run())
-        running = [tasks.create_task(part) for part in parts]
-        endpoints = {"http": http.address, "grpc": grpc.address}
-        if grpc.control:
-            endpoints["control"] = grpc.control
-        if kserve is not None:
-            endpoints["kserve"] = kserve.address
-        announce(endpoints)
-        await stop.wait()
-        grpc.drain()
-        selection.drain()
-        if kserve is not None:
-            kserve.drain()
-        async with asyncio.TaskGroup() as draining:
-            draining.create_task(http.drain(DRAIN_WITHIN / SECOND))
-            draining.create_task(router.drain(DRAIN_WITHIN))
-        for task in running:
-            task.cancel()
-    generation.close()
-    if relay is not None:
-        relay.close()
+        yield _Fronts(http=http, grpc=grpc, kserve=kserve)
 
 
 @asynccontextmanager
@@ -235,6 +325,7 @@ def _relay(
     tenants: "Tenants",
     registry: "CollectorRegistry",
     clock: SystemClock,
+    threads: "TokenisingThreads",
 ) -> "Relay":
     """What serves the models of foreign servers.
 
@@ -260,12 +351,32 @@ def _relay(
         )
         for model, alike in by_model.items()
     }
+    for model, alike in by_model.items():
+        for name in dict.fromkeys(name for each in alike for name in each.adapters):
+            readers[name] = readers[model].for_adapter(name)
     metrics = RelayMetrics(
-        lambda: [("fleet_cache_knowledge", "Foreign workers by how their caches are known", "by", workers.knowledge())]
+        lambda: [
+            ("fleet_cache_knowledge", "Foreign workers by how their caches are known", "by", workers.knowledge()),
+            (
+                "fleet_kv_event_alerts",
+                "Foreign workers by what is wrong with their KV events",
+                "alert",
+                workers.alerts(),
+            ),
+            ("fleet_kv_event_passed_over", "Blocks of KV events not followed, by why", "why", workers.passed_over()),
+        ]
     )
     registry.register(metrics)
     return Relay(
-        router, workers, readers, tenants, metrics, clock, id_prefix=secrets.token_hex(4), only=not settings.models
+        router,
+        workers,
+        readers,
+        tenants,
+        metrics,
+        clock,
+        threads,
+        id_prefix=secrets.token_hex(4),
+        only=not settings.models,
     )
 
 
@@ -304,26 +415,34 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     Raises:
         ConfigurationRefused: The engine is unknown or refuses its settings, or the address cannot be listened on.
         EngineDied: The engine ended by itself.
+        NodeEnded: The store node in this process did.
         StoreUnreachable: The store node does not answer.
     """
-    from fleet.adapters.grpc_registry import GrpcRegistryClient  # noqa: PLC0415 - each process loads its own part only
+    from fleet.adapters.golden import golden_of_folder  # noqa: PLC0415 - each process loads its own part only
+    from fleet.adapters.grpc_registry import GrpcRegistryClient  # noqa: PLC0415
     from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
     from fleet.adapters.router_streams import serve_routers  # noqa: PLC0415
     from fleet.adapters.stream_tls import of_worker  # noqa: PLC0415
+    from workers.embedded import with_store  # noqa: PLC0415
     from workers.registration import Registration  # noqa: PLC0415
     from workers.server import WorkerServer  # noqa: PLC0415
 
     tls = of_worker("credentials", settings.credentials)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
+        furnished = await held.enter_async_context(with_store(settings, uvloop.new_event_loop))
+        settings = furnished.settings
         try:
             engine = await held.enter_async_context(_open_engine(settings))
-            keeper = await held.enter_async_context(_holds(settings, engine.facts))
+            keeper = await held.enter_async_context(_hold_keeper(settings, engine.facts))
         except LayoutMismatch as error:
             raise ConfigurationRefused(f"{error.field}: {error}") from error
-        worker = WorkerServer(settings, engine, SystemClock(), incarnation, keeper=keeper)
+        golden = await asyncio.to_thread(golden_of_folder, settings.model_dir, engine.facts.block_tokens)
+        worker = WorkerServer(settings, engine, SystemClock(), incarnation, keeper=keeper, golden=golden)
         listening = await held.enter_async_context(serve_routers(worker, settings.listen, tls))
         endpoints = {"stream": listening}
+        if furnished.node is not None:
+            endpoints |= {"store": furnished.node.listen[0], "data": furnished.node.data_address}
         if settings.control_listen:
             endpoints["grpc"] = await held.enter_async_context(serve_control(worker, settings.control_listen))
         if settings.registry:
@@ -343,15 +462,15 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
 
 
 @asynccontextmanager
-async def _holds(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StoreHolds | None"]:
+async def _hold_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StoreHoldKeeper | None"]:
     """What keeps the chains of sessions that wait; None where there is no store, or it is not to."""
-    from workers.store_holds import open_store_holds  # noqa: PLC0415 - each process loads its own part only
+    from workers.store_holds import open_hold_keeper  # noqa: PLC0415 - each process loads its own part only
 
     if facts.store_id is None or facts.kv is None or not settings.hold_seconds:
         yield None
         return
-    async with open_store_holds(settings.store, facts.kv, settings.store_credentials) as holds:
-        yield holds
+    async with open_hold_keeper(settings.store, facts.kv, settings.store_credentials) as keeper:
+        yield keeper
 
 
 def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine]:

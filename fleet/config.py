@@ -11,7 +11,9 @@ Rules:
 import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -56,8 +58,18 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Prompt plus answer, tokens; never more than the model's own limit."""
 
 
+class StorePlace(StrEnum):
+    """Where the KV store node runs."""
+
+    PROCESS = "process"  # in one of its own: workers come and go, and their blocks stay
+    WORKER = "worker"  # in the process of the only worker: one process less, and one fate
+
+
 class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store node."""
+
+    place: StorePlace = StorePlace.PROCESS
+    """Where it runs. "worker" needs exactly one worker."""
 
     capacity_mib: Positive = 256
     """Memory for blocks; all of it is taken at the start. 256 MiB hold 65,000 tokens of the tiny model."""
@@ -97,14 +109,30 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("pools: prefill workers need workers of role decode or both to hand over to")
         if not any(pool.replicas for pool in self.pools):
             raise ValueError("pools: no worker is left to start")
+        if self.store.place is StorePlace.WORKER:
+            self._check_store_in_worker()
         if self.replicas(Role.PREFILL) and not self.cluster.kv_paths:
             raise ValueError("cluster.kv_paths: prefill workers need a way to hand over blocks: store or direct")
         if self.router.models or self.router.store:
             raise ValueError("router: `models` and `store` follow from the other sections; leave them out")
 
+    def _check_store_in_worker(self) -> None:
+        workers = sum(pool.replicas for pool in self.pools)
+        if workers != 1:
+            raise ValueError(
+                f"store.place: a store in the worker's process is for one worker, and `pools` has {workers}; use 'process'"
+            )
+        if KvPath.STORE not in self.cluster.kv_paths:
+            raise ValueError("store.place: `cluster.kv_paths` has no 'store', so that there would be none")
 
-def load(path: Path, kind: type[Settings]) -> Settings:
+
+def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = None) -> Settings:
     """The settings in a file.
+
+    Args:
+        path: Of the file.
+        kind: What is in it.
+        changes: Values to have in place of the file's, by path (``router.policy``, ``pools.0.gpus``).
 
     Raises:
         ConfigurationRefused: The file cannot be read, is no TOML or JSON, or is not what `kind` says.
@@ -112,6 +140,8 @@ def load(path: Path, kind: type[Settings]) -> Settings:
     try:
         content = path.read_bytes()
         raw = tomllib.loads(content.decode()) if path.suffix == ".toml" else msgspec.json.decode(content)
+        for where, value in (changes or {}).items():
+            _change(raw, where, value)
         return msgspec.convert(raw, kind)
     except OSError as error:
         raise ConfigurationRefused(f"{path}: {error.strerror}") from error
@@ -119,6 +149,52 @@ def load(path: Path, kind: type[Settings]) -> Settings:
         raise ConfigurationRefused(f"{path}: {_with_path(str(error))}") from error
     except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
+
+
+def changes_of(assignments: Iterable[str]) -> dict[str, Any]:
+    """``path=value`` from a command line, with values as TOML writes them; what is no such value is a string.
+
+    Raises:
+        ConfigurationRefused: One has no path, or no equals sign.
+    """
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        if not equals or not all(path.split(".")):
+            raise ConfigurationRefused(f"--set: {assignment!r} is not PATH=VALUE, as in router.policy=random")
+        changes[path] = value_of(value)
+    return changes
+
+
+def value_of(text: str) -> Any:
+    """A value as TOML writes it; what is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _change(raw: Any, where: str, value: Any) -> None:
+    """Set one value of what a file has.
+
+    Raises:
+        ConfigurationRefused: There is nothing at that path that could have such a field.
+    """
+    *parents, last = where.split(".")
+    inner = raw
+    for name in parents:
+        inner = inner.setdefault(name, {}) if isinstance(inner, dict) else _element(inner, name, where)
+    if isinstance(inner, dict):
+        inner[last] = value
+    else:
+        _element(inner, last, where)
+        inner[int(last)] = value
+
+
+def _element(array: Any, index: str, where: str) -> Any:
+    if not isinstance(array, list) or not index.isdecimal() or int(index) >= len(array):
+        raise ConfigurationRefused(f"--set: {where}: there is no {index!r} there")
+    return array[int(index)]
 
 
 def checked(kind: Callable[..., Settings], **fields: Any) -> Settings:
@@ -134,7 +210,13 @@ def checked(kind: Callable[..., Settings], **fields: Any) -> Settings:
 
 
 def save(settings: Struct, path: Path) -> None:
-    """Write settings as JSON for a child process; secrets may be in it, so only the owner can read it."""
+    """Write settings as JSON for a child process; secrets may be in it, so only the owner can read it.
+
+    Raises:
+        ConfigurationRefused: A number is not finite, which JSON cannot say: the child would find nothing in its place.
+    """
+    if (where := _not_finite(msgspec.to_builtins(settings))) is not None:
+        raise ConfigurationRefused(f"{where}: must be finite")
     path.touch(mode=0o600)
     path.write_bytes(msgspec.json.encode(settings))
 
@@ -181,10 +263,29 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1"}  # noqa: TID251 - this is the loader
 
 
+def _not_finite(value: Any) -> str | None:
+    """Where in a value there is such a number."""
+    match value:
+        case float():
+            return None if isfinite(value) else ""
+        case dict():
+            inner = list(value.items())
+        case list() | tuple():
+            inner = list(enumerate(value))
+        case _:
+            return None
+    for name, each in inner:
+        if (where := _not_finite(each)) is not None:
+            return f"{name}.{where}".rstrip(".")
+    return None
+
+
 def _with_path(message: str) -> str:
     """'Object contains unknown field `x` - at `$.router`' as 'router.x: is not a known key'."""
     cause, _, where = message.partition(" - at `")
-    path = where.rstrip("`").removeprefix("$").removeprefix(".")
+    of_key = where.removeprefix("key` in `")  # msgspec's words for a key of a dictionary that is not as it should be
+    cause = cause if of_key == where else f"its keys: {cause}"
+    path = of_key.rstrip("`").removeprefix("$").removeprefix(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", cause):
         return f"{path}.{unknown[1]}: is not a known key" if path else f"{unknown[1]}: is not a known key"
     return _one_line(f"{path}: {cause}" if path else cause)

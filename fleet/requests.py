@@ -15,6 +15,38 @@ TokenBytes = bytes
 TOKEN_BYTES = block.TOKEN_BYTES
 
 
+class AnyObject(Struct, frozen=True, tag=True):
+    """Some JSON object."""
+
+
+class JsonSchema(Struct, frozen=True, tag=True):
+    """JSON that a schema allows."""
+
+    schema: str  # a JSON object
+
+
+class Pattern(Struct, frozen=True, tag=True):
+    """Text that the whole of an expression matches."""
+
+    regex: str
+
+
+class Grammar(Struct, frozen=True, tag=True):
+    """Text of a grammar: EBNF as llama.cpp has it (GBNF), or what else the engine's grammar library reads."""
+
+    text: str
+
+
+class Choice(Struct, frozen=True, tag=True):
+    """One of these."""
+
+    strings: tuple[str, ...]
+
+
+Form = AnyObject | JsonSchema | Pattern | Grammar | Choice
+"""What an answer must be, as text."""
+
+
 class Sampling(Struct, frozen=True, kw_only=True):
     """How tokens are chosen. Ranges are checked by `fleet.validation`, not here."""
 
@@ -31,13 +63,14 @@ class Sampling(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # alternatives per token
+    form: Form | None = None  # None: any
 
     @property
     def stateless(self) -> bool:
         """Whether the next token depends on nothing but the tokens before it.
 
         Only then may a decode worker take a token sampled by the prefill worker as part of its prompt: penalties,
-        `min_tokens` and a seeded generator all count the tokens that *this* engine has generated.
+        `min_tokens`, a seeded generator and a form all go by the tokens that *this* engine has generated.
         """
         return (
             (self.temperature == 0 or self.seed is None)
@@ -45,12 +78,16 @@ class Sampling(Struct, frozen=True, kw_only=True):
             and self.frequency_penalty == 0
             and self.repetition_penalty == 1
             and self.min_tokens <= 1
+            and self.form is None
         )
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True):
     role: str
     content: str
+    tool_calls: str = ""  # that the assistant made: a JSON list as the OpenAI API has it; empty: none
+    tool_call_id: str = ""  # that a tool answers
+    name: str = ""  # of who speaks, or of the tool
 
 
 class TextPrompt(Struct, frozen=True, tag=True):
@@ -59,6 +96,7 @@ class TextPrompt(Struct, frozen=True, tag=True):
 
 class ChatPrompt(Struct, frozen=True, tag=True):
     messages: tuple[ChatMessage, ...]
+    tools: str = ""  # that the model may call: a JSON list as the OpenAI API has it; empty: none
 
 
 class TokenPrompt(Struct, frozen=True, tag=True):
@@ -190,3 +228,5 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     max_model_len: int  # prompt plus answer, tokens
     block_tokens: int
     workers: int
+    parent: ModelName = ModelName("")  # of an adapter: the model that it belongs to
+    revision: str = ""  # of an adapter

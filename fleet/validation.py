@@ -6,13 +6,29 @@ the refusal (`fleet.adapters.status.renamed`).
 
 import re
 from collections.abc import Sequence
-from typing import Protocol, assert_never
+from typing import Annotated, Any, Literal, Protocol, assert_never
 
+import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from fleet.errors import invalid
-from fleet.requests import TOKEN_BYTES, ChatPrompt, GenerateRequest, ModelCard, Sampling, TextPrompt, TokenPrompt
+from fleet.errors import Refused, invalid
+from fleet.requests import (
+    TOKEN_BYTES,
+    AnyObject,
+    ChatMessage,
+    ChatPrompt,
+    Choice,
+    Form,
+    GenerateRequest,
+    Grammar,
+    JsonSchema,
+    ModelCard,
+    Pattern,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
@@ -20,6 +36,10 @@ MAX_HINT_CHARACTERS = 256  # of a session or a tenant: they are keys in tables o
 MAX_PRIORITY = 100
 MAX_EXPECTED_TOKENS = 2**31 - 1
 MAX_LABELS = 16
+MAX_FORM_CHARACTERS = 131_072  # of a schema or a grammar; OpenAI takes schemas of 120,000
+MAX_REGEX_CHARACTERS = 16_384
+MAX_CHOICES = 256
+MAX_CHOICE_CHARACTERS = 1024
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
@@ -175,12 +195,13 @@ def _check_prompt(request: GenerateRequest, vocab_size: int | None) -> None:
         case TextPrompt(text=text):
             if not text:
                 raise invalid("text", "must not be empty")
-        case ChatPrompt(messages=messages):
+        case ChatPrompt(messages=messages, tools=tools):
             if not messages:
                 raise invalid("chat.messages", "must not be empty")
             for index, message in enumerate(messages):
-                if not message.role:
-                    raise invalid(f"chat.messages[{index}].role", "must not be empty")
+                _check_message(f"chat.messages[{index}]", message)
+            if tools:
+                _decoded(tools, _TOOLS, "chat.tools")
         case TokenPrompt(tokens=tokens):
             if not tokens:
                 raise invalid("token_ids", "must not be empty")
@@ -195,6 +216,94 @@ def _check_prompt(request: GenerateRequest, vocab_size: int | None) -> None:
             assert_never(request.prompt)
 
 
+class Function(Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Struct, frozen=True):
+    """As the OpenAI API has it; what templates make of the rest is theirs."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Called(Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1)]
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(Struct, frozen=True):
+    """Likewise."""
+
+    function: Called
+
+
+_TOOLS: "msgspec.json.Decoder[list[Tool]]" = msgspec.json.Decoder(list[Tool])
+_TOOL_CALLS: "msgspec.json.Decoder[list[ToolCall]]" = msgspec.json.Decoder(list[ToolCall])
+_OBJECT: "msgspec.json.Decoder[dict[str, Any]]" = msgspec.json.Decoder(dict[str, Any])
+
+_MISSING = re.compile(r"^Object missing required field `(.*)`$")
+
+
+def _check_message(field: str, message: ChatMessage) -> None:
+    if not message.role:
+        raise invalid(f"{field}.role", "must not be empty")
+    if message.tool_calls:
+        _decoded(message.tool_calls, _TOOL_CALLS, f"{field}.tool_calls")
+
+
+def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> None:
+    """Check that a text is such JSON.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the path of what is wrong.
+    """
+    try:
+        decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise misfit(error, field) from error
+    except RecursionError as error:
+        raise invalid(field, "is nested too deeply") from error
+    except msgspec.DecodeError as error:
+        raise invalid(field, f"is not valid JSON: {error}") from error
+
+
+def misfit(error: msgspec.ValidationError, field: str) -> Refused:
+    """The refusal of a value with the wrong type or range, in `field`; the library ends its message with the path."""
+    message, _, path = str(error).partition(" - at `$")
+    field += path.removesuffix("`")
+    if (missing := _MISSING.search(message)) is not None:
+        field += f".{missing[1]}"
+    return invalid(field, message[0].lower() + message[1:])
+
+
+def _check_form(form: Form) -> None:
+    match form:
+        case AnyObject():
+            pass
+        case JsonSchema(schema=schema):
+            _check_size("sampling.form", schema, MAX_FORM_CHARACTERS)
+            _decoded(schema, _OBJECT, "sampling.form")
+        case Pattern(regex=regex):
+            _check_size("sampling.form", regex, MAX_REGEX_CHARACTERS)
+        case Grammar(text=text):
+            _check_size("sampling.form", text, MAX_FORM_CHARACTERS)
+        case Choice(strings=strings):
+            if not 1 <= len(strings) <= MAX_CHOICES:
+                raise invalid("sampling.form", f"has {len(strings)} choices; 1 to {MAX_CHOICES} are allowed")
+            for string in strings:
+                _check_size("sampling.form", string, MAX_CHOICE_CHARACTERS)
+        case _:
+            assert_never(form)
+
+
+def _check_size(field: str, text: str, most: int) -> None:
+    if not 1 <= len(text) <= most:
+        raise invalid(field, f"has {len(text)} characters; 1 to {most} are allowed")
+
+
 def _check_sampling(sampling: Sampling, vocab_size: int | None) -> None:
     for name, allowed in _RANGES.items():
         number = getattr(sampling, name)
@@ -203,6 +312,8 @@ def _check_sampling(sampling: Sampling, vocab_size: int | None) -> None:
     for index, token_id in enumerate(sampling.stop_token_ids):
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             raise invalid(f"sampling.stop_token_ids[{index}]", f"{_short(token_id)} is outside the model's vocabulary")
+    if sampling.form is not None:
+        _check_form(sampling.form)
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

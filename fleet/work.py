@@ -9,6 +9,26 @@ from fleet.roles import KvPath, Phase, Role
 from kvstore.fingerprint import Fingerprint
 
 
+class Adapter(Struct, frozen=True):
+    """Weights that are added to those of a model (LoRA); clients ask for it by its name, as for a model."""
+
+    name: ModelName
+    revision: str = ""  # digest of its weights; empty: adapters of this name are one and the same
+
+    @property
+    def identity(self) -> str:
+        """What `kvstore.block.salt_of_adapter` takes."""
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+
+class Golden(Struct, frozen=True, kw_only=True):
+    """What a worker makes of the golden prompts, as digests (`fleet.adapters.golden`); empty: it does not say."""
+
+    tokens: str = ""
+    template: str = ""
+    blocks: str = ""
+
+
 class Description(Struct, frozen=True, kw_only=True):
     """What a worker is; fixed for one incarnation."""
 
@@ -28,6 +48,9 @@ class Description(Struct, frozen=True, kw_only=True):
     prefill_speed: float = 1.0  # of its hardware, in proportion to the others of its model
     decode_speed: float = 1.0
     labels: tuple[str, ...] = ()  # that a request may ask for
+    adapters: tuple[Adapter, ...] = ()  # that it has, or can load when work for them comes
+    adapter_slots: int = 0  # adapters that are loaded at a time; 0: it has all of them at once
+    golden: Golden | None = None
 
 
 class Handoff(Struct, frozen=True, kw_only=True):
@@ -54,6 +77,7 @@ class Start(Struct, frozen=True, kw_only=True):
     priority: int = 0
     timeout_ms: int = 0  # left when sent; 0: no deadline
     session: str = ""  # that the request belongs to; its blocks are kept while it waits
+    adapter: str = ""  # name of the one to run with, loaded first where it is not; `salt` keeps its blocks apart
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -80,6 +104,7 @@ class Load(Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     kv_blocks_used: int  # held by running requests
+    adapters: tuple[str, ...] = ()  # that are loaded
 
 
 class KvStored(Struct, frozen=True, tag=True):

@@ -11,6 +11,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.text_model import write_model
 
+ENGINES = ("tests/e2e/", "tests/integration/test_vllm_", "tests/integration/test_foreign_servers")
+
 ON_BOTH_LOOPS = {
     "test_http_connections.py",
     "test_relay.py",
@@ -24,16 +26,16 @@ ON_BOTH_LOOPS = {
 """Tests of what talks to transports directly: routers run on uvloop, whose transports differ in small things."""
 
 
-class UnitBesideServers(LoadScopeScheduling):  # type: ignore[misc]
-    """With two processes (`make test`), one takes what starts servers and engines, in order; unit tests fill the other."""
+class EnginesBesideTheRest(LoadScopeScheduling):  # type: ignore[misc]
+    """With two processes (`make test`), one takes all that starts engines as large as vLLM, in order; the rest fills the other."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if file.startswith("tests/unit/") else "servers"
+        return "engines" if file.startswith(ENGINES) else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> UnitBesideServers:
-    return UnitBesideServers(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesBesideTheRest:
+    return EnginesBesideTheRest(config, log)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

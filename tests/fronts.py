@@ -15,6 +15,7 @@ from fleet.adapters.text_codec import load_codec
 from fleet.router.generation import Generation
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
+from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
 from tests.builders import MODEL, token_ids
 from tests.fake_router import FakeRouter
@@ -46,6 +47,7 @@ async def open_fronts(
     codec = load_codec(model_dir)
     registry = CollectorRegistry()
     clock = SystemClock()
+    threads = TokenisingThreads()
     generation = Generation(
         router,
         {MODEL: codec},
@@ -53,6 +55,7 @@ async def open_fronts(
         tenants=Tenants(tenants or {}, clock.now()),
         tenant_secret=b"secret",
         metrics=Metrics(registry),
+        threads=threads,
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
@@ -60,4 +63,4 @@ async def open_fronts(
         open_grpc_frontend("127.0.0.1:0", generation, router, clock) as grpc,
     ):
         yield Fronts(router, codec, generation, http, grpc)
-    generation.close()
+    threads.close()

@@ -24,6 +24,7 @@ from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
 from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
+from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
 
 MODEL = ModelName("mock")
@@ -245,8 +246,13 @@ async def a_relay(
     )
     metrics = RelayMetrics(lambda: ())
     registry.register(metrics)
-    relay = Relay(router, workers, {MODEL: reader}, shared, metrics, clock, id_prefix="t", only=only)
-    generation = Generation(router, {}, clock=clock, tenants=shared, tenant_secret=b"", metrics=Metrics(registry))
+    threads = TokenisingThreads()
+    readers = {MODEL: reader}
+    readers |= {name: reader.for_adapter(name) for each in settings.openai_workers for name in each.adapters}
+    relay = Relay(router, workers, readers, shared, metrics, clock, threads, id_prefix="t", only=only)
+    generation = Generation(
+        router, {}, clock=clock, tenants=shared, tenant_secret=b"", metrics=Metrics(registry), threads=threads
+    )
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         async with open_http_frontend(
             "127.0.0.1:0", http or HttpSettings(), generation, registry, clock, relay
@@ -259,8 +265,7 @@ async def a_relay(
             task.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.wait(running)
-    relay.close()
-    generation.close()
+    threads.close()
 
 
 async def until(what: Callable[[], object]) -> None:

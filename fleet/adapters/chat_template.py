@@ -7,11 +7,13 @@ weights; the sandbox keeps it from everything but the messages.
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -37,26 +39,63 @@ class ChatTemplate:
         environment.globals["strftime_now"] = time.strftime
         try:
             self._template = environment.from_string(source)
+            syntax = environment.parse(source)
         except jinja2.TemplateError as error:
             raise ConfigurationRefused(f"{origin}: the chat template is not valid: {error}") from error
+        self._takes_tools = "tools" in jinja2.meta.find_undeclared_variables(syntax)
+        names = [node.attr for node in syntax.find_all(jinja2.nodes.Getattr)]
+        names += [node.value for node in syntax.find_all(jinja2.nodes.Const)]
+        self._takes_calls = "tool_calls" in names
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: str = "") -> str:
         """The conversation as text, up to where the assistant's turn begins.
 
+        Args:
+            messages: Checked.
+            tools: JSON list, checked; empty: none.
+
         Raises:
-            Refused: The template does not accept these messages (INVALID_ARGUMENT, field ``chat.messages``).
+            Refused: The template does not accept these messages or knows no tools (INVALID_ARGUMENT, field
+                ``chat.messages`` or ``chat.tools``): it would leave them out without a word.
         """
+        if tools and not self._takes_tools:
+            raise invalid("chat.tools", "the model's chat template knows no tools; leave them out")
+        for index, message in enumerate(messages):
+            if message.tool_calls and not self._takes_calls:
+                field = f"chat.messages[{index}].tool_calls"
+                raise invalid(field, "the model's chat template knows no calls of tools; leave them out")
         try:
             return self._template.render(
-                messages=[{"role": message.role, "content": message.content} for message in messages],
-                tools=None,
+                messages=[_as_templates_have_it(message) for message in messages],
+                tools=json.loads(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise invalid("chat.messages", f"the model's chat template does not accept them: {error}") from error
+
+
+def _as_templates_have_it(message: ChatMessage) -> dict[str, Any]:
+    """As `transformers` gives messages to templates: arguments of calls are objects, and what is not said is not there."""
+    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        told["tool_calls"] = [_with_parsed_arguments(call) for call in json.loads(message.tool_calls)]
+    for field in ("tool_call_id", "name"):
+        if value := getattr(message, field):
+            told[field] = value
+    return told
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's clients write arguments as a text of JSON."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class _Generation(jinja2.ext.Extension):

@@ -1,9 +1,10 @@
-"""What all services of a router's gRPC ports do with a call: parse it, refuse it with details, survive its bugs.
+"""What all gRPC services do with a call: parse it, refuse it with details, survive its bugs and its caller's leaving.
 
 Requests are taken as bytes, because the library answers what it cannot parse with INTERNAL; a client that sends invalid
 UTF-8 or too much gets a typed error like everybody else.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Never, TypeVar
@@ -25,6 +26,10 @@ Answer = TypeVar("Answer")
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
+class CallerGone(Exception):
+    """Nobody is left to tell anything."""
+
+
 async def answered(call: Awaitable[Answer], context: Context) -> Answer:
     """What a call answers; where it is refused, or has a bug, the client is told in its way."""
     try:
@@ -33,6 +38,8 @@ async def answered(call: Awaitable[Answer], context: Context) -> Answer:
         await abort(context, refused)
     except grpc.aio.AbortError:
         raise
+    except (CallerGone, grpc.aio.BaseError):  # the latter where a library writes
+        raise asyncio.CancelledError from None  # which the library is about to find out; it would complain of a status
     except Exception:  # supervisor: a bug in one call does not end the others
         log.exception("call failed")
         await abort(context, internal_error())
@@ -40,9 +47,14 @@ async def answered(call: Awaitable[Answer], context: Context) -> Answer:
 
 def unary(method: Callable[[bytes], Awaitable[Message]]) -> Any:
     """A method that takes bytes and gives one answer."""
+    return unary_in_context(lambda content, _: method(content))
+
+
+def unary_in_context(method: Callable[[bytes, Context], Awaitable[Message]]) -> Any:
+    """The same, of a method that looks at its call as well."""
 
     async def handle(content: bytes, context: Context) -> Message:
-        return await answered(method(content), context)
+        return await answered(method(content, context), context)
 
     handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
     return handler(handle, response_serializer=serialize)
@@ -63,6 +75,18 @@ def parse(kind: type[AnyMessage], content: bytes) -> AnyMessage:
     except DecodeError as error:
         cause = "the message cannot be parsed: it is no such message, or a string in it is not UTF-8"
         raise Refused(Reason.INVALID_ARGUMENT, cause) from error
+
+
+async def send(context: Context, message: Message) -> None:
+    """Write one message of a stream.
+
+    Raises:
+        CallerGone: The call is over on the other side, or the port closes.
+    """
+    try:
+        await context.write(message)
+    except grpc.aio.BaseError as error:
+        raise CallerGone from error
 
 
 def serialize(message: Message) -> bytes:

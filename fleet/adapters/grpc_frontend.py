@@ -8,12 +8,12 @@ from uuid import uuid4
 import grpc
 from google.protobuf.message import Message
 
-from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary
+from fleet.adapters.grpc_calls import Context, answered, authorization, parse, send, serialize, unary
 from fleet.adapters.grpc_cluster import AskStore, ClusterService, Router, asking_store
+from fleet.adapters.grpc_door import Door
 from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from fleet.adapters.grpc_port import open_port
-from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.errors import shutting_down
+from fleet.clock import Clock
 from fleet.ids import RequestId
 from fleet.requests import Admitted
 from fleet.router.generation import Generation
@@ -69,9 +69,11 @@ async def open_grpc_frontend(
             add(inner)
         names = (CLUSTER, *services)
         if control_listen:
-            frontend.control = await held.enter_async_context(open_port(inner, control_listen, names, frontend.ready))
+            frontend.control = await held.enter_async_context(
+                open_port(inner, control_listen, names, frontend.door.ready)
+            )
             names = ()
-        async with open_port(server, listen, (INFERENCE, *names), frontend.ready) as frontend.address:
+        async with open_port(server, listen, (INFERENCE, *names), frontend.door.ready) as frontend.address:
             yield frontend
 
 
@@ -87,18 +89,9 @@ class GrpcFrontend:
     ) -> None:
         self.address = ""  # as clients write it, with the port that was taken
         self.control = ""  # of the port that is not for clients, where that is another one
+        self.door = Door(generation, clock)
         self._generation = generation
         self._cluster = ClusterService(router, ask_store)
-        self._clock = clock
-        self._draining = False
-
-    def drain(self) -> None:
-        """Take no more requests; running ones go on."""
-        self._draining = True
-
-    def ready(self) -> bool:
-        """Whether a request sent now would find a worker."""
-        return bool(self._generation.models()) and not self._draining
 
     def inference(self) -> grpc.GenericRpcHandler:
         """`fleet.v1.Inference`, whose methods take bytes."""
@@ -117,10 +110,9 @@ class GrpcFrontend:
         await answered(self._stream(content, context), context)
 
     async def _stream(self, content: bytes, context: Context) -> None:
-        if self._draining:
-            raise shutting_down()
+        self.door.check()
         message = parse(inference_pb2.GenerateRequest, content)
-        deadline = self._deadline(message.timeout_ms, context.time_remaining())
+        deadline = self.door.deadline(context, message.timeout_ms)
         request = decode_request(message, RequestId(uuid4().hex), deadline)
         model = request.model
 
@@ -131,16 +123,8 @@ class GrpcFrontend:
             async for event in events:
                 if isinstance(event, Admitted):
                     model = event.model
-                await context.write(encode_event(event, token_text))
+                await send(context, encode_event(event, token_text))
 
     async def _list_models(self, content: bytes) -> Message:
         parse(inference_pb2.ListModelsRequest, content)
         return inference_pb2.ListModelsResponse(models=[encode_model(card) for card in self._generation.models()])
-
-    def _deadline(self, timeout_ms: int, remaining_seconds: float | None) -> Nanos | None:
-        """The instant after which nobody waits: of the message or of the call, whichever is earlier."""
-        now = self._clock.now()
-        spans = [] if remaining_seconds is None else [int(remaining_seconds * SECOND)]
-        if timeout_ms:
-            spans.append(timeout_ms * MILLISECOND)
-        return Nanos(now + min(spans)) if spans else None

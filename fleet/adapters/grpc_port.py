@@ -1,16 +1,19 @@
-"""A public gRPC port, from listening to the last message: health and reflection for whatever it serves."""
+"""A gRPC port, from listening to the last message: health and reflection for whatever it serves."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from fleet.adapters.grpc_calls import Context, answered, parse, send, serialize, unary_in_context
 from fleet.errors import ConfigurationRefused
 
-HEALTH_SECONDS = 0.25  # how often the health service looks whether a worker serves
+HEALTH_SECONDS = 0.25  # how late those who watch are told whether it serves
 STOP_SECONDS = 2.0  # for the last messages of calls that end
 
 
@@ -24,19 +27,20 @@ async def open_port(
         server: With its services, and not started.
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         services: Their full names, for health and reflection.
-        serving: Whether they can serve now; asked some times a second.
+        serving: Whether they can serve now; asked at once by who asks for their health, and some times a second.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    healths = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(healths, server)
-    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    healths = _Health(("", *services), serving)
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
     address = _bind(server, listen)
+    await healths.tell()
     await server.start()
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
-        watch = tasks.create_task(_watch(healths, ("", *services), serving))
+        watch = tasks.create_task(healths.watch())
         try:
             yield address
         except Exception as error:  # noqa: BLE001 - raised again below
@@ -56,13 +60,72 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
 
 
-async def _watch(healths: health.aio.HealthServicer, services: Sequence[str], serving: Callable[[], bool]) -> None:
-    """Say SERVING while `serving` is true, for ever."""
-    told: bool | None = None
-    while True:
-        if (now := serving()) is not told:
-            told = now
-            status = health_pb2.HealthCheckResponse
-            for service in services:
-                await healths.set(service, status.SERVING if now else status.NOT_SERVING)
-        await asyncio.sleep(HEALTH_SECONDS)
+def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
+    """The standard reflection service, of these services."""
+    services = reflection.aio.ReflectionServicer(names)
+
+    async def requests(messages: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        async for content in messages:
+            yield parse(reflection_pb2.ServerReflectionRequest, content)
+
+    async def info(messages: AsyncIterator[bytes], context: Context) -> None:
+        async for answer in services.ServerReflectionInfo(requests(messages), context):
+            await send(context, answer)
+
+    async def handle(messages: AsyncIterator[bytes], context: Context) -> None:
+        await answered(info(messages, context), context)
+
+    stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
+    methods = {"ServerReflectionInfo": stream(handle, response_serializer=serialize)}
+    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, methods)
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
+    """The standard health service, of which the library does the watching. SERVING while `serving` is true."""
+
+    def __init__(self, services: Sequence[str], serving: Callable[[], bool]) -> None:
+        super().__init__()
+        self._services = services
+        self._serving = serving
+        self._told: bool | None = None
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Its methods, which take bytes."""
+        stream: Any = grpc.unary_stream_rpc_method_handler  # the stubs know no coroutines
+        methods = {
+            "Check": unary_in_context(self._check),
+            "Watch": stream(self._watch, response_serializer=serialize),
+        }
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
+
+    async def _check(self, content: bytes, context: Context) -> Message:
+        service = parse(health_pb2.HealthCheckRequest, content).service
+        if service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"service: {service[:100]!r} is not served here")
+        answer: Message = health_pb2.HealthCheckResponse(status=self._status())
+        return answer
+
+    async def _watch(self, content: bytes, context: Context) -> None:
+        async def follow() -> None:
+            await self.Watch(parse(health_pb2.HealthCheckRequest, content), context)
+
+        await answered(follow(), context)
+
+    async def watch(self) -> None:
+        """Tell those who watch, for ever."""
+        while True:
+            await self.tell()
+            await asyncio.sleep(HEALTH_SECONDS)
+
+    async def tell(self) -> None:
+        """Tell those who watch, if there is news."""
+        if (serving := self._serving()) is self._told:
+            return
+        self._told = serving
+        for service in self._services:
+            await self.set(service, self._status())
+
+    def _status(self) -> int:
+        states = health_pb2.HealthCheckResponse
+        status: int = states.SERVING if self._serving() else states.NOT_SERVING
+        return status

@@ -4,12 +4,15 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+from google.protobuf.message import Message
 
+from fleet.adapters.grpc_calls import Context, parse, unary, unary_in_context
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
 from fleet.adapters.replicas import Replicas
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.control.messages import Deregister, Register
 from fleet.control.server import RegistryServer
+from fleet.errors import invalid
 from fleet.ids import Incarnation, WorkerId
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
@@ -19,42 +22,39 @@ SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)
 
 
-class GrpcRegistry(pb_grpc.RegistryServicer):
-    """The service `fleet.v1.Registry`; add it to a server with `add_RegistryServicer_to_server`."""
+class GrpcRegistry:
+    """The service `fleet.v1.Registry`."""
 
     def __init__(self, registry: RegistryServer, replicas: Replicas | None = None) -> None:
         """`replicas` hear of what is registered here."""
         self._registry = registry
         self._replicas = replicas
 
-    async def Register(  # noqa: N802 - generated name
-        self,
-        request: pb.RegisterRequest,
-        context: "grpc.aio.ServicerContext[pb.RegisterRequest, pb.RegisterResponse]",
-    ) -> pb.RegisterResponse:
+    def add(self, server: grpc.aio.Server) -> None:
+        methods = {"Register": unary_in_context(self._register), "Deregister": unary(self._deregister)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+    async def _register(self, content: bytes, context: Context) -> Message:
+        request = parse(pb.RegisterRequest, content)
         for field in ("worker_id", "incarnation", "address"):
             if not getattr(request, field):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: is empty")
+                raise invalid(field, "is empty")
         event = Register(
             worker_id=WorkerId(request.worker_id),
             incarnation=Incarnation(request.incarnation),
             address=request.address,
         )
-        if self._registry.register(event):
-            if self._replicas is not None:
-                self._replicas.registered(event)
-        else:
+        if not self._registry.register(event):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"worker_id: {request.worker_id} is held by a newer process; every worker needs an id of its own",
+                f"worker_id: {request.worker_id[:100]} is held by a newer process; every worker needs an id of its own",
             )
+        if self._replicas is not None:
+            self._replicas.registered(event)
         return pb.RegisterResponse(lease_ms=self._registry.lease_ms)
 
-    async def Deregister(  # noqa: N802 - generated name
-        self,
-        request: pb.DeregisterRequest,
-        context: "grpc.aio.ServicerContext[pb.DeregisterRequest, pb.DeregisterResponse]",  # noqa: ARG002 - its signature
-    ) -> pb.DeregisterResponse:
+    async def _deregister(self, content: bytes) -> Message:
+        request = parse(pb.DeregisterRequest, content)
         event = Deregister(worker_id=WorkerId(request.worker_id), incarnation=Incarnation(request.incarnation))
         self._registry.deregister(event)
         if self._replicas is not None:

@@ -22,6 +22,7 @@ from fleet.errors import Reason, Refused, invalid
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish, ModelCard, Sampling
 from fleet.roles import Phase, Placement
+from fleet.router.adapters import meant_by
 from fleet.router.messages import Arrived, Complete, Emit, Stepped, WorkerEvent, request_of
 from fleet.router.placement import Decision
 from fleet.router.ports import Workers
@@ -182,9 +183,12 @@ class SelectionService:
         except BaseException:  # refused, or the caller has gone
             self._end(booking)
             raise
-        booking.renew()
         decision = self._router.decision(arrived.request_id)
-        assert decision is not None, "it was placed just now"
+        if decision is None:
+            self._end(booking)
+            message = "the worker was lost as soon as it was selected; select again"
+            raise Refused(Reason.WORKER_LOST, message, retry_after_ms=RETRY_AFTER_MS)
+        booking.renew()
         booking.decode = decision.decode
         response = pb.SelectResponse(
             lease_id=arrived.request_id,
@@ -229,11 +233,13 @@ class SelectionService:
             raise invalid("placement", f"must be one of {', '.join(Placement)}")
         card = self._card(asked.model)
         room = max(1, card.max_model_len - tokens)
+        meant = meant_by(card, salt_for(self._tenant_secret, asked.tenant))
         return Arrived(
             request_id=RequestId(f"select-{secrets.token_hex(8)}"),
-            model=card.name,
+            model=meant.model,
+            adapter=meant.adapter,
             tokens=asked.tokens,
-            salt=salt_for(self._tenant_secret, asked.tenant),
+            salt=meant.salt,
             tenant=asked.tenant,
             sampling=Sampling(max_tokens=asked.max_tokens or room, seed=0),  # nobody else could go on with it
             second_hand=True,
@@ -249,13 +255,14 @@ class SelectionService:
         cards = {card.name: card for card in self._router.models()}
         if card := cards.get(ModelName(name)):
             return card
-        if name or len(cards) != 1:
+        models = [card for card in cards.values() if not card.parent]
+        if name or len(models) != 1:
             raise Refused(
                 Reason.MODEL_NOT_FOUND,
                 f"model: {name[:100]!r} is not served now; served: {', '.join(cards) or 'none'}",
                 field="model",
             )
-        return next(iter(cards.values()))
+        return models[0]
 
     def _worker(self, worker_id: WorkerId) -> pb.SelectedWorker:
         return pb.SelectedWorker(worker_id=worker_id, address=self._router.address(worker_id))

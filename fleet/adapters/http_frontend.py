@@ -24,8 +24,8 @@ from fleet.adapters.openai_answers import EVENT_STREAM, ChatShape, CompletionSha
 from fleet.adapters.openai_failures import explain, fail, refuse
 from fleet.adapters.openai_requests import Asked, read_chat, read_completion
 from fleet.adapters.openapi import document
+from fleet.adapters.relay import EMBEDDINGS, Relay
 from fleet.adapters.relay import PATHS as RELAYED_PATHS
-from fleet.adapters.relay import Relay
 from fleet.adapters.status import renamed
 from fleet.clock import Clock, Nanos
 from fleet.errors import Reason, Refused, internal_error, shutting_down
@@ -120,6 +120,8 @@ class HttpFrontend:
             "/openapi.json": {"GET": self._openapi},
             "/metrics": {"GET": self._metrics},
         }
+        if relay is not None:
+            self._routes = {**self._routes, EMBEDDINGS: {"POST": self._embed}}
 
     def connection(self) -> Connection:
         """A protocol for a client that has just connected."""
@@ -208,6 +210,14 @@ class HttpFrontend:
 
     async def _complete(self, exchange: Exchange) -> None:
         await self._generate(exchange, read_completion, CompletionShape)
+
+    async def _embed(self, exchange: Exchange) -> None:
+        """Refuse what cannot be relayed; nobody else makes embeddings."""
+        if self._draining:
+            raise shutting_down()
+        problem = _unsuitable_content(exchange.request.headers)
+        assert problem is not None, "else it was relayed"
+        refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
 
     async def _generate(self, exchange: Exchange, read: Read, shape: type[ChatShape | CompletionShape]) -> None:
         if self._draining:

@@ -12,7 +12,7 @@ Rules:
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any, Protocol
 from uuid import uuid4
@@ -20,12 +20,23 @@ from uuid import uuid4
 import grpc
 from google.protobuf.message import Message
 
-from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary
+from fleet.adapters.grpc_calls import (
+    CallerGone,
+    Context,
+    answered,
+    authorization,
+    parse,
+    send,
+    serialize,
+    unary,
+    unary_in_context,
+)
+from fleet.adapters.grpc_door import Door
 from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from fleet.adapters.grpc_port import open_port
 from fleet.adapters.status import renamed
-from fleet.clock import SECOND, Clock, Nanos
-from fleet.errors import Reason, Refused, internal_error, invalid, shutting_down
+from fleet.clock import Clock
+from fleet.errors import Reason, Refused, internal_error, invalid
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Delta, Finished, Logprobs, ModelCard
 from fleet.router.generation import Generation
@@ -69,7 +80,7 @@ async def open_kserve_frontend(
     server = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
     frontend = KserveFrontend(generation, clock)
     server.add_generic_rpc_handlers(frontend.handlers())
-    async with open_port(server, listen, (SERVICE,), frontend.ready) as frontend.address:
+    async with open_port(server, listen, (SERVICE,), frontend.door.ready) as frontend.address:
         yield frontend
 
 
@@ -78,29 +89,19 @@ class KserveFrontend:
 
     def __init__(self, generation: Generation, clock: Clock) -> None:
         self.address = ""  # as clients write it, with the port that was taken
+        self.door = Door(generation, clock)
         self._generation = generation
-        self._clock = clock
-        self._draining = False
-
-    def drain(self) -> None:
-        """Take no more requests; running ones go on."""
-        self._draining = True
-
-    def ready(self) -> bool:
-        """Whether a request sent now would find a worker."""
-        return bool(self._generation.models()) and not self._draining
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """The service's methods, all of which take bytes, and what answers its other ones."""
-        whole: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
-        stream: Any = grpc.stream_stream_rpc_method_handler
+        stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
         methods = {
             "ServerLive": unary(self._server_live),
             "ServerReady": unary(self._server_ready),
             "ModelReady": unary(self._model_ready),
             "ServerMetadata": unary(self._server_metadata),
             "ModelMetadata": unary(self._model_metadata),
-            "ModelInfer": whole(self._model_infer, response_serializer=serialize),
+            "ModelInfer": unary_in_context(self._infer),
             "ModelStreamInfer": stream(self._model_stream_infer, response_serializer=serialize),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods), _NotServed(tuple(methods))
@@ -111,12 +112,12 @@ class KserveFrontend:
 
     async def _server_ready(self, content: bytes) -> Message:
         parse(pb.ServerReadyRequest, content)
-        return pb.ServerReadyResponse(ready=self.ready())
+        return pb.ServerReadyResponse(ready=self.door.ready())
 
     async def _model_ready(self, content: bytes) -> Message:
         asked = parse(pb.ModelReadyRequest, content)
         known = self._card(asked.name) is not None and asked.version in ("", VERSION)
-        return pb.ModelReadyResponse(ready=known and not self._draining)
+        return pb.ModelReadyResponse(ready=known and self.door.ready())
 
     async def _server_metadata(self, content: bytes) -> Message:
         parse(pb.ServerMetadataRequest, content)
@@ -129,9 +130,6 @@ class KserveFrontend:
             served = ", ".join(sorted(card.name for card in self._generation.models())) or "none"
             raise Refused(Reason.MODEL_NOT_FOUND, f"name: is not served here; served: {served}", field="name")
         return encode_model(card)
-
-    async def _model_infer(self, content: bytes, context: Context) -> Message:
-        return await answered(self._infer(content, context), context)
 
     async def _infer(self, content: bytes, context: Context) -> Message:
         inference = self._read(parse(pb.ModelInferRequest, content), context)
@@ -157,7 +155,7 @@ class KserveFrontend:
 
         async def write(message: pb.ModelStreamInferResponse) -> None:
             async with writing:
-                await context.write(message)
+                await send(context, message)
 
         async def answer(content: bytes) -> None:
             try:
@@ -176,29 +174,24 @@ class KserveFrontend:
         """One request of a stream (rule 1)."""
         message = pb.ModelInferRequest()
 
-        async def send(response: pb.ModelInferResponse, *, final: bool) -> None:
+        async def send_one(response: pb.ModelInferResponse, *, final: bool) -> None:
             await write(encode_streamed(response, final=final))
 
-        try:
-            message = parse(pb.ModelInferRequest, content)
-            await self._serve(self._read(message, context), authorization(context), send)
-        except Refused as refused:
-            failure = refused
-        except grpc.aio.BaseError:
-            raise
-        except Exception:  # supervisor: a bug in one request does not end the others
-            log.exception("request failed", extra={"method": "ModelStreamInfer"})
-            failure = internal_error()
-        else:
-            return
-        await write(encode_refusal(failure, message.id, message.model_name))
+        with suppress(CallerGone):  # the library cancels the call as soon as it knows
+            try:
+                message = parse(pb.ModelInferRequest, content)
+                await self._serve(self._read(message, context), authorization(context), send_one)
+            except Refused as refused:
+                await write(encode_refusal(refused, message.id, message.model_name))
+            except CallerGone:
+                raise
+            except Exception:  # supervisor: a bug in one request does not end the others
+                log.exception("request failed", extra={"method": "ModelStreamInfer"})
+                await write(encode_refusal(internal_error(), message.id, message.model_name))
 
     def _read(self, message: pb.ModelInferRequest, context: Context) -> Inference:
-        if self._draining:
-            raise shutting_down()
-        now, remaining = self._clock.now(), context.time_remaining()
-        latest = None if remaining is None else Nanos(now + int(remaining * SECOND))
-        return decode_infer(message, RequestId(uuid4().hex), now, latest)
+        self.door.check()
+        return decode_infer(message, RequestId(uuid4().hex), self.door.now(), self.door.deadline(context))
 
     async def _serve(self, inference: Inference, authorized: str, send: "Send") -> None:
         try:

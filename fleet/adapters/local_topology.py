@@ -23,7 +23,7 @@ from msgspec import Struct, structs
 
 from fleet.adapters.local_processes import LocalProcess
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.config import TINY, Topology, save
+from fleet.config import TINY, StorePlace, Topology, save
 from fleet.control.supervision import Child
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName, WorkerId
@@ -77,10 +77,12 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         http = claim("router.http_listen", topology.router.http_listen, held)
         grpc = claim("router.grpc_listen", topology.router.grpc_listen, held)
         kserve = topology.router.kserve_listen and claim("router.kserve_listen", topology.router.kserve_listen, held)
-    store = f"unix:{folder / 'kvstore.sock'}" if KvPath.STORE in topology.cluster.kv_paths else ""
+    node = _store(topology, folder) if KvPath.STORE in topology.cluster.kv_paths else None
+    is_embedded = topology.store.place is StorePlace.WORKER
+    store = node.listen[0] if node is not None else ""
     processes = []
-    if store:
-        processes.append(_store_process(topology, folder, store))
+    if node is not None and not is_embedded:
+        processes.append(_store_process(folder, node))
     router = structs.replace(
         topology.router,
         http_listen=http,
@@ -103,6 +105,8 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         )
     )
     workers = list(_workers(topology, folder, model_dir, model, registry=_dialled(grpc), store=store))
+    if is_embedded:
+        workers = [structs.replace(worker, store="", embedded_store=node) for worker in workers]
     ready_within = SIMULATED_READY_WITHIN if topology.cluster.engine == "simulated" else ENGINE_READY_WITHIN
     for worker in workers:
         child = Child(
@@ -135,15 +139,18 @@ def _check_engine(name: str) -> None:
         )
 
 
-def _store_process(topology: Topology, folder: Path, address: str) -> LocalProcess:
-    settings = StoreSettings(
+def _store(topology: Topology, folder: Path) -> StoreSettings:
+    return StoreSettings(
         store_id="local",
-        listen=(address,),
+        listen=(f"unix:{folder / 'kvstore.sock'}",),
         shm_socket=str(folder / "pool.sock"),
         capacity_bytes=topology.store.capacity_mib << 20,
         eviction=topology.store.eviction,
         tiers=topology.store.tiers,
     )
+
+
+def _store_process(folder: Path, settings: StoreSettings) -> LocalProcess:
     child = Child(
         name=STORE, start_stage=START_STORE, stop_stage=STOP_STORE, ready_within=READY_WITHIN, stop_within=STOP_WITHIN
     )

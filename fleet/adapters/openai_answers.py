@@ -49,7 +49,8 @@ def event(content: bytes) -> bytes:
 def model_object(card: ModelCard, created: int) -> Json:
     """A model as ``GET /v1/models`` lists it."""
     length: Json = {} if card.max_model_len == UNLIMITED else {"max_model_len": card.max_model_len}
-    return {"id": card.name, "object": "model", "created": created, "owned_by": "fleet", **length}
+    parent: Json = {"parent": card.parent} if card.parent else {}  # as vLLM lists adapters
+    return {"id": card.name, "object": "model", "created": created, "owned_by": "fleet", **length, **parent}
 
 
 class ChatShape:

@@ -6,13 +6,15 @@ Rules:
 2. A field that we do not know is ignored, as OpenAI's servers do with each other's.
 3. A field that would change the answer and that we cannot obey is refused by name, unless it says what we do anyway.
 4. What OpenAI has no field for is in the object ``fleet``, where unknown names are refused.
+5. Tools become part of the prompt, and what the model makes of them is text: calls are not read out of it, so none can be
+   demanded (`tool_choice`).
 
 Besides OpenAI's, the sampling parameters of vLLM's server are understood (`top_k`, `min_p`, `repetition_penalty`,
 `min_tokens`, `ignore_eos`, `stop_token_ids`), because benchmarks send them.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -22,7 +24,21 @@ from msgspec import Meta, Struct
 from fleet.clock import MILLISECOND, Nanos
 from fleet.errors import Reason, Refused, invalid
 from fleet.ids import ModelName, RequestId
-from fleet.requests import ChatMessage, ChatPrompt, GenerateRequest, Prompt, Sampling, TextPrompt, TokenPrompt
+from fleet.requests import (
+    AnyObject,
+    ChatMessage,
+    ChatPrompt,
+    Choice,
+    Form,
+    GenerateRequest,
+    Grammar,
+    JsonSchema,
+    Pattern,
+    Prompt,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
 from fleet.roles import KvPath, Placement
 from fleet.validation import MAX_EXPECTED_TOKENS
 
@@ -58,8 +74,35 @@ class ContentPart(Struct, frozen=True, kw_only=True):
 class MessageBody(Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: Any = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
     function_call: Any = None
+
+
+Schema = str | dict[str, Any]
+"""As JSON, or as the text of it, as vLLM's clients may write it."""
+
+
+class NamedSchema(Struct, frozen=True, kw_only=True):
+    """OpenAI's; its name and description are for models that know them."""
+
+    schema: dict[str, Any]
+
+
+class ResponseFormat(Struct, frozen=True, kw_only=True):
+    type: str
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's; one of these."""
+
+    json: Schema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Body(Struct, frozen=True, kw_only=True):
@@ -75,6 +118,7 @@ class Body(Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    response_format: ResponseFormat | None = None
     fleet: FleetOptions | None = None
     # vLLM's
     top_k: int | None = None
@@ -83,15 +127,18 @@ class Body(Struct, frozen=True, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Only to be refused by name; see ALREADY_SO.
     n: Any = None
     best_of: Any = None
     echo: Any = None
     suffix: Any = None
     logit_bias: Any = None
-    tools: Any = None
     functions: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
@@ -101,11 +148,6 @@ class Body(Struct, frozen=True, kw_only=True):
     use_beam_search: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     documents: Any = None
@@ -131,10 +173,12 @@ class Body(Struct, frozen=True, kw_only=True):
 class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
+    tools: Any = None  # only to be refused by name
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
     messages: list[MessageBody]
+    tools: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -146,9 +190,7 @@ ALREADY_SO: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
-    "tools": ([],),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -158,11 +200,6 @@ ALREADY_SO: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
@@ -170,7 +207,7 @@ ALREADY_SO: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("auto", "none"),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "add_special_tokens": (True,),
@@ -190,6 +227,7 @@ NAMES: Mapping[str, str] = {
     "text": "prompt",
     "token_ids": "prompt",
     "chat.messages": "messages",
+    "chat.tools": "tools",
     **{f"sampling.{field}": field for field in Sampling.__struct_fields__},
     **{field: f"fleet.{field}" for field in FleetOptions.__struct_fields__ if field != "return_token_ids"},
 }
@@ -221,6 +259,8 @@ def read_completion(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
     """
     completion = decode_body(_COMPLETION, body)
     _refuse_unsupported(completion)
+    if completion.tools:
+        raise invalid("tools", "are for /v1/chat/completions")
     return _asked(
         completion,
         request_id,
@@ -243,11 +283,17 @@ def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
     if chat.top_logprobs is not None and not chat.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     newer = chat.max_completion_tokens is not None
+    tools = chat.tools if chat.tool_choice != "none" else None
+    if tools and chat.parallel_tool_calls is False:
+        raise invalid("parallel_tool_calls", "only true is supported: how many tools a model calls is up to it")
     return _asked(
         chat,
         request_id,
         now,
-        prompt=ChatPrompt(tuple(_message(index, message) for index, message in enumerate(chat.messages))),
+        prompt=ChatPrompt(
+            tuple(_message(index, message) for index, message in enumerate(chat.messages)),
+            tools=msgspec.json.encode(tools).decode() if tools else "",
+        ),
         max_tokens=chat.max_completion_tokens if newer else chat.max_tokens,
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         names={
@@ -269,6 +315,7 @@ def _asked(
     names: Mapping[str, str],
 ) -> Asked:
     options = body.fleet or FleetOptions()
+    form, form_field = _form(body)
     given = {
         "max_tokens": max_tokens,
         "temperature": body.temperature,
@@ -283,6 +330,7 @@ def _asked(
         "ignore_eos": body.ignore_eos,
         "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
         "logprobs": logprobs,
+        "form": form,
     }
     request = GenerateRequest(
         id=request_id,
@@ -306,8 +354,59 @@ def _asked(
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         return_token_ids=options.return_token_ids,
-        names=names,
+        names={**names, "sampling.form": form_field} if form_field else names,
     )
+
+
+def _form(body: Body) -> tuple[Form | None, str]:
+    """What the answer must be, and the field that says so."""
+    said = dict(_forms(body))
+    if len(said) > 1:
+        first, second, *_ = said
+        raise invalid(second, f"says what the answer must be, as {first} does; send one of them")
+    for field, form in said.items():
+        return form, field
+    return None, ""
+
+
+def _forms(body: Body) -> Iterator[tuple[str, Form]]:
+    """All that is said of it, by field."""
+    match body.response_format:
+        case None | ResponseFormat(type="text"):
+            pass
+        case ResponseFormat(type="json_object"):
+            yield "response_format", AnyObject()
+        case ResponseFormat(type="json_schema", json_schema=None):
+            raise invalid("response_format.json_schema", "is missing")
+        case ResponseFormat(type="json_schema", json_schema=NamedSchema(schema=schema)):
+            yield "response_format.json_schema.schema", _schema(schema)
+        case _:
+            raise invalid("response_format.type", "must be text, json_object or json_schema")
+    if (outputs := body.structured_outputs) is not None:
+        forms = list(_vllm_forms("structured_outputs.", outputs.json, outputs.regex, outputs.choice, outputs.grammar))
+        if outputs.json_object:
+            forms.append(("structured_outputs.json_object", AnyObject()))
+        if not forms:
+            raise invalid("structured_outputs", "must say one of json, regex, choice, grammar and json_object")
+        yield from forms
+    yield from _vllm_forms("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+
+
+def _vllm_forms(
+    before: str, schema: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> Iterator[tuple[str, Form]]:
+    if schema is not None:
+        yield f"{before}json", _schema(schema)
+    if regex is not None:
+        yield f"{before}regex", Pattern(regex)
+    if choice is not None:
+        yield f"{before}choice", Choice(tuple(choice))
+    if grammar is not None:
+        yield f"{before}grammar", Grammar(grammar)
+
+
+def _schema(schema: Schema) -> JsonSchema:
+    return JsonSchema(schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
 
 
 def _refuse_unsupported(body: Body) -> None:
@@ -346,11 +445,23 @@ def _token_prompt(ids: list[Any]) -> Prompt:
 
 def _message(index: int, message: MessageBody) -> ChatMessage:
     field = f"messages[{index}]"
-    if message.tool_calls or message.function_call:
-        raise invalid(f"{field}.{'tool_calls' if message.tool_calls else 'function_call'}", "is not supported")
+    if message.function_call:
+        raise invalid(f"{field}.function_call", "is not supported; write it into tool_calls")
+    return ChatMessage(
+        role=message.role,
+        content=_content(field, message),
+        tool_calls=msgspec.json.encode(message.tool_calls).decode() if message.tool_calls else "",
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def _content(field: str, message: MessageBody) -> str:
     match message.content:
         case str(content):
-            return ChatMessage(role=message.role, content=content)
+            return content
+        case None if message.tool_calls:
+            return ""
         case None:
             raise invalid(f"{field}.content", "must not be null")
         case parts:
@@ -359,7 +470,7 @@ def _message(index: int, message: MessageBody) -> ChatMessage:
                 if part.type != "text" or part.text is None:
                     raise invalid(f"{field}.content[{position}]", "only parts of type text, with a text, are supported")
                 texts.append(part.text)
-            return ChatMessage(role=message.role, content="".join(texts))
+            return "".join(texts)
 
 
 def decode_body(decoder: "msgspec.json.Decoder[AnyBody]", body: bytes) -> AnyBody:

@@ -11,32 +11,37 @@ Rules:
    is told of no more. Where a connection turns out to have been closed while it was idle, the request is sent again over a
    new one: the server has not seen it.
 4. Progress is told as that of engines is, but the tokens are not known, only how many they are, roughly.
-5. A server without KV events is believed to hold what was sent there (`fleet.adapters.assumed_cache`). Of one with them it
-   is known, from the first event after it joined, or from its first of all where it repeats them.
+5. A server without KV events is believed to hold what was sent there (`fleet.router.assumed_cache`). Of one with them it
+   is known, from the first event after it joined, or from the oldest one that it repeats. Where something is wrong with its
+   events, that is told by name (`workers.engines.event_health`), and it is placed as one that holds what was heard of it.
+6. A router that has no socket left blames no server: a request waits for one as long as for a connection, and is refused
+   then; a question for health that cannot be asked says nothing.
 """
 
 import asyncio
 import contextlib
+import errno
 import logging
 import ssl
+from collections import Counter
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 import httptools
-import msgspec
 
-from fleet.adapters.assumed_cache import AssumedCache
+from fleet.adapters.golden import GoldenCheck
 from fleet.adapters.openai_answers import UNLIMITED
 from fleet.adapters.prompt_keys import ALGORITHM
 from fleet.adapters.relay import CHAT, COMPLETIONS, EMBEDDINGS, Relayed
-from fleet.adapters.upstream import AnswerHeads, Upstream
+from fleet.adapters.upstream import AnswerHeads, Upstream, Usage
 from fleet.clock import SECOND, Clock, Nanos
-from fleet.errors import Reason
+from fleet.errors import Reason, Refused
 from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
 from fleet.requests import Finish
 from fleet.roles import Role
 from fleet.router.messages import (
-    CacheAssumed,
+    CacheAged,
+    CacheReported,
     KvChanged,
     Stepped,
     StoreChanged,
@@ -49,8 +54,11 @@ from fleet.router.messages import (
 )
 from fleet.router.ports import Workers, WorkerUnreachable
 from fleet.router.settings import OpenAiWorkerSettings
-from fleet.work import Description, Progress, Rejected, Start
-from workers.engines.vllm_events import Translator, read_events
+from fleet.router.truth import Knowledge
+from fleet.work import Adapter, Description, Progress, Rejected, Start
+from workers.engines.cache_books import CacheBooks, PassedOver, salt_of_client
+from workers.engines.event_health import ADVICE, Alert, EventHealth
+from workers.engines.event_stream import Heard, read_events
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +69,17 @@ LONGEST_PAUSE_SECONDS = 30.0
 SEARCH_SECONDS = (
     0.25  # between two questions to a server that is not there; these cost little, and waiting for it costs much
 )
+IDLE_SECONDS = 60.0  # of a connection that a burst has left over; servers close them sooner, or never
+STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # rule 6
+STARVED_SECONDS = 0.05  # between two attempts then
+RETRY_AFTER_MS = 1000
 MAX_HEALTH_BYTES = 1 << 20  # of an answer
 TOKEN = 0  # stands for each that is not known
 NO_SUCH_PATH = frozenset({404, 405, 501})
 FIRST_SERVER_ERROR = 500
-NOT_UNDERSTOOD = (msgspec.DecodeError, ArithmeticError, LookupError, TypeError, ValueError)  # nobody checks KV events
+EVENT_PATIENCE = Nanos(10 * SECOND)  # from a prompt's end to the event of its blocks; vLLM takes a step and 0.1 s
+LONG_PROMPT_BLOCKS = 4  # of which some are full, even where only the bytes of a prompt were counted
+REMEMBERED_PROMPTS = 4096  # to know whether one is new
 
 Hear = Callable[[WorkerEvent], None]
 """`fleet.router.server.RouterServer.hear`."""
@@ -73,6 +87,10 @@ Hear = Callable[[WorkerEvent], None]
 
 class _Dial(Exception):
     """A server cannot be reached; the message says why."""
+
+
+class _Starved(_Dial):
+    """Not for its own reasons: this process or machine has no socket left."""
 
 
 class OpenAiWorker:
@@ -97,8 +115,14 @@ class OpenAiWorker:
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
         self._look = asyncio.Event()  # now, and not at the next turn
-        self._assumed: AssumedCache | None = None
         self._following: asyncio.Task[None] | None = None
+        self._books = self._empty_books()
+        self._heard_of_cache = Heard()
+        self._events = EventHealth(self._books, self._heard_of_cache, EVENT_PATIENCE)
+        self._tells_cached = False
+        self._prompts: dict[int, None] = {}  # last keys, of the latest ones
+        self._filling: set[RequestId] = set()  # works whose blocks are to be published
+        self.alert: Alert | None = None  # what is wrong with its KV events
         self._max_model_len = UNLIMITED
         url = urlsplit(settings.url)
         self._host = url.hostname or ""
@@ -113,6 +137,11 @@ class OpenAiWorker:
             for path in (CHAT, COMPLETIONS, EMBEDDINGS)
         }
 
+    @property
+    def passed_over(self) -> Counter[PassedOver]:
+        """Blocks that it published and that are not followed, by why."""
+        return self._books.passed_over
+
     # From the router
 
     def start(self, work_id: RequestId, relayed: Relayed) -> None:
@@ -124,12 +153,11 @@ class OpenAiWorker:
         if not self._taking:
             raise WorkerUnreachable(self.worker_id)
         keys = relayed.keys.get(self._compared_tokens)
-        if keys and self._assumed is not None:
-            stored, removed = self._assumed.sent(keys, self._clock.now())
-            self._hear(CacheAssumed(worker_id=self.worker_id, stored=stored, removed=removed))
+        if self._following is not None and keys and len(keys) >= LONG_PROMPT_BLOCKS and keys[-1] not in self._prompts:
+            self._remember(keys[-1], work_id)
         idle = self._idle
         while idle:
-            upstream = idle.pop()  # the latest: those that are not needed age until the server closes them
+            upstream = idle.pop()  # the latest: those that are not needed age until somebody closes them
             if upstream.usable:
                 self._send(upstream, work_id, relayed)
                 return
@@ -137,6 +165,7 @@ class OpenAiWorker:
 
     def cancel(self, work_id: RequestId) -> None:
         work = self._works.pop(work_id, None)
+        self._filling.discard(work_id)
         if isinstance(work, Upstream):
             work.drop()
         elif work is not None:
@@ -162,6 +191,11 @@ class OpenAiWorker:
         self._failures = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         del self._works[work_id]
+        if work_id in self._filling:
+            self._filling.remove(work_id)
+            self._events.filled(self._clock.now())
+        if (usage := upstream.usage()) is not None:
+            self._compare(work_id, usage)
         if reusable:
             self._idle.append(upstream)
         self._step(work_id, tokens, Finish.STOP)
@@ -170,6 +204,7 @@ class OpenAiWorker:
 
     def failed(self, work_id: RequestId, reason: Reason, message: str) -> None:
         del self._works[work_id]
+        self._filling.discard(work_id)
         log.warning("request failed", extra={"worker": self.worker_id, "request": work_id, "cause": message})
         self._count_failure()
         self._reject(work_id, reason, message)
@@ -200,15 +235,31 @@ class OpenAiWorker:
         )
 
     async def _dial(self, work_id: RequestId, relayed: Relayed) -> None:
-        """Send over a new connection."""
+        """Send over a new connection (rule 6)."""
         loop = asyncio.get_running_loop()
+        upstream: Upstream | None = None
+        starved = False
         try:
             async with asyncio.timeout(self._connect_timeout_seconds):
-                _, upstream = await loop.create_connection(
-                    lambda: Upstream(self, self._compared_tokens), self._host, self._port, ssl=self._tls
-                )
+                while upstream is None:
+                    try:
+                        starved = False
+                        _, upstream = await loop.create_connection(
+                            lambda: Upstream(self, self._compared_tokens), self._host, self._port, ssl=self._tls
+                        )
+                    except OSError as error:
+                        if error.errno not in STARVED:
+                            raise
+                        starved = True
+                        await asyncio.sleep(STARVED_SECONDS)
         except (OSError, TimeoutError) as error:
             del self._works[work_id]
+            self._filling.discard(work_id)
+            if starved:
+                log.warning("no socket is left", extra={"worker": self.worker_id, "request": work_id})
+                message = "this router has no socket left for it; raise its limit of open files, or retry later"
+                relayed.give_up(Refused(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS))
+                return
             cause = f"it cannot be reached: {_cause(error)}"
             log.warning("worker unreachable", extra={"worker": self.worker_id, "cause": cause})
             self._reject(work_id, Reason.WORKER_LOST, cause)
@@ -225,24 +276,48 @@ class OpenAiWorker:
         rejected = Rejected(request_id=work_id, reason=reason, message=f"worker {self.worker_id}: {message}")
         self._hear(WorkRejected(worker_id=self.worker_id, rejected=rejected))
 
+    def _compare(self, work_id: RequestId, usage: Usage) -> None:
+        """Tell how much of a prompt it had cached. Who has ever told, and does not, had nothing (vLLM leaves out zeros)."""
+        self._tells_cached = self._tells_cached or usage.cached_tokens is not None
+        if self._tells_cached:
+            self._hear(
+                CacheReported(
+                    worker_id=self.worker_id,
+                    request_id=work_id,
+                    prompt_tokens=usage.prompt_tokens,
+                    cached_tokens=usage.cached_tokens or 0,
+                )
+            )
+
+    def _remember(self, last_key: int, work_id: RequestId) -> None:
+        """Note a prompt that is new here."""
+        if len(self._prompts) == REMEMBERED_PROMPTS:
+            del self._prompts[next(iter(self._prompts))]
+        self._prompts[last_key] = None
+        self._filling.add(work_id)
+
     # Health
 
     async def _watch(self) -> None:
         misses = 0
         while True:
             heard = self._listen()
-            if (heard and self._taking) or await self._healthy():
+            self._close_idle()
+            healthy = True if heard and self._taking else await self._healthy()
+            if healthy:
                 misses = 0
                 if not self.joined and self._clock.now() >= self._not_before:
                     self._join()
             elif heard:
                 misses = 0  # what runs there goes on
-            else:
+            elif healthy is not None:
                 misses += 1
                 if self.joined and misses >= MISSES:
                     self._lose()
-            if self._assumed is not None and (gone := self._assumed.expire(self._clock.now())):
-                self._hear(CacheAssumed(worker_id=self.worker_id, removed=tuple(gone)))
+            if self.joined:
+                self._hear(CacheAged(worker_id=self.worker_id))
+            if self._following is not None:
+                self._judge_events()
             seconds = self.settings.probe_seconds
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds if self._taking else min(SEARCH_SECONDS, seconds)):
@@ -253,8 +328,6 @@ class OpenAiWorker:
         settings = self.settings
         self._incarnations += 1
         self.joined = self._taking = True
-        if not settings.kv_events:
-            self._assumed = AssumedCache(settings.compared_blocks, settings.cache_ttl_seconds, self._clock.now())
         description = Description(
             worker_id=self.worker_id,
             incarnation=Incarnation(f"{self._incarnations}"),
@@ -266,24 +339,66 @@ class OpenAiWorker:
             max_running=settings.max_running,
             fingerprint=f"openai/{self.worker_id}",  # nobody shares blocks with it
             engine="openai",
+            adapters=tuple(Adapter(name) for name in settings.adapters),
         )
         log.info("worker joined", extra={"worker": self.worker_id, "url": settings.url})
-        self._hear(WorkerJoined(description=description, address=settings.url))
+        knowledge = Knowledge.EXACT if settings.kv_events else Knowledge.APPROXIMATE
+        believed_for = None if settings.kv_events else Nanos(int(settings.cache_ttl_seconds * SECOND))
+        self._hear(
+            WorkerJoined(
+                description=description,
+                address=settings.url,
+                knowledge=knowledge,
+                believed_for=believed_for,
+            )
+        )
         if settings.kv_events:
             self._following = self._tasks.create_task(self._follow_cache())
 
     async def _follow_cache(self) -> None:
         """Tell what is in its prefix cache, until cancelled."""
+        from zmq.error import ZMQError  # noqa: PLC0415 - optional
+
         settings = self.settings
         while True:
-            books = Translator(block_tokens=settings.block_tokens, algorithm=ALGORITHM, capacity=settings.kv_blocks)
+            self._books = self._empty_books()
+            self._heard_of_cache = Heard()
+            self._events = EventHealth(self._books, self._heard_of_cache, EVENT_PATIENCE)
             try:
-                async for events in read_events(settings.kv_events, settings.kv_events_replay, books):
-                    self._hear(KvChanged(worker_id=self.worker_id, events=tuple(events)))
-            except NOT_UNDERSTOOD as error:
-                log.warning("KV events not understood", extra={"worker": self.worker_id, "cause": repr(error)})
-            self._hear(KvChanged(worker_id=self.worker_id, events=(books.clear(),)))
+                async for events in read_events(
+                    settings.kv_events, settings.kv_events_replay, self._books, self._heard_of_cache
+                ):
+                    if events:
+                        self._hear(KvChanged(worker_id=self.worker_id, events=tuple(events)))
+            except ZMQError as error:
+                log.error("no KV events", extra={"worker": self.worker_id, "cause": str(error)})  # noqa: TRY400 - not ours
+            self._hear(KvChanged(worker_id=self.worker_id, events=(self._books.clear(),)))
             await asyncio.sleep(settings.probe_seconds)
+
+    def _empty_books(self) -> CacheBooks:
+        return CacheBooks(
+            block_tokens=self.settings.block_tokens,
+            algorithm=ALGORITHM,
+            capacity=self.settings.kv_blocks,
+            salt_of=salt_of_client,
+        )
+
+    def _judge_events(self) -> None:
+        """Say it once when something is wrong with its KV events, and when it is right again."""
+        alert = self._events.alert(self._clock.now())
+        if alert is self.alert:
+            return
+        self.alert = alert
+        told = {"worker": self.worker_id, "url": self.settings.url}
+        if alert is None:
+            log.info("KV events are as they should be again", extra=told)
+            return
+        size = self._books.published_block_tokens
+        log.error(
+            "KV events are of no use: %s",
+            ADVICE[alert],
+            extra={**told, "alert": alert, **({"its_block_tokens": size} if size else {})},
+        )
 
     def _count_failure(self) -> None:
         self._failures += 1
@@ -317,7 +432,8 @@ class OpenAiWorker:
 
     def _left(self) -> None:
         self.joined = self._taking = False
-        self._assumed = None
+        self._filling.clear()
+        self.alert = None
         if self._following is not None:
             self._following.cancel()
             self._following = None
@@ -334,18 +450,27 @@ class OpenAiWorker:
         limit = int(self.settings.silence_timeout_seconds * SECOND)
         heard, self._heard = self._heard, False
         for upstream in [work for work in self._works.values() if isinstance(work, Upstream)]:
-            if not upstream.quiet or upstream.quiet_since is None:
-                heard = heard or not upstream.quiet
-                upstream.quiet, upstream.quiet_since = True, now
-            elif now - upstream.quiet_since >= limit:
+            heard = heard or not upstream.quiet
+            if upstream.quiet_for(now) >= limit:
                 upstream.fail(f"it said nothing for {self.settings.silence_timeout_seconds:g} s")
         return heard
 
-    async def _healthy(self) -> bool:
+    def _close_idle(self) -> None:
+        """Close connections that have not been needed for long."""
+        now = self._clock.now()
+        old = [upstream for upstream in self._idle if upstream.quiet_for(now) >= IDLE_SECONDS * SECOND]
+        for upstream in old:
+            self._idle.remove(upstream)
+            upstream.drop()
+
+    async def _healthy(self) -> bool | None:
+        """Whether it answers; None: nobody could ask."""
         try:
             status, _ = await self._get(self.settings.health_path)
             if status in NO_SUCH_PATH:
                 status, _ = await self._get("/v1/models")
+        except _Starved:
+            return None
         except _Dial as error:
             log.debug("no answer", extra={"worker": self.worker_id, "cause": str(error)})
             return False
@@ -371,6 +496,8 @@ class OpenAiWorker:
                 finally:
                     writer.close()
         except (OSError, TimeoutError, httptools.HttpParserError) as error:
+            if isinstance(error, OSError) and error.errno in STARVED:
+                raise _Starved(_cause(error)) from error
             raise _Dial(_cause(error)) from error
         if not answer.status:
             raise _Dial("it closed the connection without an answer")
@@ -428,19 +555,36 @@ class OpenAiWorkers:
 
     def knowledge(self) -> dict[str, float]:
         """Workers that are there, by how it is known what they have cached."""
-        counts = {"approximate": 0.0, "events": 0.0}
+        counts = {"approximate": 0.0, "events": 0.0, "blind": 0.0}
         for worker in self._workers.values():
             if worker.joined:
-                counts["events" if worker.settings.kv_events else "approximate"] += 1
+                followed = "events" if worker.alert is None else "blind"
+                counts[followed if worker.settings.kv_events else "approximate"] += 1
         return counts
+
+    def alerts(self) -> dict[str, float]:
+        """Workers by what is wrong with their KV events."""
+        counts = {str(alert): 0.0 for alert in Alert}
+        for worker in self._workers.values():
+            if worker.alert is not None:
+                counts[worker.alert] += 1
+        return counts
+
+    def passed_over(self) -> dict[str, float]:
+        """Blocks that are published and not followed, by why."""
+        counts: Counter[str] = Counter()
+        for worker in self._workers.values():
+            counts.update(worker.passed_over)
+        return {str(why): float(blocks) for why, blocks in counts.items()}
 
 
 class MixedWorkers:
     """Fleet's own workers and foreign servers behind one door. Implements `fleet.router.ports.Workers`."""
 
-    def __init__(self, own: Workers, foreign: OpenAiWorkers) -> None:
+    def __init__(self, own: Workers, foreign: OpenAiWorkers, golden: GoldenCheck | None = None) -> None:
         self._own = own
         self._foreign = foreign
+        self._golden = golden
 
     def only_acceptable(self, hear: Hear) -> Hear:
         """For the own workers: `hear` without those that have the name or the model of a foreign server."""
@@ -466,7 +610,7 @@ class MixedWorkers:
                         "a worker has the name or the model of one of openai_workers; it is not used",
                         extra={"worker": description.worker_id, "model": description.model},
                     )
-                return not taken
+                return not taken and (self._golden is None or self._golden.accepts(description))
             case StoreChanged():
                 return True
             case _:

@@ -6,29 +6,36 @@ Rules:
    template of ours says what the server makes of a message (tools, images), it is the client's own bytes, 4 of which
    count as a token; prompts that begin alike still have blocks in common.
 2. A key stands for a block and all that is before it. For servers that tell what they hold, keys are those of
-   `kvstore.block.chain`; for others the router alone compares them, and 64 bits by XXH3, seeded with the key before, do.
-3. What cannot be understood is not refused here: the server that gets it says better what is wrong with it.
+   `kvstore.block.chain`; for others the router alone compares them, and 64 bits do (`fleet.router.native.twin.block_keys`).
+3. Prompts with different adapters, or different salts (``cache_salt``, as vLLM and SGLang call it), have no block in common.
+4. What cannot be understood is not refused here: the server that gets it says better what is wrong with it.
 """
 
 import array
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cache
 
 import msgspec
-from msgspec import Raw, Struct
-from xxhash import xxh3_64_intdigest
+import numpy as np
+from msgspec import Raw, Struct, structs
 
 from fleet.adapters.openai_requests import ContentPart, MessageBody
-from fleet.clock import MILLISECOND, Clock
+from fleet.clock import MILLISECOND, Clock, Nanos
 from fleet.errors import Refused
 from fleet.ids import ModelName
 from fleet.requests import TOKEN_BYTES, ChatMessage, TokenBytes
-from fleet.router.index import keys_of
+from fleet.router.index import KEY_BYTES, keys_of
+from fleet.router.native.costs import block_keys
 from fleet.router.ports import TextCodec
+from fleet.work import Adapter
 from kvstore.block import HashAlgorithm, chain
+from workers.engines.cache_books import salt_of_client
 
 ALGORITHM = HashAlgorithm.XXH3_128  # the names stay within this process
+RUNS = 5  # of the tokenizer; the quickest counts: what else the machine does then says nothing about it
 LONGEST_INLINE = 2 * MILLISECOND  # of tokenising, while other requests wait
-SAMPLE = " ".join(f"sample {number} of_words, {number * 7919:x}" for number in range(256))  # 6 KiB, few words twice
 
 _TEXT = msgspec.json.Decoder(str)
 _MESSAGES = msgspec.json.Decoder(list[MessageBody])
@@ -40,6 +47,7 @@ class Read(Struct, frozen=True):
     model: ModelName
     tokens: TokenBytes
     keys: Mapping[int, tuple[int, ...]]  # by block size
+    adapter: Adapter | None = None
 
 
 class PromptReader:
@@ -67,28 +75,51 @@ class PromptReader:
         self._block_sizes = tuple(dict.fromkeys(block_sizes))
         self._codec = codec
         self._keys = _chain_keys if named_by_workers else _private_keys
+        self._salt = b""
+        self.adapter: Adapter | None = None
         self._uncached: Mapping[int, tuple[int, ...]] = dict.fromkeys(self._block_sizes, ())
         self.inline_bytes = 1 << 30
         """Longer prompts are better read in a thread."""
         if codec is not None:
-            began_at = clock.now()
-            codec.encode(SAMPLE)
-            spent = max(1, clock.now() - began_at)
-            self.inline_bytes = len(SAMPLE) * LONGEST_INLINE // spent
+            self.inline_bytes = max(
+                len(sample) * LONGEST_INLINE // _spent(codec, sample, clock) for sample in _samples()
+            )
+
+    def for_adapter(self, name: ModelName) -> "PromptReader":
+        """One for requests that name an adapter of this model."""
+        reader = copy(self)
+        reader.adapter = Adapter(name)
+        reader._salt = salt_of_client(name, "")  # noqa: SLF001 - our own
+        return reader
+
+    def salted(self, read: Read, told: str) -> Read:
+        """A prompt of ours, of a client that keeps it apart from others' with a salt."""
+        if not any(read.keys.values()):
+            return read
+        salt = salt_of_client("" if self.adapter is None else self.adapter.name, told)
+        keys = {size: self._keys(read.tokens, size, salt) for size in self._block_sizes}
+        return structs.replace(read, keys=keys)
+
+    def read_text(self, prompt: str) -> Read:
+        """The prompt of a completion, where it is one text."""
+        return self._named(prompt.encode() if self._codec is None else self._codec.encode(prompt))
 
     def read(self, prompt: Raw, messages: Raw, tools: Raw) -> Read:
-        """The prompt of a completion, or of a chat."""
+        """The prompt of a completion, or of a chat, whatever it is."""
         tokens = None
         if self._codec is not None:
             tokens = self._chat(messages, tools, self._codec) if messages else self._completion(prompt, self._codec)
         if tokens is None:
             tokens = bytes(tools) + bytes(messages) + bytes(prompt)
-        keys = self._keys
-        return Read(self.model, tokens, {size: keys(tokens, size) for size in self._block_sizes})
+        return self._named(tokens)
 
     def uncached(self, content: Raw) -> Read:
         """What no server caches, such as the text of an embedding: so long, and with no blocks in common."""
-        return Read(self.model, bytes(content), self._uncached)
+        return Read(self.model, bytes(content), self._uncached, self.adapter)
+
+    def _named(self, tokens: TokenBytes) -> Read:
+        keys, salt = self._keys, self._salt
+        return Read(self.model, tokens, {size: keys(tokens, size, salt) for size in self._block_sizes}, self.adapter)
 
     def _completion(self, prompt: Raw, codec: TextCodec) -> TokenBytes | None:
         try:
@@ -117,6 +148,20 @@ class PromptReader:
             return None
 
 
+def _samples() -> Iterator[str]:
+    """Texts of some 6 KiB, none of whose words comes twice or nearly none: tokenizers remember words."""
+    for run in range(RUNS):
+        numbers = range(256 * run, 256 * (run + 1))
+        yield " ".join(f"sample {number} of_words, {number * 7919:x}" for number in numbers)
+
+
+def _spent(codec: TextCodec, text: str, clock: Clock) -> Nanos:
+    """On tokenising it."""
+    began_at = clock.now()
+    codec.encode(text)
+    return Nanos(max(1, clock.now() - began_at))
+
+
 def _text(body: MessageBody) -> str | None:
     """What a message says, if text is all that it says."""
     if body.tool_calls or body.function_call:
@@ -137,15 +182,20 @@ def _pack(ids: Sequence[int]) -> TokenBytes:
     return array.array("I", ids).tobytes()
 
 
-def _private_keys(tokens: TokenBytes, block_tokens: int) -> tuple[int, ...]:
-    size = block_tokens * TOKEN_BYTES
-    key = 0
-    keys = []
-    for start in range(0, len(tokens) - size + 1, size):
-        key = xxh3_64_intdigest(tokens[start : start + size], key)
-        keys.append(key)
-    return tuple(keys)
+def _private_keys(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
+    keys = block_keys(tokens, block_tokens * TOKEN_BYTES, _factors(block_tokens))
+    if not salt:
+        return keys
+    mask = int.from_bytes(salt[:KEY_BYTES], "little")
+    return tuple(key ^ mask for key in keys)
 
 
-def _chain_keys(tokens: TokenBytes, block_tokens: int) -> tuple[int, ...]:
-    return keys_of(chain(tokens, block_tokens, algorithm=ALGORITHM))
+@cache
+def _factors(block_tokens: int) -> bytes:
+    """Odd, and nobody's to know: who does can write two prompts whose keys are the same."""
+    drawn = np.frombuffer(secrets.token_bytes(8 * block_tokens), "<u8")
+    return (drawn | np.uint64(1)).tobytes()
+
+
+def _chain_keys(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
+    return keys_of(chain(tokens, block_tokens, salt=salt, algorithm=ALGORITHM))

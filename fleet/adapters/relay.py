@@ -15,14 +15,13 @@ Rules:
 import asyncio
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import Enum, auto
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, structs
 
 from fleet.adapters.http_messages import ClientGone, HttpHead
 from fleet.adapters.http_protocol import Exchange, Serving
@@ -38,14 +37,11 @@ from fleet.requests import TOKEN_BYTES, Sampling
 from fleet.router.messages import Arrived, Complete, Emit
 from fleet.router.server import Listener
 from fleet.router.tenants import Tenants
+from fleet.router.tokenising import TokenisingThreads
 from fleet.validation import check_hints
 
 log = logging.getLogger(__name__)
 
-TOKENISING_THREADS = 2
-MAX_TOKENISING = 64  # long prompts waiting for a thread: half a GiB at the largest size that fronts take
-RETRY_AFTER_MS = 1000
-NO_OPTIONS = FleetOptions()
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -59,20 +55,34 @@ _NOT_PASSED_ON = frozenset(
 )
 
 
-class RelayBody(Struct):
-    """What is looked at of a body. `Raw` is not parsed."""
+class Asking(Struct, kw_only=True):
+    """What is looked at of any body."""
 
     model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    cache_salt: Raw = Raw()
+    fleet: FleetOptions | None = None
+
+
+class TextBody(Asking, kw_only=True):
+    """A completion of one text: most of them, parsed in one go."""
+
+    prompt: str
+
+
+class AnyBody(Asking, kw_only=True):
+    """Whatever else it may be. `Raw` is not parsed."""
+
     prompt: Raw = Raw()
     messages: Raw = Raw()
     input: Raw = Raw()
     tools: Raw = Raw()
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    fleet: FleetOptions | None = None
 
 
-_BODY = msgspec.json.Decoder(RelayBody)
+_TEXT = msgspec.json.Decoder(TextBody)
+_ANY = msgspec.json.Decoder(AnyBody)
+_SALT = msgspec.json.Decoder(str)
 
 
 class Router(Protocol):
@@ -157,13 +167,16 @@ class Relayed:
             self._relay.ended(self, None)
             self._exchange.relayed(keep_alive=keep_alive)
 
+    def give_up(self, refused: Refused) -> None:
+        """It cannot be sent, whichever worker it is for."""
+        self.refuse(refused)
+        self._relay.router.close(self.request_id, self)
+
     # From the router
 
     def put(self, item: Emit | Complete | Refused) -> None:
         """Only a refusal is news: what the others tell, was passed on before."""
-        if isinstance(item, Emit):
-            self.answer_tokens += len(item.progress.token_ids)
-        elif isinstance(item, Refused):
+        if isinstance(item, Refused):
             self.refuse(item)
 
     def submitted(self) -> None:
@@ -221,6 +234,7 @@ class Relay:
         tenants: Tenants,
         metrics: RelayMetrics,
         clock: Clock,
+        threads: TokenisingThreads,
         *,
         id_prefix: str,
         only: bool,
@@ -234,6 +248,7 @@ class Relay:
             tenants: Who may ask for how much.
             metrics: Of relayed requests.
             clock: Times them.
+            threads: For long prompts.
             id_prefix: Makes request ids those of this process.
             only: Whether there are no models besides.
         """
@@ -250,12 +265,7 @@ class Relay:
         self._active = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._executor = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
-        self._tokenising = 0
-
-    def close(self) -> None:
-        """Give the threads up; requests must have ended."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._threads = threads
 
     async def quiet(self) -> None:
         """Wait until nothing is relayed."""
@@ -267,7 +277,7 @@ class Relay:
         request = exchange.request
         path = request.head.path
         try:
-            body = decode_body(_BODY, request.body)
+            body = _decode(request.body, path)
             tenant = "" if body.fleet is None else body.fleet.tenant
             if self.takes_keys:
                 tenant = self._tenants.tenant(request.headers.get(b"authorization", b"").decode("latin-1"), tenant)
@@ -285,14 +295,10 @@ class Relay:
         if self._active == 1:
             self._quiet.clear()
         try:
-            if path == EMBEDDINGS:
-                self._submit(relayed, body, reader.uncached(body.input))
+            if path != EMBEDDINGS and len(request.body) > reader.inline_bytes and _size(body) > reader.inline_bytes:
+                self._read_elsewhere(relayed, body, reader)
             else:
-                prompt = body.messages if path == CHAT else body.prompt
-                if len(request.body) > reader.inline_bytes and len(memoryview(prompt)) > reader.inline_bytes:
-                    self._read_elsewhere(relayed, body, reader)
-                else:
-                    self._submit(relayed, body, reader.read(body.prompt, body.messages, body.tools))
+                self._submit(relayed, body, _read(body, reader, path))
         except Refused as refused:
             relayed.refuse(refused)
         except Exception:  # supervisor: a bug in one request does not leave its client waiting
@@ -317,14 +323,14 @@ class Relay:
 
     # Inside
 
-    def _reader(self, body: RelayBody, path: str) -> PromptReader | None:
+    def _reader(self, body: TextBody | AnyBody, path: str) -> PromptReader | None:
         """The one of the model that is asked for; None if that may be somebody else's."""
         model = body.model
         readers = self._readers
         if model:
             reader = readers.get(ModelName(model))
-        elif len(readers) == 1 and self._only:
-            (reader,) = readers.values()
+        elif self._only and len(bases := [each for each in readers.values() if each.adapter is None]) == 1:
+            (reader,) = bases
         else:
             reader = None
         if reader is None and (self._only or path == EMBEDDINGS):
@@ -336,48 +342,36 @@ class Relay:
             )
         return reader
 
-    def _submit(self, relayed: Relayed, body: RelayBody, read: Read) -> None:
+    def _submit(self, relayed: Relayed, body: TextBody | AnyBody, read: Read) -> None:
         """Have it placed, which begins it.
 
         Raises:
             Refused: The router takes no requests.
         """
-        options = body.fleet or NO_OPTIONS
-        if options is not NO_OPTIONS:
-            try:
-                check_hints(options)
-            except Refused as refused:
-                raise renamed(refused, NAMES) from refused
         relayed.keys = read.keys
         self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         arrived = Arrived(
             request_id=relayed.request_id,
             model=read.model,
+            adapter=read.adapter,
             tokens=read.tokens,
             tenant=relayed.tenant,
             sampling=_sampling(body.max_completion_tokens or body.max_tokens or 1),
-            priority=options.priority,
-            deadline=Nanos(relayed.began_at + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
-            session=options.session,
-            expected_tokens=options.expected_tokens,
-            pin=WorkerId(options.pin) if options.pin else None,
-            labels=options.labels,
             keys=read.keys,
+            only_end=True,
         )
+        if body.fleet is not None:
+            arrived = _with_options(arrived, body.fleet, relayed.began_at)
         self._workers.expect(relayed)
         relayed.submitted()
         self.router.open(arrived, relayed)
 
-    def _read_elsewhere(self, relayed: Relayed, body: RelayBody, reader: PromptReader) -> None:
-        if self._tokenising >= MAX_TOKENISING:
-            raise Refused(
-                Reason.QUEUE_FULL, "too many long prompts wait to be tokenised", retry_after_ms=RETRY_AFTER_MS
-            )
-        self._tokenising += 1
-
+    def _read_elsewhere(self, relayed: Relayed, body: TextBody | AnyBody, reader: PromptReader) -> None:
         def have_read(future: asyncio.Future[Read]) -> None:
-            self._tokenising -= 1
-            if relayed.over or future.cancelled():
+            if future.cancelled():
+                return
+            future.exception()  # asked for, or asyncio complains where nobody waits for the prompt any more
+            if relayed.over:
                 return
             try:
                 self._submit(relayed, body, future.result())
@@ -387,9 +381,8 @@ class Relay:
                 log.exception("prompt not read", extra={"request": relayed.request_id})
                 relayed.refuse(internal_error())
 
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, reader.read, body.prompt, body.messages, body.tools)
-        future.add_done_callback(have_read)
+        reading = self._threads.run(partial(_read, body, reader, relayed.path))
+        reading.add_done_callback(have_read)
 
 
 class _Nothing:
@@ -400,6 +393,66 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+
+
+def _decode(content: bytes, path: str) -> TextBody | AnyBody:
+    """A body, as far as it is looked at.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
+    if path == COMPLETIONS:
+        try:
+            return _TEXT.decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass  # of another kind, or wrong: below is said how
+    return decode_body(_ANY, content)
+
+
+def _size(body: TextBody | AnyBody) -> int:
+    """About how long the prompt is, in bytes."""
+    if isinstance(body, TextBody):
+        return len(body.prompt)
+    return max(len(memoryview(body.prompt)), len(memoryview(body.messages)))
+
+
+def _read(body: TextBody | AnyBody, reader: PromptReader, path: str) -> Read:
+    if isinstance(body, TextBody):
+        read = reader.read_text(body.prompt)
+    elif path == EMBEDDINGS:
+        read = reader.uncached(body.input)
+    else:
+        read = reader.read(body.prompt, body.messages, body.tools)
+    return reader.salted(read, _told(body.cache_salt)) if body.cache_salt else read
+
+
+def _told(salt: Raw) -> str:
+    """A salt as engines tell it; of one that is no text, the server will say what is wrong with it."""
+    try:
+        return _SALT.decode(salt)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return bytes(salt).decode("latin-1")
+
+
+def _with_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Arrived:
+    """A request with what the object ``fleet`` says of it.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
+    try:
+        check_hints(options)
+    except Refused as refused:
+        raise renamed(refused, NAMES) from refused
+    return structs.replace(
+        arrived,
+        priority=options.priority,
+        deadline=Nanos(began_at + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
+        session=options.session,
+        expected_tokens=options.expected_tokens,
+        pin=WorkerId(options.pin) if options.pin else None,
+        labels=options.labels,
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -38,8 +38,23 @@ OF_WORKERS: Mapping[str, str] = {
 class RouterMetrics:
     """Register it with a `CollectorRegistry`."""
 
-    def __init__(self, read: Callable[[], RouterSnapshot]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], RouterSnapshot],
+        *,
+        tasks: Callable[[], int] | None = None,
+        refused: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        """Metrics of one router.
+
+        Args:
+            read: Its state at the instant.
+            tasks: How many its event loop has; None: that is not told.
+            refused: Workers that are not used, by what they make of the golden prompts; None: that is not told.
+        """
         self._read = read
+        self._tasks = tasks
+        self._refused = refused
 
     def collect(self) -> Iterator[Metric]:
         snapshot = self._read()
@@ -48,6 +63,8 @@ class RouterMetrics:
             "fleet_active_requests", "Requests that have not ended, waiting ones included", snapshot.active
         )
         yield GaugeMetricFamily("fleet_queued_requests", "Requests that wait for room on a worker", snapshot.queued)
+        if self._tasks is not None:
+            yield GaugeMetricFamily("fleet_tasks", "Tasks of the router's event loop", self._tasks())
         yield GaugeMetricFamily("fleet_index_blocks", "Distinct blocks that the index knows", snapshot.index_blocks)
         yield CounterMetricFamily(
             "fleet_index_overflowed_blocks", "Blocks not noted because their holder was full", snapshot.index_overflowed
@@ -62,6 +79,16 @@ class RouterMetrics:
         for name, meaning in OF_WORKERS.items():
             yield _of_workers(snapshot, f"fleet_worker_{name}", meaning, name)
         yield _stores(snapshot)
+        yield from _knowledge(snapshot)
+        if self._refused is not None:
+            refused = GaugeMetricFamily(
+                "fleet_refused_workers",
+                "Workers not used since golden prompts come out otherwise",
+                labels=["different"],
+            )
+            for field, count in self._refused().items():
+                refused.add_metric([field], count)
+            yield refused
 
 
 def _by(name: str, meaning: str, label: str, counts: Mapping[Value, int]) -> Metric:
@@ -86,3 +113,42 @@ def _stores(snapshot: RouterSnapshot) -> Metric:
     for store in snapshot.stores:
         family.add_metric([store.store_id, store.fingerprint, store.tier], store.blocks)
     return family
+
+
+def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
+    """How well it is known what workers have cached, see `fleet.router.truth`."""
+    gauges = {
+        "workers": "Workers by how it is known what they have cached",
+        "drifting_workers": "Workers that report to have cached something else than is known of them",
+        "precision": "Of the prompt tokens lately believed to be cached, the part that was",
+        "recall": "Of the prompt tokens lately cached, the part that was believed to be",
+        "hit_rate_error": "Hit rate lately believed, less the reported one, of prompts with hits",
+    }
+    families = {
+        name: GaugeMetricFamily(f"fleet_cache_{name}", meaning, labels=["knowledge"])
+        for name, meaning in gauges.items()
+    }
+    tokens = CounterMetricFamily(
+        "fleet_cache_compared_tokens",
+        "Prompt tokens of compared requests: all, believed to be cached, reported to have been, both",
+        labels=["knowledge", "what"],
+    )
+    for each in snapshot.knowledge:
+        recent, total = each.recent, each.total
+        values = {
+            "workers": each.workers,
+            "drifting_workers": each.drifting,
+            "precision": recent.precision,
+            "recall": recent.recall,
+            "hit_rate_error": recent.hit_rate_error,
+        }
+        for name, value in values.items():
+            families[name].add_metric([each.knowledge], value)
+        for what, count in zip(
+            ("prompt", "predicted", "reported", "both"),
+            (total.prompt, total.predicted, total.reported, total.agreed),
+            strict=True,
+        ):
+            tokens.add_metric([each.knowledge, what], count)
+    yield from families.values()
+    yield tokens

@@ -34,6 +34,8 @@ SAMPLES = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa 0000000000000000 ================ \n\n\n\n\n\n",
 )
 
+REMEMBERED_BYTES = 16 << 20  # of text between special tokens, with its ids: a conversation comes again with each turn
+
 Encode = Callable[[str, bool], TokenBytes]
 """Text and whether the model's own special tokens go before it, to ids."""
 
@@ -56,10 +58,12 @@ def load_codec(model_dir: str | Path) -> TextCodec:
     config = _load_object(folder / "config.json")
     settings = _load_object(folder / "tokenizer_config.json")
     special_tokens = _special_tokens({**_load_object(folder / "special_tokens_map.json"), **settings})
+    templates = _load_templates(folder, settings, special_tokens)
     return HuggingFaceCodec(
         tokenizer,
         _choose_encoder(folder / "tokenizer.json", tokenizer),
-        template=_load_template(folder, settings, special_tokens),
+        template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
         vocab_size=_vocab_size(config, tokenizer),
         eos_token_ids=_eos_token_ids(folder, config, special_tokens, tokenizer),
     )
@@ -74,12 +78,14 @@ class HuggingFaceCodec:
         encode: Encode,
         *,
         template: ChatTemplate | None,
+        tool_template: ChatTemplate | None = None,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self._tokenizer = tokenizer
         self._encode = encode
         self._template = template
+        self._tool_template = tool_template  # None: the one for everything else
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._table = TokenBytesTable(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
@@ -98,10 +104,11 @@ class HuggingFaceCodec:
     def encode(self, text: str) -> TokenBytes:
         return self._encode(text, True)
 
-    def render(self, messages: Sequence[ChatMessage]) -> TokenBytes:
-        if self._template is None:
+    def render(self, messages: Sequence[ChatMessage], tools: str = "") -> TokenBytes:
+        template = self._tool_template if tools and self._tool_template is not None else self._template
+        if template is None:
             raise invalid("chat.messages", "the model has no chat template; send a prompt instead")
-        return self._encode(self._template.render(messages), False)
+        return self._encode(template.render(messages, tools), False)
 
     def decoder(self, prompt: TokenBytes = b"") -> TextDecoder:
         last = _ids(prompt[-64:])  # 16 tokens: more than any decoder looks at
@@ -147,6 +154,7 @@ def _choose_encoder(path: Path, tokenizer: Tokenizer) -> Encode:
         fast = fastokens.Tokenizer.from_file(str(path))
         fast.no_truncation()
         fast.no_padding()
+        fast.enable_segment_cache(REMEMBERED_BYTES)
 
         def encode_fast(text: str, special: bool) -> TokenBytes:
             return fast.encode_batch_flat([text], special)[0]  # type: ignore[no-any-return]  # untyped library
@@ -200,16 +208,24 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _load_template(folder: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+def _load_templates(
+    folder: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> dict[str, ChatTemplate]:
+    """By name: ``default``, and for some models ``tool_use``."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens, origin=path)
-    source = settings.get("chat_template")
-    if isinstance(source, list):  # several, of which "default" is the one without tools
-        source = next((one["template"] for one in source if one.get("name") == "default"), None)
-    if not isinstance(source, str):
-        return None
-    return ChatTemplate(source, special_tokens, origin=folder / "tokenizer_config.json")
+        return {"default": ChatTemplate(path.read_text(encoding="utf-8"), special_tokens, origin=path)}
+    declared = settings.get("chat_template")
+    named = declared if isinstance(declared, list) else [{"name": "default", "template": declared}]
+    origin = folder / "tokenizer_config.json"
+    found = {}
+    for one in named:
+        match one:
+            case {"name": "default" | "tool_use" as name, "template": str(source)}:
+                found[name] = ChatTemplate(source, special_tokens, origin=origin)
+            case _:  # for documents, or none
+                pass
+    return found
 
 
 def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:

@@ -13,6 +13,7 @@ Rules:
 """
 
 import asyncio
+import re
 import socket
 from typing import Protocol, cast
 
@@ -32,6 +33,9 @@ FIRST_SERVER_ERROR = 500
 FIRST_FINAL_STATUS = 200
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
+USAGE_BYTES = 4096  # at the end of an answer, where usage is
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
 _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the end of an event at the end of a chunk
@@ -109,18 +113,25 @@ class Upstream(asyncio.Protocol):
         self._head: AnswerHead | None = None
         self._held = b""  # of the head
         self._latest = b""
+        self._earlier = b""
         self._served = 0  # requests
         self._events = 0  # not told yet
         self._keep_alive = False  # of the client's connection
         self._bodies: list[bytes] | None = None  # unpacked, for a client that does not understand chunks
         self.quiet = True  # nothing came since the worker looked last
-        self.quiet_since: Nanos | None = None  # as it found then; None: it has not looked since the request was sent
+        self._quiet_since: Nanos | None = None  # as it found then; None: it has not looked since the request was sent
 
     # From the worker
 
     @property
     def usable(self) -> bool:
         return not self._transport.is_closing()
+
+    def quiet_for(self, now: Nanos) -> Nanos:
+        """Since when nothing was heard, as far as one can tell who looks now and then; looking is what this is."""
+        if not self.quiet or self._quiet_since is None:
+            self.quiet, self._quiet_since = True, now
+        return Nanos(now - self._quiet_since)
 
     def begin(self, work_id: RequestId, relayed: Relayed, opening: bytes) -> None:
         """Send a request; nothing else is under way.
@@ -138,7 +149,7 @@ class Upstream(asyncio.Protocol):
         self._held = b""
         self._events = 0
         self.quiet = True
-        self.quiet_since = None
+        self._quiet_since = None
         self._due.expect()
         if not relayed.chunks:
             self._bodies = []
@@ -186,13 +197,12 @@ class Upstream(asyncio.Protocol):
             client.write(data)
         else:
             self._write_plain(client)
-        self._latest = data
+        self._earlier, self._latest = self._latest, data
         self._events += data.count(b"data:")
         if not self._due.end:
             self._finish()
         elif self._events >= self._report_every:
-            events, self._events = self._events, 0
-            self._owner.advanced(self._work_id, events)
+            self._tell(self._relayed)
 
     def connection_lost(self, exc: Exception | None) -> None:
         relayed, self._relayed = self._relayed, None
@@ -207,6 +217,11 @@ class Upstream(asyncio.Protocol):
         else:
             cause = "" if exc is None else f": {exc}"
             self._owner.failed(self._work_id, Reason.WORKER_LOST, f"it closed the connection before the end{cause}")
+
+    def usage(self) -> "Usage | None":
+        """What the end of the answer that has just come says of its prompt; None if it says nothing."""
+        latest = self._latest
+        return read_usage(latest[-USAGE_BYTES:] if b'"prompt_tokens"' in latest else self._earlier[-USAGE_BYTES:])
 
     # From whoever passes the answer on
 
@@ -261,13 +276,18 @@ class Upstream(asyncio.Protocol):
         )
         if plain:
             self._write_plain(client)
-        self._latest = data
+        self._earlier, self._latest = b"", data
         self._events = max(1, data.count(b"data:", end))
         if complete:
             self._finish()
         else:
-            events, self._events = self._events, 0
-            self._owner.advanced(self._work_id, events)
+            self._tell(relayed)
+
+    def _tell(self, relayed: Relayed) -> None:
+        """Of the events since it was told last."""
+        events, self._events = self._events, 0
+        relayed.answer_tokens += events
+        self._owner.advanced(self._work_id, events)
 
     def _write_plain(self, client: asyncio.Transport) -> None:
         assert self._bodies is not None
@@ -281,6 +301,7 @@ class Upstream(asyncio.Protocol):
         keep_alive = self._keep_alive  # before the next request may be sent
         if not reusable:
             self._transport.close()
+        relayed.answer_tokens += self._events
         self._owner.finished(self, self._work_id, self._events, reusable=reusable)
         relayed.end(keep_alive=keep_alive)
 
@@ -310,6 +331,22 @@ class _DueWithBodies:
         self.on_message_begin = due.on_message_begin
         self.on_message_complete = due.on_message_complete
         self.on_body = bodies.append
+
+
+class Usage(Struct, frozen=True):
+    """Of a prompt, in the server's own tokens."""
+
+    prompt_tokens: int
+    cached_tokens: int | None  # None: it does not say, which with some servers is to say none
+
+
+def read_usage(content: bytes) -> Usage | None:
+    """The latest usage in a piece of an answer. Inside a string of JSON there can be none: its quotes are escaped."""
+    prompt = _PROMPT_TOKENS.findall(content)
+    if not prompt:
+        return None
+    cached = _CACHED_TOKENS.findall(content)
+    return Usage(int(prompt[-1]), int(cached[-1]) if cached else None)
 
 
 def read_head(content: bytes) -> AnswerHead:

@@ -23,7 +23,7 @@ from fleet.cli.cluster import Cluster, Surroundings, say, with_cluster
 from fleet.cli.reference_prompts import LONGEST, reference_prompts
 from fleet.client import AsyncClient, FleetError
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.config import PoolSection, Topology
+from fleet.config import PoolSection, StorePlace, Topology
 from fleet.requests import TOKEN_BYTES, KvOrigin, KvPhase, Source, TokenBytes
 from fleet.roles import KvPath, Phase, Placement, Role
 
@@ -253,14 +253,17 @@ def _part(surroundings: Surroundings, name: str) -> Surroundings:
 
 
 def _private(topology: Topology) -> Topology:
-    """On free ports, so that a running cluster is not in the way; and nobody is given up for being slow."""
+    """On free ports, so that a running cluster is not in the way; nobody is given up for being slow.
+
+    The store runs in a process of its own, since the check has two workers.
+    """
     router = structs.replace(
         topology.router,
         http_listen="127.0.0.1:0",
         grpc_listen="127.0.0.1:0",
         heartbeat_timeout_seconds=SILENCE_SECONDS,
     )
-    return structs.replace(topology, router=router)
+    return structs.replace(topology, router=router, store=structs.replace(topology.store, place=StorePlace.PROCESS))
 
 
 def _pool(topology: Topology, role: Role) -> PoolSection:

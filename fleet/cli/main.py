@@ -22,7 +22,9 @@ COMMANDS = {
     "explain": "say why a request went where it went",
     "doctor": "say which optional parts are usable on this machine, and what to do about the others",
     "kv": "measure the KV store, or replay recorded traffic through its policies",
+    "hardware": "list accelerators, estimate models on them, and say how good estimates are",
     "router": "list placement policies, or set the thresholds of a running router",
+    "sim": "run the router and a workload on simulated GPUs, or search the rate that they can take",
     "serve": "run one process of a cluster: router, worker or kvstore",
 }
 

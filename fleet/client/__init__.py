@@ -33,27 +33,46 @@ from fleet.client.results import (
     WorkerStatus,
 )
 from fleet.client.sync import Client, Stream
-from fleet.requests import Delta, Finish, KvOrigin, KvPhase, Logprobs, ModelCard, Source, Usage
+from fleet.requests import (
+    AnyObject,
+    Choice,
+    Delta,
+    Finish,
+    Grammar,
+    JsonSchema,
+    KvOrigin,
+    KvPhase,
+    Logprobs,
+    ModelCard,
+    Pattern,
+    Source,
+    Usage,
+)
 from fleet.roles import KvPath, Placement
 
 __all__ = [
+    "AnyObject",
     "AsyncClient",
     "AsyncStream",
     "Cancelled",
     "CandidateCost",
+    "Choice",
     "Client",
     "ClusterStatus",
     "DeadlineExceeded",
     "Delta",
     "Finish",
     "FleetError",
+    "Grammar",
     "InvalidRequest",
+    "JsonSchema",
     "KvOrigin",
     "KvPath",
     "KvPhase",
     "Logprobs",
     "ModelCard",
     "ModelNotFound",
+    "Pattern",
     "Placement",
     "PlacementExplained",
     "PoolStatus",

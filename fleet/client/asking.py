@@ -1,22 +1,23 @@
 """What callers may ask for, and how it becomes a message."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
+import msgspec
 import numpy as np
 
 from fleet.client.errors import InvalidRequest
 from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId
-from fleet.requests import ChatMessage, ChatPrompt, GenerateRequest, Prompt, Sampling, TextPrompt, TokenPrompt
+from fleet.requests import ChatMessage, ChatPrompt, Form, GenerateRequest, Prompt, Sampling, TextPrompt, TokenPrompt
 from fleet.roles import KvPath, Placement
 from fleet.v1 import control_pb2
 from fleet.v1 import inference_pb2 as pb
 from fleet.validation import prompt_field
 from fleet.wire.public import encode_request
 
-PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]] | Sequence[ChatMessage]
-"""Text, token ids, or a conversation: messages with ``role`` and ``content``."""
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Sequence[ChatMessage]
+"""Text, token ids, or a conversation: messages with ``role`` and ``content``, and what the OpenAI API has for calls of tools."""
 
 
 class Options(TypedDict, total=False):
@@ -36,6 +37,8 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     logprobs: int
+    form: Form
+    tools: Sequence[Mapping[str, Any]]  # as the OpenAI API has them; for conversations
     stop: str | Sequence[str]
     priority: int
     session: str
@@ -80,7 +83,7 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
     request = GenerateRequest(
         id=RequestId(options.get("request_id", "")),
         model=ModelName(options.get("model", "")),
-        prompt=_prompt(prompt),
+        prompt=_prompt(prompt, options.get("tools", ())),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         priority=options.get("priority", 0),
         session=options.get("session", ""),
@@ -92,6 +95,9 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
         labels=tuple(options.get("labels", ())),
     )
     sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
+    if not isinstance(options.get("form"), Form | None):
+        message = "sampling.form: must be AnyObject, JsonSchema, Pattern, Grammar or Choice"
+        raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="sampling.form")
     try:
         return encode_request(request, sampling, timeout_ms=0)
     except (TypeError, ValueError) as error:
@@ -107,7 +113,7 @@ def _misfit(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
         if not _fits(pb.GenerateRequest, name, value):
             return name
     for name, value in sampling.items():
-        if not _fits(pb.Sampling, name, value):
+        if name != "form" and not _fits(pb.Sampling, name, value):
             return f"sampling.{name}"
     return prompt_field(request)  # what is left
 
@@ -120,7 +126,9 @@ def _fits(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, valu
     return True
 
 
-def _prompt(prompt: PromptLike) -> Prompt:
+def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]]) -> Prompt:
+    if tools and (isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | np.integer)):
+        raise InvalidRequest("tools: are for conversations", Reason.INVALID_ARGUMENT, field="chat.tools")
     if isinstance(prompt, str):
         return TextPrompt(prompt)
     if all(isinstance(item, int | np.integer) for item in prompt):
@@ -134,10 +142,28 @@ def _prompt(prompt: PromptLike) -> Prompt:
         match item:
             case ChatMessage():
                 messages.append(item)
-            case {"role": str(role), "content": str(content)}:
-                messages.append(ChatMessage(role=role, content=content))
+            case {"role": str(role), "content": str(content), **more}:
+                messages.append(
+                    ChatMessage(
+                        role=role,
+                        content=content,
+                        tool_calls=_json(more.get("tool_calls"), f"chat.messages[{index}].tool_calls"),
+                        tool_call_id=str(more.get("tool_call_id", "")),
+                        name=str(more.get("name", "")),
+                    )
+                )
             case _:
                 field = f"chat.messages[{index}]"
                 message = f"{field}: must have the texts role and content"
                 raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field=field)
-    return ChatPrompt(tuple(messages))
+    return ChatPrompt(tuple(messages), tools=_json(tools, "chat.tools"))
+
+
+def _json(value: object, field: str) -> str:
+    """As text; empty for nothing."""
+    if not value:
+        return ""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field}: {error}", Reason.INVALID_ARGUMENT, field=field) from error

@@ -10,17 +10,11 @@ Rules:
 3. Where it is expected how long the answer gets, the request's own blocks count for placement by the share that is still to
    come, rounded up: what is about to be free weighs little. They never count for less than one.
 4. Prefill tokens are given back when the prompt is computed; everything is given back at the end, whatever the end.
-5. Who holds a block of a chain holds all blocks before it, since requests book whole prompts. So what a request shares with
-   others is the beginning of its chain, and bisection finds its end: the rest is added and dropped in bulk. Two prompts whose
-   keys collide, which somebody may bring about, make the load wrong by some blocks and nothing else.
-6. What placement looks at is kept in the worker's column of its pool's table, and who holds a block in one map for the whole
-   pool, from key to bits: both are written here when they change, so that no request has to ask every worker.
+5. What placement looks at is kept in the worker's column of its pool's table, and who holds a block in one place for the whole
+   pool (`fleet.router.chains`): both are written here when they change, so that no request has to ask every worker.
 """
 
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 
 import numpy as np
 from msgspec import Struct
@@ -28,6 +22,7 @@ from msgspec import Struct
 from fleet.clock import SECOND, Nanos
 from fleet.ids import RequestId
 from fleet.router.candidates import ACTIVE_BLOCKS, BACKLOG_TOKENS, QUANTITIES, REQUESTS, TOKEN_SECONDS, Floats
+from fleet.router.chains import Chain, ChainHolder, Chains
 from kvstore.block import blocks_for
 
 PACE_WEIGHT = 0.25  # of the newest prefill in what a token takes: of the last four, mostly
@@ -37,8 +32,7 @@ PACE_TOKENS = 64  # shorter prefills say more about the engine's step than about
 class Booking(Struct, kw_only=True):
     """One request on one worker."""
 
-    request_id: RequestId
-    keys: Sequence[int]  # of the prompt's full blocks
+    chain: Chain  # the prompt's full blocks
     prompt_tokens: int
     prefill_tokens: int  # not computed yet
     own_blocks: int  # besides the full blocks of the prompt
@@ -52,19 +46,18 @@ class Booking(Struct, kw_only=True):
 class WorkerBookings:
     """All bookings of one worker."""
 
-    def __init__(self, block_tokens: int, holders: dict[int, int], bit: int):
+    def __init__(self, block_tokens: int, chains: Chains, bit: int):
         """No bookings yet.
 
         Args:
             block_tokens: Of the worker.
-            holders: Bits of the workers that hold a block for live requests, by its key; shared by the pool.
-            bit: This worker's.
+            chains: What live requests hold, on all workers of the pool.
+            bit: This worker's there.
         """
         self._block_tokens = block_tokens
         self._bookings: dict[RequestId, Booking] = {}
-        self._users: dict[int, int] = {}  # requests that hold a block, by its key
-        self._holders = holders
-        self._bit = bit
+        self._chains = chains
+        self._held = ChainHolder(bit)
         self._own_blocks = 0
         self._counted_blocks = 0
         self._token_seconds = 0.0
@@ -81,7 +74,7 @@ class WorkerBookings:
     @property
     def blocks(self) -> int:
         """Unique blocks held."""
-        return len(self._users) + self._own_blocks
+        return self._held.blocks + self._own_blocks
 
     def keep_in(self, column: Floats) -> None:
         """Write what placement looks at there from now on."""
@@ -102,8 +95,7 @@ class WorkerBookings:
         assert request_id not in self._bookings, request_id
         own = blocks_for(prompt_tokens, self._block_tokens) - len(keys)
         self._bookings[request_id] = Booking(
-            request_id=request_id,
-            keys=keys,
+            chain=self._chains.add(self._held, keys),
             prompt_tokens=prompt_tokens,
             prefill_tokens=prefill_tokens,
             own_blocks=own,
@@ -112,16 +104,6 @@ class WorkerBookings:
             since=now,
             tokens_ahead=self.prefill_tokens + prefill_tokens,
         )
-        users, holders, bit = self._users, self._holders, self._bit
-        shared = bisect_left(keys, True, key=lambda key: key not in users)
-        for key in keys[:shared]:
-            users[key] = users.get(key, 0) + 1
-        new = keys[shared:]
-        users.update(dict.fromkeys(new, 1))
-        held = bisect_left(new, True, key=lambda key: key not in holders)
-        for key in new[:held]:
-            holders[key] = holders.get(key, 0) | bit
-        holders.update(dict.fromkeys(new[held:], bit))
         self._own_blocks += own
         self._counted_blocks += own
         self.prefill_tokens += prefill_tokens
@@ -143,67 +125,51 @@ class WorkerBookings:
         """The answer got longer by so many tokens."""
         booking = self._bookings[request_id]
         booking.answer_tokens += tokens
-        own = blocks_for(booking.prompt_tokens + booking.answer_tokens, self._block_tokens) - len(booking.keys)
+        own = blocks_for(booking.prompt_tokens + booking.answer_tokens, self._block_tokens) - len(booking.chain.keys)
         counted = own if booking.expected_tokens == 0 else _share(own, booking.answer_tokens, booking.expected_tokens)
         if own == booking.own_blocks and counted == booking.counted_blocks:
             return
         self._own_blocks += own - booking.own_blocks
         self._counted_blocks += counted - booking.counted_blocks
         booking.own_blocks, booking.counted_blocks = own, counted
-        self._column[ACTIVE_BLOCKS] = len(self._users) + self._counted_blocks
+        self._column[ACTIVE_BLOCKS] = self._held.blocks + self._counted_blocks
 
     def release(self, request_id: RequestId) -> None:
         booking = self._bookings.pop(request_id)
         self.prefill_tokens -= booking.prefill_tokens
         self._own_blocks -= booking.own_blocks
         self._counted_blocks -= booking.counted_blocks
-        users, holders, keys = self._users, self._holders, booking.keys
-        alone = bisect_left(keys, True, key=lambda key: users.get(key, 1) == 1)
-        for key in keys[:alone]:
-            users[key] = users.get(key, 1) - 1
-        gone = keys[alone:]
-        _drop(users, gone)
-        here = bisect_left(gone, True, key=lambda key: holders.get(key, self._bit) == self._bit)
-        for key in gone[:here]:
-            holders[key] = holders.get(key, 0) & ~self._bit
-        _drop(holders, gone[here:])
+        self._chains.remove(booking.chain)
         self._note()
 
     def close(self) -> None:
         """The worker has left: it holds nothing any more."""
-        holders = self._holders
-        for key in self._users:
-            if rest := holders.get(key, 0) & ~self._bit:
-                holders[key] = rest
-            else:
-                holders.pop(key, None)
+        for booking in self._bookings.values():
+            self._chains.remove(booking.chain)
 
     def _note(self) -> None:
         column = self._column
         column[BACKLOG_TOKENS] = self.prefill_tokens
-        column[ACTIVE_BLOCKS] = len(self._users) + self._counted_blocks
+        column[ACTIVE_BLOCKS] = self._held.blocks + self._counted_blocks
         column[REQUESTS] = len(self._bookings)
+
+    def chains(self) -> list[Chain]:
+        """Those of its requests."""
+        return [booking.chain for booking in self._bookings.values()]
 
     def check(self) -> None:
         """Assert that the sums are those of the bookings."""
-        users: dict[int, int] = {}
+        held: set[int] = set()
         for booking in self._bookings.values():
             assert booking.prefill_tokens >= 0, booking
             assert 0 <= booking.counted_blocks <= booking.own_blocks, booking
-            for key in booking.keys:
-                users[key] = users.get(key, 0) + 1
-        assert users == self._users
+            held.update(booking.chain.keys)
+        assert len(held) == self._held.blocks
         assert self._own_blocks == sum(booking.own_blocks for booking in self._bookings.values())
         assert self._counted_blocks == sum(booking.counted_blocks for booking in self._bookings.values())
         assert self.prefill_tokens == sum(booking.prefill_tokens for booking in self._bookings.values())
         kept = self._column[[BACKLOG_TOKENS, ACTIVE_BLOCKS, REQUESTS]].tolist()
-        assert kept == [self.prefill_tokens, len(users) + self._counted_blocks, len(self._bookings)], kept
-        assert all(self._holders[key] & self._bit for key in users)
-
-
-def _drop(counts: dict[int, int], keys: Sequence[int]) -> None:
-    """Take keys out, without a turn of the interpreter's loop for each."""
-    deque(map(counts.pop, keys, repeat(None)), maxlen=0)
+        assert kept == [self.prefill_tokens, len(held) + self._counted_blocks, len(self._bookings)], kept
 
 
 def _share(blocks: int, tokens: int, expected: int) -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fleet.ids import WorkerId
 from fleet.roles import KvPath, Placement
+from fleet.work import Adapter
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -59,6 +60,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     must_keep: bool = False  # to that worker, or to none
     pin: WorkerId | None = None  # the only worker that the client accepts
     labels: tuple[str, ...] = ()  # that the worker must have
+    adapter: Adapter | None = None  # that it must have, or be able to load
     first_key: int = 0  # of the prompt's first full block; 0: it has none
     seconds_left: float | None = None  # for the first token
 

@@ -12,7 +12,6 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from typing import Protocol, assert_never
@@ -40,18 +39,18 @@ from fleet.requests import (
     TokenPrompt,
     Usage,
 )
+from fleet.router.adapters import meant_by
 from fleet.router.answer import Answer
 from fleet.router.messages import Arrived, Complete
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants
+from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
 from fleet.validation import validate, validate_length
 from fleet.work import Progress
 from kvstore.block import salt_for
 
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenising; longer prompts go to a thread
-TOKENISING_THREADS = 2
-MAX_TOKENISING = 64  # long prompts waiting for a thread: half a GiB at the largest size that fronts take
 RETRY_AFTER_MS = 1000
 
 
@@ -88,6 +87,7 @@ class Generation:
         tenants: Tenants,
         tenant_secret: bytes,
         metrics: Metrics,
+        threads: TokenisingThreads,
     ) -> None:
         self._router = router
         self._codecs = codecs
@@ -96,17 +96,13 @@ class Generation:
         self._tenant_secret = tenant_secret
         self._metrics = metrics
         self._running: set[RequestId] = set()
-        self._executor = ThreadPoolExecutor(TOKENISING_THREADS, thread_name_prefix="tokenise")
-        self._tokenising = 0
+        self._parents: dict[ModelName, ModelName] = {}  # of adapters that were asked for
+        self._threads = threads
 
     @property
     def running(self) -> int:
         """Requests that have not ended."""
         return len(self._running)
-
-    def close(self) -> None:
-        """Give the threads up; requests must have ended."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def models(self) -> tuple[ModelCard, ...]:
         """Models that at least one live worker serves."""
@@ -114,7 +110,7 @@ class Generation:
 
     def token_text(self, model: ModelName, token_id: int) -> str:
         """One token alone, for log probabilities."""
-        return self._codecs[model].token_text(token_id)
+        return self._codecs[self._parents.get(model, model)].token_text(token_id)
 
     async def generate(self, request: GenerateRequest, authorization: str = "") -> AsyncGenerator[GenerateEvent]:
         """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
@@ -167,7 +163,7 @@ class Generation:
         allowance = self._tenants.admit(request.tenant, prompt_tokens, self._clock.now())
         complete: Complete | None = None
         last: Delta | None = None
-        arrived = self._arrived(request, card.name, tokens, sampling)
+        arrived = self._arrived(request, card, tokens, sampling)
         async with self._charged(request.tenant, answer), self._router.submit(arrived) as submitted:
             yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens, allowance=allowance)
             async for event in submitted:
@@ -212,13 +208,17 @@ class Generation:
     def _resolve(self, model: ModelName) -> tuple[ModelCard, TextCodec]:
         cards = {card.name: card for card in self._router.models()}
         if not model:
-            if len(cards) > 1:
+            models = [card.name for card in cards.values() if not card.parent]
+            if len(models) > 1:
                 raise invalid("model", f"must be one of {', '.join(sorted(cards))}")
-            if not cards:
+            if not models:
                 raise Refused(Reason.NO_WORKER, "no worker serves any model yet", retry_after_ms=RETRY_AFTER_MS)
-            (model,) = cards
-        if (codec := self._codecs.get(model)) is None:
-            served = ", ".join(sorted(cards.keys() & self._codecs.keys())) or "none"
+            (model,) = models
+        if model in cards and (parent := cards[model].parent):
+            self._parents[model] = parent
+        if (codec := self._codecs.get(self._parents.get(model, model))) is None:
+            known = [card.name for card in cards.values() if (card.parent or card.name) in self._codecs]
+            served = ", ".join(sorted(known)) or "none"
             raise Refused(
                 Reason.MODEL_NOT_FOUND, f"model: {_quoted(model)} is not served here; served: {served}", field="model"
             )
@@ -235,28 +235,23 @@ class Generation:
                 return tokens
             case TextPrompt(text=text):
                 work, characters = partial(codec.encode, text), len(text)
-            case ChatPrompt(messages=messages):
-                work, characters = partial(codec.render, messages), sum(len(message.content) for message in messages)
+            case ChatPrompt(messages=messages, tools=tools):
+                work = partial(codec.render, messages, tools)
+                characters = len(tools) + sum(len(each.content) + len(each.tool_calls) for each in messages)
             case _:
                 assert_never(prompt)
         if characters <= INLINE_CHARACTERS:
             return work()
-        if self._tokenising >= MAX_TOKENISING:
-            raise Refused(
-                Reason.QUEUE_FULL, "too many long prompts wait to be tokenised", retry_after_ms=RETRY_AFTER_MS
-            )
-        self._tokenising += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        finally:
-            self._tokenising -= 1
+        return await self._threads.run(work)
 
-    def _arrived(self, request: GenerateRequest, model: ModelName, tokens: TokenBytes, sampling: Sampling) -> Arrived:
+    def _arrived(self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, sampling: Sampling) -> Arrived:
+        meant = meant_by(card, salt_for(self._tenant_secret, request.tenant))
         return Arrived(
             request_id=request.id,
-            model=model,
+            model=meant.model,
+            adapter=meant.adapter,
             tokens=tokens,
-            salt=salt_for(self._tenant_secret, request.tenant),
+            salt=meant.salt,
             tenant=request.tenant,
             sampling=sampling,
             priority=request.priority,

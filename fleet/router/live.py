@@ -137,6 +137,14 @@ class LiveRequest(Struct, kw_only=True):
             self.chains[block_tokens] = keys
         return keys
 
+    @property
+    def first_key(self) -> int:
+        """Of the prompt's first full block; 0: it has none, or none is known yet."""
+        for keys in self.chains.values():
+            if keys:
+                return keys[0]
+        return 0
+
     def forget_chains(self) -> None:
         self.chains = {}
 
@@ -159,7 +167,8 @@ class LiveRequest(Struct, kw_only=True):
             must_keep=must_keep,
             pin=arrived.pin,
             labels=arrived.labels,
-            first_key=next((keys[0] for keys in self.chains.values() if keys), 0),
+            adapter=arrived.adapter,
+            first_key=self.first_key,
             seconds_left=None if arrived.deadline is None else (arrived.deadline - now) / SECOND,
         )
 

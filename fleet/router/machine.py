@@ -16,7 +16,7 @@ Rules:
 6. A deadline ends a request wherever it is; the server sends `Ticked` when `next_deadline()` has come.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import assert_never
 
 from msgspec import structs
@@ -32,7 +32,10 @@ from fleet.router.live import LiveRequest, Stage, Turn, Work, advance
 from fleet.router.messages import (
     Arrived,
     Booked,
+    CacheAged,
     CacheAssumed,
+    CacheDrifts,
+    CacheReported,
     Cancelled,
     CancelWork,
     Command,
@@ -65,7 +68,8 @@ from fleet.router.ranked import Ranked
 from fleet.router.roster import Roster
 from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings, Thresholds
-from fleet.router.snapshot import Counters, Explanation, RouterSnapshot
+from fleet.router.snapshot import Counters, Explanation, KnowledgeSnapshot, RouterSnapshot
+from fleet.router.truth import Compared, Knowledge, compare
 from fleet.router.waiting import Waiting, WaitingRoom, rank
 from fleet.work import Handoff, Progress, Rejected, Start
 
@@ -111,6 +115,8 @@ class RouterMachine:
         self._works_begun = 0
         self._freed: dict[ModelName, None] = {}  # models whose queue may move since room was made
         self._counters = Counters()
+        self._compared = dict.fromkeys(Knowledge, Compared())
+        self._prompts_compared = dict.fromkeys(Knowledge, 0)
         self._explained: OrderedDict[RequestId, list[Decision]] = OrderedDict()  # a dict's first key is slow to find
 
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
@@ -127,6 +133,11 @@ class RouterMachine:
             case CacheAssumed():
                 if self._roster.get(event.worker_id) is not None:
                     self._roster.cache_assumed(event.worker_id, event.stored, event.removed)
+            case CacheAged():
+                if (worker := self._roster.get(event.worker_id)) is not None:
+                    worker.assumed.expire(now)
+            case CacheReported():
+                self._cache_reported(event, out)
             case StoreChanged():
                 self._roster.store_changed(event)
             case LoadReported():
@@ -284,6 +295,7 @@ class RouterMachine:
             self._sessions.bind(live.session_key, placed.decode, now)
         if placed.prefill is None:
             self._book(live, placed.decode, placed.prefill_tokens, now)
+            self._roster[placed.decode].assume(live, now)
             self._start(live, placed.decode, Phase.AGGREGATED, now, out)
         else:
             self._book(live, placed.decode, 0, now)
@@ -313,10 +325,15 @@ class RouterMachine:
         keys = live.keys(worker.description.block_tokens)
         expected = live.arrived.expected_tokens - len(live.sent)
         worker.bookings.book(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=max(0, expected))
+        if live.arrived.adapter is not None:
+            worker.book_adapter(live.arrived.adapter.name)
         live.booked_on.append(worker_id)
 
     def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
-        self._roster[worker_id].bookings.release(live.id)
+        worker = self._roster[worker_id]
+        worker.bookings.release(live.id)
+        if live.arrived.adapter is not None:
+            worker.release_adapter(live.arrived.adapter.name)
         live.booked_on.remove(worker_id)
         self._freed[live.arrived.model] = None
 
@@ -347,6 +364,7 @@ class RouterMachine:
             priority=arrived.priority,
             timeout_ms=0 if arrived.deadline is None else max(1, (arrived.deadline - now) // MILLISECOND),
             session=arrived.session,
+            adapter="" if arrived.adapter is None else arrived.adapter.name,
         )
         out.append(Dispatch(worker_id=worker_id, start=start))
 
@@ -365,6 +383,8 @@ class RouterMachine:
                 continue
             live = self._live[work.request_id]
             if progress.kv is not None:
+                if work.id not in live.told and work.phase is not Phase.DECODE:
+                    self._compare(live, work, progress.kv.cached_tokens, out)
                 live.heard(work, progress.kv)
             if progress.finish is Finish.CANCELLED:  # not by us: work that we cancel is forgotten at once
                 self._failed(live, Reason.WORKER_LOST, "the worker gave the request up", now, out)
@@ -372,6 +392,36 @@ class RouterMachine:
                 self._prefilled(live, work, progress, now, out)
             else:
                 self._answered(live, work, progress, now, out)
+
+    def _cache_reported(self, event: CacheReported, out: list[Command]) -> None:
+        work = self._works.get(event.request_id)
+        if work is None or work.worker_id != event.worker_id or not event.prompt_tokens:
+            return
+        live = self._live[work.request_id]
+        share = event.cached_tokens / event.prompt_tokens  # its tokens need not be ours
+        self._compare(live, work, round(share * live.prompt_tokens), out)
+
+    def _compare(self, live: LiveRequest, work: Work, reported_tokens: int, out: list[Command]) -> None:
+        """What was believed to be cached where a prompt was computed, against what was."""
+        placed = live.placed
+        if placed is None or live.arrived.second_hand:
+            return
+        worker = self._roster[work.worker_id]
+        truth = worker.truth
+        prompt = placed.asked.prompt_tokens
+        compared = compare(prompt, prompt - placed.prefill_tokens, reported_tokens, worker.description.block_tokens)
+        self._compared[truth.knowledge] += compared
+        self._prompts_compared[truth.knowledge] += 1
+        if truth.note(compared):
+            out.append(
+                CacheDrifts(
+                    worker_id=work.worker_id,
+                    knowledge=truth.knowledge,
+                    drifting=truth.drifting,
+                    precision=truth.recent.precision,
+                    recall=truth.recent.recall,
+                )
+            )
 
     def _answered(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.token_ids:
@@ -437,6 +487,8 @@ class RouterMachine:
             return
         live.sent.extend(progress.token_ids)
         self._roster[worker_id].bookings.grown(live.id, len(progress.token_ids))
+        if live.arrived.only_end:
+            return
         told = Progress(request_id=live.id, token_ids=progress.token_ids, logprobs=progress.logprobs)
         out.append(Emit(request_id=live.id, progress=told, kv=live.kv, cached_tokens=live.cached_tokens))
 
@@ -445,7 +497,7 @@ class RouterMachine:
     def _joined(self, event: WorkerJoined, now: Nanos, out: list[Command]) -> None:
         if self._roster.get(event.description.worker_id) is not None:  # a new incarnation voids the old one
             self._left(event.description.worker_id, now, out)
-        self._roster.join(event.description, event.address)
+        self._roster.join(event.description, event.address, event.knowledge, event.believed_for)
         self._freed[event.description.model] = None
 
     def _left(self, worker_id: WorkerId, now: Nanos, out: list[Command]) -> None:
@@ -595,9 +647,9 @@ class RouterMachine:
         return self._roster.booked()
 
     def decision(self, request_id: RequestId) -> Decision | None:
-        """The latest decision where a request goes; None for one too long ago, or never placed."""
-        placements = self._explained.get(request_id)
-        return placements[-1] if placements else None
+        """Where a request goes that has not ended; None for one that has, or is not placed."""
+        live = self._live.get(request_id)
+        return None if live is None else live.placed
 
     def address(self, worker_id: WorkerId) -> str:
         """Where a worker is; empty for one that has left."""
@@ -616,7 +668,7 @@ class RouterMachine:
             stores=self._roster.stores(),
             active=len(self._live),
             queued=len(self._waiting),
-            index_blocks=len(self._roster.index),
+            index_blocks=self._roster.known_blocks(),
             index_overflowed=self._roster.index.overflowed,
             counters=structs.replace(
                 counters,
@@ -624,6 +676,18 @@ class RouterMachine:
                 placements=dict(counters.placements),
                 impossible=dict(counters.impossible),
             ),
+            knowledge=tuple(self._known(knowledge) for knowledge in Knowledge),
+        )
+
+    def _known(self, knowledge: Knowledge) -> KnowledgeSnapshot:
+        workers, drifting, recent = self._roster.recent(knowledge)
+        return KnowledgeSnapshot(
+            knowledge=knowledge,
+            workers=workers,
+            drifting=drifting,
+            prompts=self._prompts_compared[knowledge],
+            total=self._compared[knowledge],
+            recent=recent,
         )
 
     def check(self) -> None:
@@ -633,6 +697,8 @@ class RouterMachine:
         queued = set(self._waiting.ids())
         booked: dict[RequestId, list[WorkerId]] = {}
         for worker in self._roster:
+            adapters = [self._live[request_id].arrived.adapter for request_id in worker.bookings]
+            assert worker.adapters_booked == Counter(adapter.name for adapter in adapters if adapter is not None)
             for request_id in worker.bookings:
                 booked.setdefault(request_id, []).append(worker.description.worker_id)
         works = {}

@@ -8,7 +8,7 @@ from msgspec import Struct
 from fleet.roles import KvPath, Placement, Role
 from fleet.router.candidates import Candidates, Flags, Floats, Rows
 from fleet.router.settings import RouterSettings
-from fleet.work import Description
+from fleet.work import Adapter, Description
 
 
 class Partners(Struct, frozen=True):
@@ -34,6 +34,7 @@ class Members:
         self.smallest = min((each.kv_blocks * each.block_tokens for each in descriptions), default=0)
         self.even = all(each.prefill_speed == 1 and each.decode_speed == 1 for each in descriptions)
         self._partners: dict[tuple[int, bool, KvPath | None], Partners] = {}
+        self._with_adapter: dict[Adapter, Flags] = {}
 
     def __len__(self) -> int:
         return len(self.descriptions)
@@ -46,6 +47,13 @@ class Members:
         """Whether prompt and answer fit into the model's length, and the prompt and one token into the cache."""
         fit: Flags = (prompt_tokens + answer_tokens <= self.lengths) & (prompt_tokens < self.capacities)
         return fit
+
+    def with_adapter(self, adapter: Adapter) -> Flags:
+        """Who has an adapter or can load it: the very same, if one of this name has several revisions."""
+        if (flags := self._with_adapter.get(adapter)) is None:
+            able = [adapter in each.adapters for each in self.descriptions]
+            flags = self._with_adapter[adapter] = np.array(able, dtype=np.bool_)
+        return flags
 
     def partners(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> Partners:
         """Prefill workers that pair with a decode worker (rules 3 and 4 of `fleet.router.placement`)."""
@@ -114,16 +122,24 @@ class Serving(Struct, frozen=True):
 class Standings:
     """All workers of a model as they stand for one request. Nothing in it changes any more, so that it can be explained."""
 
-    __slots__ = ("able", "answering", "columns", "failed", "members", "serving", "warm")
+    __slots__ = ("able", "answering", "columns", "failed", "homes", "members", "serving", "warm")
 
     def __init__(
-        self, members: Members, columns: Floats, serving: "Serving", failed: Flags | None = None, *, warm: bool = True
+        self,
+        members: Members,
+        columns: Floats,
+        serving: "Serving",
+        failed: Flags | None = None,
+        *,
+        warm: bool = True,
+        homes: Sequence[Flags] = (),
     ):
         self.members = members
         self.columns = columns  # see `fleet.router.candidates`
         self.serving = serving
         self.failed = failed  # on this request, in this incarnation; None: nobody
         self.warm = warm  # somebody may hold something of the prompt
+        self.homes = homes  # of the request's adapter, the best first: see `fleet.router.adapters`
         self.able: Flags = serving.able if failed is None else serving.able & ~failed
         self.answering: Flags = serving.answering if failed is None else serving.answering & ~failed
 
@@ -137,4 +153,4 @@ class Standings:
     def candidates(self, rows: Rows) -> Candidates:
         """Some of them, in the order of `rows`, each once."""
         everybody = Candidates(self.members.worker_ids, self.columns, warm=self.warm, even=self.members.even)
-        return everybody if len(rows) == len(self) else everybody.only(rows)
+        return everybody if len(rows) == len(self.members.worker_ids) else everybody.only(rows)

@@ -15,13 +15,16 @@ from fleet.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.requests import Finish, KvPhase, Sampling, TokenBytes
 from fleet.roles import KvPath, Placement
 from fleet.router.settings import Thresholds
-from fleet.work import Description, KvEvent, Load, Progress, Rejected, Start
+from fleet.router.truth import Knowledge
+from fleet.work import Adapter, Description, KvEvent, Load, Progress, Rejected, Start
 from kvstore.messages import POOL_TIER
 
 
 class WorkerJoined(Struct, frozen=True, kw_only=True):
     description: Description
     address: str
+    knowledge: Knowledge = Knowledge.EXACT  # of what it has cached
+    believed_for: Nanos | None = None  # how long what was sent there is believed to be cached; None: that is told
 
 
 class WorkerLeft(Struct, frozen=True, kw_only=True):
@@ -52,6 +55,21 @@ class CacheAssumed(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     stored: Sequence[int] = ()
     removed: Collection[int] = ()
+
+
+class CacheAged(Struct, frozen=True, kw_only=True):
+    """Time has passed: what was sent to a worker long ago is believed to be cached no longer."""
+
+    worker_id: WorkerId
+
+
+class CacheReported(Struct, frozen=True, kw_only=True):
+    """How much of a prompt a server that tells nothing else had cached, in its own tokens; before the work's end."""
+
+    worker_id: WorkerId
+    request_id: RequestId
+    prompt_tokens: int
+    cached_tokens: int
 
 
 class StoreChanged(Struct, frozen=True, kw_only=True):
@@ -108,6 +126,8 @@ WorkerEvent = (
     | LoadReported
     | KvChanged
     | CacheAssumed
+    | CacheAged
+    | CacheReported
     | StoreChanged
     | Stepped
     | WorkRejected
@@ -130,11 +150,13 @@ class Arrived(Struct, frozen=True, kw_only=True):
     kv_path: KvPath | None = None
     pin: WorkerId | None = None  # the only worker that may answer
     labels: tuple[str, ...] = ()  # that this worker must have
+    adapter: Adapter | None = None  # to run with; `salt` keeps its blocks apart
     expected_tokens: int = 0  # of the answer, as the client believes; 0: it does not say
     second_hand: bool = (
         False  # its progress is told by others than workers, at times of their own: nothing is learned of it
     )
     keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt's full blocks by block size, where the front knows them
+    only_end: bool = False  # its listener sees the answer itself, and is told of its end only
 
 
 class Cancelled(Struct, frozen=True, kw_only=True):
@@ -201,7 +223,17 @@ class Refuse(Struct, frozen=True, kw_only=True):
     retry_after_ms: int = 0
 
 
-Command = Dispatch | CancelWork | Emit | Complete | Refuse
+class CacheDrifts(Struct, frozen=True, kw_only=True):
+    """What a worker reports to have cached has parted from what is known of it, or agrees with it again."""
+
+    worker_id: WorkerId
+    knowledge: Knowledge
+    drifting: bool
+    precision: float  # of the latest comparisons, see `fleet.router.truth`
+    recall: float
+
+
+Command = Dispatch | CancelWork | Emit | Complete | Refuse | CacheDrifts
 
 
 def work_id(request_id: RequestId, number: int) -> RequestId:

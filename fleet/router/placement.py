@@ -68,6 +68,8 @@ class Unfit(StrEnum):
 
     NOT_PINNED = "not_pinned"  # the client named another
     LABEL_MISSING = "label_missing"
+    NO_ADAPTER = "no_adapter"  # it has none of this name, or another revision
+    ADAPTER_ELSEWHERE = "adapter_elsewhere"  # others have it loaded, or have a slot for it
     OTHER_SESSION = "other_session"  # the session is kept on another
     DRAINING = "draining"
     FAILED_BEFORE = "failed_before"  # this very request
@@ -89,6 +91,7 @@ class Cause(StrEnum):
     PIN_UNKNOWN = "pin_unknown"
     PIN_UNFIT = "pin_unfit"
     NO_LABEL = "no_label"
+    NO_ADAPTER = "no_adapter"
     SESSION_LOST = "session_lost"
 
 
@@ -190,7 +193,7 @@ def decide(
         crossover: What was learned of hand-offs, where that counts.
     """
     members, columns = standings.members, standings.columns
-    rows = _able(asked, standings).nonzero()[0]
+    rows = _at_home(standings, _able(asked, standings).nonzero()[0])
     if len(rows) == 0:
         return _nobody(asked, standings)
     place, by = policy.choose(asked, standings.candidates(rows), Phase.AGGREGATED, chance)
@@ -208,6 +211,7 @@ def decide(
         partners = members.partners(row, asked.placement, asked.kv_path)
         paired = _paired(asked, standings, row)
         prefill_rows = paired[columns[REQUESTS, paired] < columns[LIMIT, paired]] if len(paired) else paired
+        prefill_rows = _at_home(standings, prefill_rows)
         splitting, why = split(
             asked.placement,
             uncached,
@@ -264,6 +268,8 @@ def decide_decode(
     """
     members, columns = standings.members, standings.columns
     able = standings.answering & members.fit(asked.prompt_tokens, asked.answer_tokens)
+    if asked.adapter is not None:
+        able &= members.with_adapter(asked.adapter)
     reads = [
         row
         for row in able.nonzero()[0].tolist()
@@ -276,6 +282,7 @@ def decide_decode(
     roomy = rows[columns[REQUESTS, rows] < columns[LIMIT, rows]]
     if len(roomy) > 0:
         rows = roomy
+    rows = _at_home(standings, rows)
     place, _ = policy.choose(asked, standings.candidates(rows), Phase.AGGREGATED, chance)
     return members.worker_ids[int(rows[place])]
 
@@ -322,12 +329,22 @@ def _able(asked: Asked, standings: Standings) -> Flags:
     able: Flags = standings.answering & (columns[REQUESTS] < columns[LIMIT])
     if not members.all_fit(asked.prompt_tokens, asked.answer_tokens):
         able &= members.fit(asked.prompt_tokens, asked.answer_tokens)
+    if asked.adapter is not None:
+        able &= members.with_adapter(asked.adapter)
     if asked.pin is not None or asked.labels or asked.must_keep:
         able &= np.array([_excluded(asked, members, row) is None for row in range(len(members))], dtype=np.bool_)
     if asked.placement is Placement.DISAGGREGATED:
         for row in able.nonzero()[0].tolist():
             able[row] = len(_free_partners(asked, standings, row)) > 0
     return able
+
+
+def _at_home(standings: Standings, rows: Rows) -> Rows:
+    """Of some workers, those where the request's adapter is best off; all of them where it has none."""
+    for home in standings.homes:
+        if len(there := rows[home[rows]]):
+            return there
+    return rows
 
 
 def _paired(asked: Asked, standings: Standings, decode_row: int) -> Rows:
@@ -338,6 +355,8 @@ def _paired(asked: Asked, standings: Standings, decode_row: int) -> Rows:
     able = standings.able[rows]
     if not standings.members.all_fit(asked.prompt_tokens, 1):
         able &= standings.members.fit(asked.prompt_tokens, 1)[rows]
+    if asked.adapter is not None:
+        able = able & standings.members.with_adapter(asked.adapter)[rows]
     paired: Rows = rows[able]
     return paired
 
@@ -385,6 +404,8 @@ def _excluded(asked: Asked, members: Members, row: int) -> Unfit | None:
         return Unfit.NOT_PINNED
     if not set(asked.labels) <= set(description.labels):
         return Unfit.LABEL_MISSING
+    if asked.adapter is not None and asked.adapter not in description.adapters:
+        return Unfit.NO_ADAPTER
     if asked.must_keep and asked.bound is not None and description.worker_id != asked.bound:
         return Unfit.OTHER_SESSION
     return None
@@ -409,6 +430,8 @@ def _unfit(asked: Asked, standings: Standings, candidates: set[WorkerId]) -> dic
             causes[worker_id] = Unfit.TOO_SMALL
         elif asked.placement is Placement.DISAGGREGATED and not len(_paired(asked, standings, row)):
             causes[worker_id] = Unfit.NO_PAIR
+        elif standings.homes and columns[REQUESTS, row] < columns[LIMIT, row]:
+            causes[worker_id] = Unfit.ADAPTER_ELSEWHERE
         else:
             assert columns[REQUESTS, row] >= columns[LIMIT, row] or asked.placement is Placement.DISAGGREGATED
             causes[worker_id] = Unfit.AT_LIMIT  # or half of its pair is
@@ -480,6 +503,13 @@ def _nobody(asked: Asked, standings: Standings) -> Wait | Impossible:
             reason=Reason.NO_WORKER,
             cause=Cause.ALL_DRAINING,
             message="all workers of this model are going away; retry when another is up",
+        )
+    if asked.adapter is not None and Unfit.NO_ADAPTER in causes:
+        return Impossible(
+            reason=Reason.NO_WORKER,
+            cause=Cause.NO_ADAPTER,
+            message=f"model: no worker has the adapter {asked.adapter.identity} now; retry when one is up",
+            field="model",
         )
     return Impossible(
         reason=Reason.NO_WORKER,

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
+from fleet.clock import Nanos
 from fleet.ids import WorkerId
 from fleet.roles import KvPath, Role
+from fleet.router.adapters import homes
+from fleet.router.assumed_cache import AssumedCache
 from fleet.router.bookings import WorkerBookings
 from fleet.router.candidates import (
     ACTIVE_BLOCKS,
@@ -34,12 +37,15 @@ from fleet.router.candidates import (
     Floats,
     Rows,
 )
-from fleet.router.index import Namespace, PrefixIndex, engine_cache, runs, store_namespace
+from fleet.router.chains import Chains
+from fleet.router.index import Namespace, PrefixIndex, engine_cache, store_namespace
 from fleet.router.live import LiveRequest
 from fleet.router.members import Members, Serving, Standings, limit
 from fleet.router.messages import Booked
+from fleet.router.native.costs import spread
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import WorkerSnapshot
+from fleet.router.truth import CacheTruth, Knowledge
 from fleet.work import Description, Load
 from kvstore.block import blocks_for
 from kvstore.messages import POOL_TIER
@@ -48,18 +54,43 @@ from kvstore.messages import POOL_TIER
 class KnownWorker:
     """One incarnation of a worker."""
 
-    def __init__(self, description: Description, address: str, pool: "WorkerPool", request_limit: int):
+    def __init__(
+        self,
+        description: Description,
+        address: str,
+        pool: "WorkerPool",
+        request_limit: int,
+        knowledge: Knowledge = Knowledge.EXACT,
+        believed_for: Nanos | None = None,
+    ):
         self.description = description
+        self.truth = CacheTruth(knowledge)
         self.address = address
         self.request_limit = request_limit
         self.draining = False  # changed by `WorkerPool.drain` only
         self.load = Load(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
-        self.bookings = WorkerBookings(description.block_tokens, pool.holders, self.bit)
+        self.bookings = WorkerBookings(description.block_tokens, pool.chains, self.bit)
+        self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
+        self._believed_for = believed_for
+        self.adapters_booked: dict[str, int] = {}  # requests, by adapter
+
+    def book_adapter(self, name: str) -> None:
+        self.adapters_booked[name] = self.adapters_booked.get(name, 0) + 1
+
+    def release_adapter(self, name: str) -> None:
+        self.adapters_booked[name] -= 1
+        if not self.adapters_booked[name]:
+            del self.adapters_booked[name]
 
     @property
     def decodes(self) -> bool:
         return self.description.role is not Role.PREFILL
+
+    def assume(self, live: LiveRequest, now: Nanos) -> None:
+        """A request goes there: where nobody tells what is cached, its prompt is believed to be."""
+        if self._believed_for is not None:
+            self.assumed.sent(live.keys(self.description.block_tokens), Nanos(now + self._believed_for))
 
     def snapshot(self, cached_blocks: int, booked_elsewhere: int) -> WorkerSnapshot:
         return WorkerSnapshot(
@@ -79,42 +110,13 @@ class KnownWorker:
         )
 
 
-MAX_KNOWN = 256  # sets of workers whose rows are remembered
-
-
-class Holding:
-    """Rows of the workers that bits stand for."""
-
-    def __init__(self, rows: Mapping[int, int]):
-        self.mask = 0
-        for bit in rows:
-            self.mask |= bit
-        self._rows = rows
-        self._known: dict[int, Rows] = {}  # who holds what is hot together changes little
-        self._row_at: Rows = np.zeros(self.mask.bit_length(), dtype=np.intp)  # by place of the bit
-        for bit, row in rows.items():
-            self._row_at[bit.bit_length() - 1] = row
-
-    def rows(self, bits: int) -> Rows | int:
-        """Of one or several of the bits in `mask`."""
-        if bits & (bits - 1) == 0:
-            return self._rows[bits]
-        if (known := self._known.get(bits)) is None:
-            packed = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
-            known = self._row_at[np.unpackbits(packed, bitorder="little").nonzero()[0]]
-            if len(self._known) == MAX_KNOWN:
-                self._known.clear()
-            self._known[bits] = known
-        return known
-
-
 class BlockSize(Struct, frozen=True, kw_only=True):
     """The workers of one block size: prompts have other keys for each."""
 
     block_tokens: int
     rows: Rows | slice
-    engines: Holding  # by their bits in the index
-    live: Holding  # by their bits in `WorkerPool.holders`
+    engines: Rows  # by the places of their bits in the index; -1: another's
+    live: Rows  # likewise in `WorkerPool.chains` and `WorkerPool.assumed`
 
 
 class WorkerPool:
@@ -124,7 +126,8 @@ class WorkerPool:
         self._settings = settings
         self._index = index
         self.workers: dict[WorkerId, KnownWorker] = {}
-        self.holders: dict[int, int] = {}  # who holds a block for live requests: bits by key
+        self.chains = Chains()  # of live requests
+        self.assumed = Chains()  # what is believed to be cached
         self._bits = 0  # in use
         self._shared: Sequence[Mapping[WorkerId, Booked]] = ()  # by other routers
         self._arrange()
@@ -142,6 +145,7 @@ class WorkerPool:
     def leave(self, worker_id: WorkerId) -> None:
         worker = self.workers.pop(worker_id)
         worker.bookings.close()
+        worker.assumed.clear()
         self._bits &= ~worker.bit
         self._arrange()
 
@@ -243,14 +247,16 @@ class WorkerPool:
         for size in self._sizes:
             keys = live.keys(size.block_tokens)
             columns[NEW_BLOCKS, size.rows] = blocks_for(prompt_tokens, size.block_tokens)
-            booked = runs(self.holders, keys)
+            booked = self.chains.runs(keys)
             held = self._index.runs(keys)
-            if not booked and not held:
+            assumed = self.assumed.runs(keys)
+            if not booked and not held and not assumed:
                 continue
             warm = True
-            for depth, mask in held:
-                if bits := mask & size.engines.mask:
-                    columns[ENGINE_BLOCKS, size.engines.rows(bits)] = depth
+            if held:
+                spread(held, size.engines, columns[ENGINE_BLOCKS])
+            if assumed:
+                spread(assumed, size.live, columns[ENGINE_BLOCKS])
             if booked:
                 self._note_booked(columns, booked, size)
             if self._stores and tiers:
@@ -260,13 +266,15 @@ class WorkerPool:
             failed = np.array(
                 [(each.worker_id, each.incarnation) in live.failed_on for each in self.members.descriptions], np.bool_
             )
-        return Standings(self.members, columns, self._serving, failed, warm=warm)
+        adapter = live.arrived.adapter
+        if adapter is None:
+            return Standings(self.members, columns, self._serving, failed, warm=warm)
+        found = homes(adapter, self.members, self.workers.values(), columns)
+        return Standings(self.members, columns, self._serving, failed, warm=warm, homes=found)
 
     def _note_booked(self, columns: Floats, booked: list[tuple[int, int]], size: "BlockSize") -> None:
         """What live requests hold need not be held twice, and is there or coming."""
-        for depth, mask in booked:
-            if bits := mask & size.live.mask:
-                columns[LIVE_BLOCKS, size.live.rows(bits)] = depth
+        spread(booked, size.live, columns[LIVE_BLOCKS])
         rows = size.rows
         live = columns[LIVE_BLOCKS, rows]
         columns[NEW_BLOCKS, rows] -= live
@@ -299,15 +307,21 @@ class WorkerPool:
         return BlockSize(
             block_tokens=block_tokens,
             rows=slice(None) if len(rows) == len(workers) else np.array(rows, dtype=np.intp),
-            engines=Holding(engines),
-            live=Holding({workers[row].bit: row for row in rows}),
+            engines=_row_at(engines),
+            live=_row_at({workers[row].bit: row for row in rows}),
         )
 
     def check(self) -> None:
-        """Assert that map and table are those of the bookings."""
-        union = 0
-        for bits in self.holders.values():
-            assert bits, "a block that nobody holds"
-            union |= bits
-        assert union & ~self._bits == 0
+        """Assert that what live requests hold is what they have booked."""
+        self.chains.check([chain for worker in self.workers.values() for chain in worker.bookings.chains()])
+        self.assumed.check([chain for worker in self.workers.values() for chain in worker.assumed.chains()])
+        assert all(worker.bit & self._bits for worker in self.workers.values())
         assert len({worker.bit for worker in self.workers.values()}) == len(self.workers)
+
+
+def _row_at(rows: Mapping[int, int]) -> Rows:
+    """Rows by place of a bit, out of rows by bit."""
+    found: Rows = np.full(max(rows).bit_length(), -1, dtype=np.intp)
+    for bit, row in rows.items():
+        found[bit.bit_length() - 1] = row
+    return found

@@ -59,12 +59,16 @@ class TextCodec(Protocol):
         """Token ids of a plain prompt, with the special tokens that the model puts before it."""
         ...
 
-    def render(self, messages: Sequence[ChatMessage]) -> TokenBytes:
+    def render(self, messages: Sequence[ChatMessage], tools: str = "") -> TokenBytes:
         """Token ids of a conversation, ready for the assistant's turn.
 
+        Args:
+            messages: Of which there is at least one.
+            tools: That the model may call, as `fleet.requests.ChatPrompt` has them; empty: none.
+
         Raises:
-            Refused: The template does not accept these messages, or the model has none (INVALID_ARGUMENT, field
-                ``chat.messages``).
+            Refused: The template does not accept these messages or knows no tools, or the model has none (INVALID_ARGUMENT,
+                field ``chat.messages`` or ``chat.tools``).
         """
         ...
 

@@ -2,9 +2,13 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from msgspec import structs
+
+from fleet.clock import Nanos
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import ModelCard
 from fleet.roles import Role
+from fleet.router.adapters import listed
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, keys_of, store_namespace
 from fleet.router.live import LiveRequest
 from fleet.router.members import Standings, limit
@@ -12,6 +16,7 @@ from fleet.router.messages import Booked, StoreChanged
 from fleet.router.pool import KnownWorker, WorkerPool
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
+from fleet.router.truth import Compared, Knowledge
 from fleet.work import Description, KvCleared, KvEvent, KvRemoved, KvStored
 
 
@@ -24,6 +29,9 @@ class Roster:
         self._pools: dict[ModelName, WorkerPool] = {}
         self._stores: dict[Namespace, list[str]] = {}  # tiers that hold something
         self._replicas: dict[str, Mapping[WorkerId, Booked]] = {}  # other routers' bookings
+        self._cards: tuple[ModelCard, ...] | None = (
+            None  # until somebody joins, drains or leaves: asked with each request
+        )
         self.index = PrefixIndex()
         self._nobody = WorkerPool(settings, self.index)
 
@@ -39,20 +47,28 @@ class Roster:
     def serving(self, model: ModelName) -> list[KnownWorker]:
         return list(self._pools.get(model, self._nobody).workers.values())
 
-    def join(self, description: Description, address: str) -> None:
+    def join(
+        self,
+        description: Description,
+        address: str,
+        knowledge: Knowledge = Knowledge.EXACT,
+        believed_for: Nanos | None = None,
+    ) -> None:
         worker_id = description.worker_id
         assert worker_id not in self._workers, worker_id
         self.index.add(engine_cache(worker_id), capacity=description.kv_blocks)
         if (pool := self._pools.get(description.model)) is None:
             pool = self._pools[description.model] = WorkerPool(self._settings, self.index)
             pool.share(list(self._replicas.values()))
-        worker = KnownWorker(description, address, pool, limit(description, self._settings))
+        worker = KnownWorker(description, address, pool, limit(description, self._settings), knowledge, believed_for)
         self._workers[worker_id] = worker
         pool.join(worker)
+        self._cards = None
 
     def leave(self, worker_id: WorkerId) -> None:
         """Forget a worker, with its bookings and blocks."""
         model = self._workers.pop(worker_id).description.model
+        self._cards = None
         pool = self._pools[model]
         pool.leave(worker_id)
         if not pool.workers:
@@ -67,6 +83,7 @@ class Roster:
 
     def drain(self, worker_id: WorkerId) -> None:
         """A worker takes no more work."""
+        self._cards = None
         self._pools[self._workers[worker_id].description.model].drain(worker_id)
 
     def cache_changed(self, worker_id: WorkerId, events: Iterable[KvEvent]) -> None:
@@ -105,6 +122,10 @@ class Roster:
         if not tiers:
             del self._stores[name]
 
+    def known_blocks(self) -> int:
+        """Of which it is known or believed who has them."""
+        return len(self.index) + sum(len(pool.assumed) for pool in self._pools.values())
+
     def worth_trying(self, model: ModelName) -> bool:
         """Whether placing a waiting request can have any other outcome than that it waits on."""
         pool = self._pools.get(model)
@@ -136,14 +157,23 @@ class Roster:
         self.index.check()
         for worker in self:
             worker.bookings.check()
+            worker.assumed.check()
+            worker.truth.check()
         for pool in self._pools.values():
             pool.check()
+        assert self._cards is None or self._cards == tuple(self._new_cards())
 
     # Views.
 
     def cards(self) -> tuple[ModelCard, ...]:
         """Models that some worker takes requests for; the longest of its workers says how long a request may be."""
-        cards = []
+        if self._cards is None:
+            self._cards = tuple(self._new_cards())
+        return self._cards
+
+    def _new_cards(self) -> list[ModelCard]:
+        cards: list[ModelCard] = []
+        adapters = listed(worker.description for worker in self)
         for model, pool in self._pools.items():
             answering = [
                 worker.description for worker in pool.workers.values() if worker.decodes and not worker.draining
@@ -159,18 +189,31 @@ class Roster:
                     workers=len(pool.workers),
                 )
             )
-        return tuple(cards)
+            card = cards[-1]
+            for name, (parent, adapter) in adapters.items():  # less those that are called as a model is
+                workers = sum(adapter in description.adapters for description in answering)
+                if parent == model and workers and name not in self._pools:
+                    cards.append(
+                        structs.replace(card, name=name, parent=model, revision=adapter.revision, workers=workers)
+                    )
+        return cards
 
     def pools(self) -> tuple[PoolSnapshot, ...]:
         pools: dict[tuple[ModelName, Role], list[WorkerSnapshot]] = {}
         for worker in self:
             worker_id, model = worker.description.worker_id, worker.description.model
-            cached = self.index.held_by(engine_cache(worker_id))
+            cached = self.index.held_by(engine_cache(worker_id)) + len(worker.assumed)
             elsewhere = self._pools[model].booked_elsewhere(worker_id)
             pools.setdefault((model, worker.description.role), []).append(worker.snapshot(cached, elsewhere))
         return tuple(
             PoolSnapshot(model=model, role=role, workers=tuple(workers)) for (model, role), workers in pools.items()
         )
+
+    def recent(self, knowledge: Knowledge) -> tuple[int, int, Compared]:
+        """Workers whose caches are known in this way, how many of those drift, and their latest comparisons together."""
+        truths = [worker.truth for worker in self if worker.truth.knowledge is knowledge]
+        drifting = sum(truth.drifting for truth in truths)
+        return len(truths), drifting, sum((truth.recent for truth in truths), start=Compared())
 
     def stores(self) -> tuple[StoreSnapshot, ...]:
         return tuple(

@@ -22,6 +22,7 @@ from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
     Booked,
+    CacheDrifts,
     Cancelled,
     CancelWork,
     Command,
@@ -139,16 +140,8 @@ class RouterServer:
         return RequestStream(arrived, self)
 
     def hear(self, event: WorkerEvent | ReplicaEvent) -> None:
-        """Take in at once what a worker or another router did.
-
-        What goes wrong with it ends `run`: whoever calls this reads a socket, and can do nothing about it.
-        """
-        try:
-            self._absorb(event)
-        except Exception as bug:  # supervisor: nothing that the machine says can be trusted any more
-            self._broken = bug
-            self._broke.set()
-            raise
+        """Take in at once what a worker or another router did."""
+        self._absorb(event)
 
     def models(self) -> tuple[ModelCard, ...]:
         return self._machine.models()
@@ -233,7 +226,13 @@ class RouterServer:
                 self._absorb(Ticked())
 
     def _absorb(self, event: RouterEvent) -> None:
-        """Let the machine decide and do what it says; what cannot be delivered is another event."""
+        """Let the machine decide and do what it says; what cannot be delivered is another event.
+
+        A bug met on the way is raised, and ends `run`: nothing that the machine says can be trusted any more, and whoever
+        calls this (a socket's reader, a client's call) can do nothing about it.
+        """
+        if self._broken is not None:
+            return
         events = self._unheard
         events.append(event)
         if self._absorbing:  # performing a command has brought this about; the commands beside it go first
@@ -244,6 +243,10 @@ class RouterServer:
                 for command in self._machine.handle(events.popleft(), self._clock.now()):
                     if (failure := self._perform(command)) is not None:
                         events.append(failure)
+        except Exception as bug:
+            self._broken, self._closed = bug, True
+            self._broke.set()
+            raise
         finally:
             self._absorbing = False
         if self.on_change is not None:
@@ -269,6 +272,8 @@ class RouterServer:
                 if (stream := self._streams.get(command.request_id)) is not None:
                     self._forget(command.request_id)
                     stream.put(_refused(command))
+            case CacheDrifts():
+                _warn_of_drift(command)
             case _:
                 assert_never(command)
         return None
@@ -285,6 +290,19 @@ class RouterServer:
         del self._streams[request_id]
         if not self._streams:
             self._idle.set()
+
+
+def _warn_of_drift(command: CacheDrifts) -> None:
+    told = {
+        "worker": command.worker_id,
+        "knowledge": command.knowledge,
+        "precision": round(command.precision, 3),
+        "recall": round(command.recall, 3),
+    }
+    if command.drifting:
+        log.warning("what a worker has cached is not what is known of it", extra=told)
+    else:
+        log.info("what a worker has cached is what is known of it again", extra=told)
 
 
 def _going_away() -> Refused:

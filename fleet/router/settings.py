@@ -16,6 +16,10 @@ COMPARED_TOKENS = 64
 """Where it is not known to the block what a server holds, finer pieces than these cost memory and time and tell nothing."""
 
 
+ENDPOINT = r"^(tcp://([^*:\s]+|\[[^\]\s]+\]):[0-9]{1,5}|ipc://\S+)?$"
+"""Of ZeroMQ, to connect to: no wildcards, which engines listen on."""
+
+
 class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A server that speaks the OpenAI API and knows nothing of Fleet, such as vLLM, llama.cpp or a hosted one."""
 
@@ -40,18 +44,21 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_running: PositiveInt = 256
     """Requests in one batch (vLLM's default)."""
 
+    adapters: tuple[Annotated[ModelName, Meta(min_length=1)], ...] = ()
+    """Adapters (LoRA) that it serves, by the names under which clients ask for them, as for models."""
+
     api_key: str = ""
     """Sent to it as a bearer token, in place of what the client sent; empty: what the client sent is passed on."""
 
-    kv_events: Annotated[str, Meta(pattern="^((tcp|ipc)://.+)?$")] = ""
-    """ZeroMQ endpoint where vLLM publishes its KV events (``tcp://host:port``); empty: what was sent there is believed
-    to be cached."""
+    kv_events: Annotated[str, Meta(pattern=ENDPOINT)] = ""
+    """ZeroMQ endpoint where vLLM or SGLang publishes its KV events (``tcp://host:port``); empty: what was sent there is
+    believed to be cached. `block_tokens` must then be its own block size (SGLang: ``--page-size``)."""
 
-    kv_events_replay: Annotated[str, Meta(pattern="^((tcp|ipc)://.+)?$")] = ""
+    kv_events_replay: Annotated[str, Meta(pattern=ENDPOINT)] = ""
     """Where it repeats them (its `replay_endpoint`); empty: what it had cached before it joined is not known."""
 
     cache_ttl_seconds: PositiveSeconds = 600.0
-    """Without `kv_events`: how long, at least three quarters of it, a prompt is believed to be cached after it was sent."""
+    """Without `kv_events`: how long a prompt is believed to be cached after it was sent."""
 
     health_path: Annotated[str, Meta(pattern="^/")] = "/health"
     """Asked while nothing else is heard from it. A server that has no such path is asked for ``/v1/models``."""
@@ -250,6 +257,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
             where = f"openai_workers[{index}]"
             if (other := first.setdefault(worker.worker_id, index)) != index:
                 raise ValueError(f"{where}.worker_id: {worker.worker_id!r} is already openai_workers[{other}]")
+            if taken := {*self.models, *(each.model for each in self.openai_workers)}.intersection(worker.adapters):
+                raise ValueError(f"{where}.adapters: {min(taken)!r} is a model")
             if worker.model in self.models:
                 raise ValueError(f"{where}.model: {worker.model!r} is in `models`, whose workers are Fleet's own")
             reading = (worker.tokenizer, bool(worker.kv_events))

@@ -6,6 +6,7 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, StoreId, WorkerId
 from fleet.roles import Role
 from fleet.router.placement import Cause, Placed, Why
+from fleet.router.truth import Compared, Knowledge
 
 
 class Counters(Struct, kw_only=True):
@@ -60,6 +61,17 @@ class StoreSnapshot(Struct, frozen=True, kw_only=True):
     blocks: int  # that the index knows
 
 
+class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
+    """How well it is known what workers have cached, of those where that is known in the same way."""
+
+    knowledge: Knowledge
+    workers: int
+    drifting: int  # of them
+    prompts: int  # compared since start
+    total: Compared  # since start
+    recent: Compared  # of the latest of each worker that is here
+
+
 class RouterSnapshot(Struct, frozen=True, kw_only=True):
     pools: tuple[PoolSnapshot, ...]
     stores: tuple[StoreSnapshot, ...]
@@ -68,6 +80,7 @@ class RouterSnapshot(Struct, frozen=True, kw_only=True):
     index_blocks: int  # distinct
     index_overflowed: int  # blocks that were not noted because their holder was full
     counters: Counters
+    knowledge: tuple[KnowledgeSnapshot, ...] = ()
 
 
 class Explanation(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ Rules:
    when both hold at least one; it takes one request and its prompt at once, the tokens of its answer when it has ended. A
    bucket may be overdrawn so, and lets nobody in until it is filled again. No limit: no bucket.
 3. Several routers share buckets by telling each other what they took (`taken`) and hearing what is left (`settle`), some
-   times a second. In between each counts for itself, so together they let in at most what fits into that time too much.
+   times a second, with what each believes (`before`) for when the place where they meet has forgotten. In between each counts for itself, so together they let in at most what fits into that time too much.
 """
 
 from collections.abc import Mapping
@@ -79,6 +79,14 @@ class Taken(Struct, frozen=True, kw_only=True):
     tokens: float
 
 
+class Usage(Struct, kw_only=True):
+    """What a tenant has had here since the router began, for who keeps books."""
+
+    requests: int = 0  # that were let in
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+
+
 class _Tenant:
     def __init__(self, settings: TenantSettings, now: Nanos) -> None:
         self.requests = Bucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
@@ -101,6 +109,7 @@ class Tenants:
             for key in tenant.api_key_sha256:
                 if (other := self._by_key.setdefault(key, name)) != name:
                     raise ConfigurationRefused(f"tenants.{name}.api_key_sha256: {key[:8]}… is a key of {other!r} too")
+        self._usage = {name: Usage() for name in settings}
         self._limited = {
             name: _Tenant(tenant, now)
             for name, tenant in settings.items()
@@ -145,17 +154,27 @@ class Tenants:
             Refused: RATE_LIMITED, with the time after which the next request is let in.
         """
         limited = self._limited.get(tenant)
+        if limited is not None:
+            _check(limited.requests, "requests", now)
+            _check(limited.tokens, "tokens", now)
+        if (usage := self._usage.get(tenant)) is not None:
+            usage.requests += 1
+            usage.prompt_tokens += prompt_tokens
         if limited is None:
             return None
-        _check(limited.requests, "requests", now)
-        _check(limited.tokens, "tokens", now)
         self._take(limited, 1, prompt_tokens, now)
         return Allowance(requests=_remaining(limited.requests, now), tokens=_remaining(limited.tokens, now))
 
     def used(self, tenant: str, answer_tokens: int, now: Nanos) -> None:
         """An answer has ended, however it did."""
+        if (usage := self._usage.get(tenant)) is not None:
+            usage.answer_tokens += answer_tokens
         if (limited := self._limited.get(tenant)) is not None:
             self._take(limited, 0, answer_tokens, now)
+
+    def usage(self) -> Mapping[str, Usage]:
+        """Of each tenant that the settings name; it goes on counting."""
+        return self._usage
 
     def taken(self) -> dict[str, Taken]:
         """What was taken here since the last call, of tenants with limits that took anything."""
@@ -173,6 +192,14 @@ class Tenants:
             limited.requests.settle(requests - limited.taken_requests, now)
         if limited.tokens is not None:
             limited.tokens.settle(tokens - limited.taken_tokens, now)
+
+    def before(self, tenant: str, now: Nanos) -> tuple[float, float]:
+        """Requests and tokens that would be in a tenant's buckets but for what was taken since `taken`; 0: no such bucket."""
+        limited = self._limited[tenant]
+        return (
+            0.0 if limited.requests is None else limited.requests.level(now) + limited.taken_requests,
+            0.0 if limited.tokens is None else limited.tokens.level(now) + limited.taken_tokens,
+        )
 
     def limits(self) -> dict[str, tuple[float, float]]:
         """Requests and tokens a minute of each tenant that has a limit; 0: none of this kind."""

@@ -9,6 +9,7 @@ KV events, each in a `WorkerMessage`, until either side ends. When the stream br
 """
 
 from collections import abc as _abc
+from fleet.v1 import inference_pb2 as _inference_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -113,6 +114,7 @@ class Start(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     KV_PATH_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     phase: Global___WorkPhase.ValueType
     tokens: _builtins.bytes
@@ -126,6 +128,8 @@ class Start(_message.Message):
     """The way that the decode side will fetch the blocks; only for prefill work."""
     session: _builtins.str
     """Conversation or agent that the request belongs to; its blocks are kept while it waits for something else. Empty: none."""
+    adapter: _builtins.str
+    """Name of the adapter (LoRA) to run with; loaded first where it is not. `salt` keeps its blocks apart. Empty: none."""
     @_builtins.property
     def sampling(self) -> Global___WorkSampling: ...
     @_builtins.property
@@ -143,10 +147,11 @@ class Start(_message.Message):
         timeout_ms: _builtins.int = ...,
         kv_path: _builtins.str = ...,
         session: _builtins.str = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "kv_path", b"kv_path", "phase", b"phase", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "handoff", b"handoff", "kv_path", b"kv_path", "phase", b"phase", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -169,6 +174,7 @@ class WorkSampling(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     temperature: _builtins.float
     top_p: _builtins.float
@@ -183,6 +189,10 @@ class WorkSampling(_message.Message):
     logprobs: _builtins.int
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def form(self) -> _inference_pb2.Form:
+        """what the answer must be, as text; not set: anything"""
+
     def __init__(
         self,
         *,
@@ -199,10 +209,11 @@ class WorkSampling(_message.Message):
         ignore_eos: _builtins.bool = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _builtins.int | None = ...,
+        form: _inference_pb2.Form | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "logprobs", b"logprobs", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "form", b"form", "logprobs", b"logprobs", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "form", b"form", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -404,6 +415,9 @@ class Description(_message.Message):
     PREFILL_SPEED_FIELD_NUMBER: _builtins.int
     DECODE_SPEED_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
+    GOLDEN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """New at each start of the worker process."""
@@ -426,6 +440,8 @@ class Description(_message.Message):
     prefill_speed: _builtins.float
     """of its hardware, in proportion to the others of its model; 0: as theirs"""
     decode_speed: _builtins.float
+    adapter_slots: _builtins.int
+    """adapters that are loaded at a time; 0: all of them"""
     @_builtins.property
     def kv_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -435,6 +451,14 @@ class Description(_message.Message):
     @_builtins.property
     def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that a request may ask for"""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """that it has, or can load when work for them comes"""
+
+    @_builtins.property
+    def golden(self) -> Global___Golden:
+        """what it makes of the golden prompts; not set: it does not say"""
 
     def __init__(
         self,
@@ -455,14 +479,73 @@ class Description(_message.Message):
         prefill_speed: _builtins.float = ...,
         decode_speed: _builtins.float = ...,
         labels: _abc.Iterable[_builtins.str] | None = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        adapter_slots: _builtins.int = ...,
+        golden: Global___Golden | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["golden", b"golden", "kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "prefill_speed", b"prefill_speed", "role", b"role", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "golden", b"golden", "incarnation", b"incarnation", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "prefill_speed", b"prefill_speed", "role", b"role", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Description: _TypeAlias = Description  # noqa: Y015
+
+@_typing.final
+class Golden(_message.Message):
+    """Digests in hexadecimal; empty: it does not say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.str
+    """of their token ids"""
+    template: _builtins.str
+    """of conversations as its chat template renders them"""
+    blocks: _builtins.str
+    """of names of blocks, with and without salts"""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.str = ...,
+        template: _builtins.str = ...,
+        blocks: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "template", b"template", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Golden: _TypeAlias = Golden  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """Weights that are added to those of the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """that clients ask for"""
+    revision: _builtins.str
+    """digest of its weights; empty: adapters of this name are one and the same"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        revision: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
@@ -725,22 +808,28 @@ class Load(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """requests"""
     waiting: _builtins.int
     """requests"""
     kv_blocks_used: _builtins.int
     """blocks held by running requests"""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that are loaded"""
+
     def __init__(
         self,
         *,
         running: _builtins.int = ...,
         waiting: _builtins.int = ...,
         kv_blocks_used: _builtins.int = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_blocks_used", b"kv_blocks_used", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "kv_blocks_used", b"kv_blocks_used", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import assert_never
 
 import numpy as np
+from msgspec import structs
 
 from fleet.clock import Nanos
 from fleet.errors import invalid
@@ -34,6 +35,7 @@ from fleet.requests import (
 )
 from fleet.roles import KvPath, Phase, Placement
 from fleet.v1 import inference_pb2 as pb
+from fleet.wire.form import decode_form, encode_form
 
 _PLACEMENTS: Mapping[int, Placement] = {
     pb.PLACEMENT_UNSPECIFIED: Placement.AUTO,
@@ -114,7 +116,7 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
     message = pb.GenerateRequest(
         request_id=request.id,
         model=request.model,
-        sampling=pb.Sampling(**sampling),  # type: ignore[arg-type]  # by name; protobuf checks
+        sampling=_encode_sampling(sampling),
         stop=request.stop,
         priority=request.priority,
         timeout_ms=timeout_ms,
@@ -129,9 +131,9 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
     match request.prompt:
         case TextPrompt(text=text):
             message.text = text
-        case ChatPrompt(messages=messages):
-            chat = [pb.ChatMessage(role=one.role, content=one.content) for one in messages]
-            message.chat.CopyFrom(pb.ChatMessages(messages=chat))
+        case ChatPrompt(messages=messages, tools=tools):
+            chat = [pb.ChatMessage(**structs.asdict(one)) for one in messages]
+            message.chat.CopyFrom(pb.ChatMessages(messages=chat, tools=tools))
         case TokenPrompt(tokens=tokens):
             message.token_ids.CopyFrom(pb.TokenIds(ids=np.frombuffer(tokens, "<u4").tolist()))
         case _:
@@ -207,7 +209,11 @@ def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
 def encode_model(card: ModelCard) -> pb.Model:
     """A model as `ListModels` gives it."""
     return pb.Model(
-        name=card.name, max_model_len=card.max_model_len, block_tokens=card.block_tokens, workers=card.workers
+        name=card.name,
+        max_model_len=card.max_model_len,
+        block_tokens=card.block_tokens,
+        workers=card.workers,
+        parent=card.parent,
     )
 
 
@@ -218,6 +224,7 @@ def decode_model(message: pb.Model) -> ModelCard:
         max_model_len=message.max_model_len,
         block_tokens=message.block_tokens,
         workers=message.workers,
+        parent=ModelName(message.parent),
     )
 
 
@@ -226,7 +233,8 @@ def _decode_prompt(message: pb.GenerateRequest) -> Prompt:
         case "text":
             return TextPrompt(message.text)
         case "chat":
-            return ChatPrompt(tuple(ChatMessage(role=one.role, content=one.content) for one in message.chat.messages))
+            chat = message.chat
+            return ChatPrompt(tuple(_decode_chat_message(one) for one in chat.messages), tools=chat.tools)
         case "token_ids":
             return TokenPrompt(np.fromiter(message.token_ids.ids, "<u4").tobytes())
         case None:
@@ -235,9 +243,28 @@ def _decode_prompt(message: pb.GenerateRequest) -> Prompt:
             assert_never(other)
 
 
+def _decode_chat_message(message: pb.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=message.tool_calls,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
+
+
 def _decode_sampling(message: pb.Sampling) -> Sampling:
     given = {field: getattr(message, field) for field in _OPTIONAL if message.HasField(field)}  # type: ignore[arg-type]  # by name
-    return Sampling(stop_token_ids=tuple(message.stop_token_ids), **given)
+    form = None
+    if message.HasField("form") and (form := decode_form(message.form)) is None:
+        raise invalid("sampling.form", f"must be one of {', '.join(pb.Form.DESCRIPTOR.fields_by_name)}")
+    return Sampling(stop_token_ids=tuple(message.stop_token_ids), form=form, **given)
+
+
+def _encode_sampling(sampling: Mapping[str, object]) -> pb.Sampling:
+    given = dict(sampling)
+    form = given.pop("form", None)
+    return pb.Sampling(**given, form=encode_form(form))  # type: ignore[arg-type]  # by name; protobuf checks
 
 
 def _encode_logprobs(logprobs: Logprobs, token_text: Callable[[int], str]) -> pb.TokenLogprobs:

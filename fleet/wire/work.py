@@ -17,13 +17,17 @@ from typing import TypeVar, assert_never
 
 from fleet.errors import Reason
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
-from fleet.requests import Finish, KvOrigin, KvReport, Logprobs, Sampling, Source
+from fleet.requests import Finish, Form, KvOrigin, KvReport, Logprobs, Sampling, Source
 from fleet.roles import KvPath, Phase, Role
+from fleet.v1 import inference_pb2
 from fleet.v1 import worker_pb2 as pb
+from fleet.wire.form import decode_form, encode_form
 from fleet.work import (
+    Adapter,
     Cancel,
     Description,
     Draining,
+    Golden,
     Goodbye,
     Handoff,
     Hello,
@@ -110,7 +114,12 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
             events = [_kv_event_to_wire(event) for event in message.events]
             return pb.WorkerMessage(kv_events=pb.KvEvents(sequence=message.sequence, events=events))
         case Load():
-            load = pb.Load(running=message.running, waiting=message.waiting, kv_blocks_used=message.kv_blocks_used)
+            load = pb.Load(
+                running=message.running,
+                waiting=message.waiting,
+                kv_blocks_used=message.kv_blocks_used,
+                adapters=message.adapters,
+            )
             return pb.WorkerMessage(load=load)
         case Rejected():
             return pb.WorkerMessage(rejected=_rejected_to_wire(message))
@@ -139,7 +148,12 @@ def decode_worker_message(message: pb.WorkerMessage) -> WorkerMessage | None:
             return KvEvents(sequence=events.sequence, events=decoded)
         case "load":
             load = message.load
-            return Load(running=load.running, waiting=load.waiting, kv_blocks_used=load.kv_blocks_used)
+            return Load(
+                running=load.running,
+                waiting=load.waiting,
+                kv_blocks_used=load.kv_blocks_used,
+                adapters=tuple(load.adapters),
+            )
         case "rejected":
             return _rejected_from_wire(message.rejected)
         case "description":
@@ -170,6 +184,9 @@ def encode_description(description: Description) -> pb.Description:
         prefill_speed=description.prefill_speed,
         decode_speed=description.decode_speed,
         labels=description.labels,
+        adapters=[pb.Adapter(name=each.name, revision=each.revision) for each in description.adapters],
+        adapter_slots=description.adapter_slots,
+        golden=_golden_to_wire(description.golden),
     )
 
 
@@ -196,7 +213,21 @@ def decode_description(description: pb.Description) -> Description:
         prefill_speed=_speed(description.prefill_speed, "description.prefill_speed"),
         decode_speed=_speed(description.decode_speed, "description.decode_speed"),
         labels=tuple(description.labels),
+        adapters=tuple(
+            Adapter(ModelName(_filled(each.name, "description.adapters.name")), each.revision)
+            for each in description.adapters
+        ),
+        adapter_slots=description.adapter_slots,
+        golden=_golden_from_wire(description.golden) if description.HasField("golden") else None,
     )
+
+
+def _golden_to_wire(golden: Golden | None) -> pb.Golden | None:
+    return None if golden is None else pb.Golden(tokens=golden.tokens, template=golden.template, blocks=golden.blocks)
+
+
+def _golden_from_wire(golden: pb.Golden) -> Golden:
+    return Golden(tokens=golden.tokens, template=golden.template, blocks=golden.blocks)
 
 
 def _speed(value: float, field: str) -> float:
@@ -233,6 +264,7 @@ def _start_to_wire(start: Start) -> pb.Start:
         timeout_ms=min(start.timeout_ms, LONGEST_TIMEOUT_MS),
         kv_path=start.kv_path.value if start.kv_path is not None else "",
         session=start.session,
+        adapter=start.adapter,
     )
 
 
@@ -257,6 +289,7 @@ def _start_from_wire(start: pb.Start) -> Start:
             priority=start.priority,
             timeout_ms=start.timeout_ms,
             session=start.session,
+            adapter=start.adapter,
         )
     except Malformed as error:
         error.request_id = RequestId(request_id)  # so that the refusal can be told to whom it concerns
@@ -278,6 +311,7 @@ def _sampling_to_wire(sampling: Sampling) -> pb.WorkSampling:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs,
+        form=encode_form(sampling.form),
     )
 
 
@@ -296,7 +330,14 @@ def _sampling_from_wire(sampling: pb.WorkSampling) -> Sampling:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=tuple(sampling.stop_token_ids),
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        form=_form_from_wire(sampling.form) if sampling.HasField("form") else None,
     )
+
+
+def _form_from_wire(message: inference_pb2.Form) -> Form:
+    if (form := decode_form(message)) is None:
+        raise Malformed("start.sampling.form", "is empty, or of a kind that this version does not know")
+    return form
 
 
 def _handoff_to_wire(handoff: Handoff) -> pb.Handoff:

@@ -9,6 +9,7 @@ import pytest
 from fleet.client import (
     AsyncClient,
     Cancelled,
+    Choice,
     Client,
     DeadlineExceeded,
     Delta,
@@ -77,6 +78,31 @@ async def test_a_conversation_is_a_prompt(fronts, client, prompt):
     await client.complete(prompt)
 
     assert fronts.codec.decoder().add(token_ids(fronts.router.submitted[0].tokens)) == "user: hiassistant: "
+
+
+async def test_a_form_arrives_and_one_that_is_none_is_named(fronts, client):
+    fronts.will_answer(TEXT)
+
+    await client.complete("x", form=Choice(("a", "b")))
+
+    assert fronts.router.submitted[0].sampling.form == Choice(("a", "b"))
+    with pytest.raises(InvalidRequest, match=r"sampling\.form: must be AnyObject") as raised:
+        await client.complete("x", form="[a-z]")
+    assert raised.value.field == "sampling.form"
+
+
+async def test_tools_and_their_calls_arrive_or_are_refused_by_name(fronts, client):
+    fronts.will_answer(TEXT)
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    with pytest.raises(InvalidRequest) as raised:
+        await client.complete(conversation)
+    assert raised.value.field == "chat.messages[1].tool_calls"  # the template of this model knows none
+    for prompt, field in ((conversation[:1], "chat.tools"), ("x", "chat.tools")):
+        with pytest.raises(InvalidRequest) as raised:
+            await client.complete(prompt, tools=[{"type": "function", "function": {"name": "f"}}])
+        assert raised.value.field == field
 
 
 async def test_token_ids_are_a_prompt_and_options_arrive(fronts, client):

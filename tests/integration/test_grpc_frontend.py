@@ -282,7 +282,7 @@ async def test_a_bug_is_internal_and_the_next_call_is_served(fronts, stub, caplo
 
 
 async def test_a_draining_front_takes_nothing_new(fronts, stub):
-    fronts.grpc.drain()
+    fronts.grpc.door.drain()
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(pb.GenerateRequest(text="x")))
@@ -314,6 +314,25 @@ async def test_health_follows_the_workers(fronts, channel):
     assert (await watch.read()).status == states.NOT_SERVING
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == states.NOT_SERVING
     watch.cancel()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda channel: channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff\xff"),
+        lambda channel: channel.unary_stream("/grpc.health.v1.Health/Watch")(b"\xff\xff").read(),
+        lambda channel: channel.stream_stream(
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        )([b"\xff\xff"]).read(),
+    ],
+    ids=["check", "watch", "reflection"],
+)  # fmt: skip
+async def test_garbage_is_refused_by_the_standard_services_without_a_word_in_the_log(channel, caplog, ask):
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await ask(channel)
+
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caplog.records == []
 
 
 async def test_reflection_lists_the_services(channel):

@@ -435,6 +435,39 @@ async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fron
     assert [record.message for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
 
 
+class GoneCaller:
+    """A call whose other side has closed, before the library knows it."""
+
+    def time_remaining(self):
+        return None
+
+    def invocation_metadata(self):
+        return ()
+
+    async def write(self, message):
+        raise grpc.aio.InternalError("nobody reads")
+
+
+async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_word(fronts, kserve, caplog):
+    fronts.will_answer(TEXT)
+    fronts.router.refuse = Refused(Reason.NO_WORKER, "none")  # the first one
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield a_message().SerializeToString()
+        await asyncio.sleep(0.01)
+        fronts.router.refuse = None
+        for _ in range(3):
+            yield streaming(a_message()).SerializeToString()
+
+    await kserve._model_stream_infer(messages(), GoneCaller())
+    with pytest.raises(asyncio.CancelledError):
+        await fronts.grpc._generate(inference_pb2.GenerateRequest(text="x").SerializeToString(), GoneCaller())
+
+    assert caplog.records == []
+    assert len(fronts.router.cancelled) == 4
+    assert fronts.generation.running == 0
+
+
 async def test_a_client_that_reads_nothing_holds_up_nobody_else(fronts, kserve, stub):
     fronts.will_answer("the quick brown fox " * 50)
     idle = stub.ModelStreamInfer([streaming(a_message(parameters={"max_tokens": 500}))] * 300)
@@ -470,7 +503,7 @@ async def test_methods_that_are_not_served_say_so_and_which_are(channel):
 
 
 async def test_a_draining_front_is_not_ready_and_takes_nothing_new(fronts, kserve, stub):
-    kserve.drain()
+    kserve.door.drain()
 
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready

@@ -1,12 +1,15 @@
 """The router in front of foreign OpenAI-compatible servers, over real sockets, as clients and servers see it."""
 
 import asyncio
+import gc
 import json
+import resource
 import signal
 import sys
+import threading
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from hashlib import sha256
 
 import msgspec
@@ -14,6 +17,7 @@ import openai
 import pytest
 import zmq
 
+from fleet.adapters import openai_workers
 from fleet.adapters.http_messages import HttpSettings
 from fleet.adapters.text_codec import load_codec
 from fleet.ids import RequestId
@@ -183,9 +187,9 @@ async def test_a_bug_in_one_request_does_not_leave_its_client_waiting(server, mo
             raise OverflowError("a bug")
 
         with monkeypatch.context() as patched:
-            patched.setattr(world.machine, "handle", broken)
-            with pytest.raises(openai.InternalServerError), suppress(OverflowError):
-                await client.completions.create(model=MODEL, prompt="x")
+            patched.setattr(world.reader, "read", broken)
+            with pytest.raises(openai.InternalServerError):
+                await client.chat.completions.create(model=MODEL, messages=MESSAGES)
         assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "abcde"
         await world.settled()
 
@@ -262,6 +266,33 @@ async def test_connections_to_the_server_are_used_again(server):
             assert b"[DONE]" in (await peer.answer())[2]
 
     assert (len(server.seen), server.connections) == (20, 1)
+
+
+async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeypatch):
+    monkeypatch.setattr(openai_workers, "IDLE_SECONDS", 0.3)
+    all_there = asyncio.Event()
+
+    async def together(answering: Answering) -> None:
+        await all_there.wait()
+        await answering.respond(200, b"{}")
+
+    server.play = together
+    async with a_relay(server) as world, AsyncExitStack() as burst, connected(world) as peer:
+        for _ in range(8):
+            other = await burst.enter_async_context(connected(world))
+            await other.send(post(COMPLETIONS, ASKED))
+        await until(lambda: server.open == 8)
+        all_there.set()
+
+        while server.open > 1:  # the latest is used again and again
+            await peer.send(post(COMPLETIONS, ASKED))
+            assert (await peer.answer())[0] == 200
+        await until(lambda: server.open == 0)
+
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert (await peer.answer())[0] == 200
+        assert server.cut == 0
+        await world.settled()
 
 
 async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_request(servers):
@@ -507,6 +538,37 @@ async def test_a_deadline_ends_a_request_wherever_it_is(server):
         await world.settled()
 
 
+async def test_a_router_without_a_socket_left_blames_no_server_and_goes_on_when_there_is_one(server):
+    async with a_relay(server) as world, connected(world) as peer:
+        with no_file_left():
+            await peer.send(post(COMPLETIONS, ASKED))
+            await asyncio.sleep(0.6)  # six questions for its health that cannot be asked
+            assert world.serving() == 1
+        assert (await peer.answer())[0] == 200
+        await world.settled()
+
+
+async def test_a_request_that_finds_no_socket_in_time_is_refused_as_one_too_many(server):
+    async with a_relay(server) as world, connected(world) as peer:
+        with no_file_left():
+            await peer.send(post(COMPLETIONS, ASKED))
+            status, headers, content = await peer.answer()
+        assert (status, headers["retry-after"], error_of(content)["code"]) == (429, "1", "queue_full")
+        assert "open files" in error_of(content)["message"]
+        assert world.serving() == 1
+        await world.settled()
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # below the files that are open already
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 async def test_a_dead_server_leaves_and_returns(servers):
     async with a_relay(*servers) as world, a_client(world) as client:
         await servers[0].stop()
@@ -631,7 +693,61 @@ async def test_a_client_that_never_reads_is_cut_off(server):
         await world.settled()
 
 
+async def test_what_came_before_a_router_drains_and_is_served_after_is_refused_for_that(server):
+    go_on = asyncio.Event()
+
+    async def when_told(answering: Answering) -> None:
+        await go_on.wait()
+        await answering.respond(200, b"{}")
+
+    server.play = when_told
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED) + post("/v1/embeddings", {"model": MODEL, "input": "x"}))
+        await until(lambda: len(server.seen) == 1)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.http.drain(10))
+            await asyncio.sleep(0)
+            go_on.set()
+            assert (await peer.answer())[0] == 200
+            status, _, content = await peer.answer()
+        assert (status, error_of(content)["code"]) == (503, "draining")
+        assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"), [("POST", ("content-type: text/plain",), 415), ("GET", (), 405)]
+)
+async def test_embeddings_that_cannot_be_relayed_are_refused_for_what_is_wrong(server, method, headers, status):
+    async with a_relay(server) as world, connected(world) as peer:
+        sent = post("/v1/embeddings", {"model": MODEL, "input": "x"}, *headers)
+        await peer.send(sent.replace(b"POST", method.encode(), 1))
+        assert (await peer.answer())[0] == status
+        assert server.seen == []
+
+
 # Placement
+
+
+async def test_a_prompt_whose_reading_fails_after_its_client_has_gone_is_no_news(server, model_dir, caplog):
+    reading, go_on = threading.Event(), threading.Event()
+
+    def broken(*_: object) -> None:
+        reading.set()
+        go_on.wait(10)
+        raise OverflowError("a bug")
+
+    async with a_relay(server, model_dir=model_dir) as world, connected(world) as peer:
+        world.reader.inline_bytes = 10
+        world.reader.read = broken
+        long = [{"role": "user", "content": "the quick brown fox " * 500}]
+        await peer.send(post(CHAT, {"model": MODEL, "messages": long}))
+        assert await asyncio.to_thread(reading.wait, 10)
+        peer.writer.close()
+        await until(lambda: not world.http._connections)
+        go_on.set()
+        await asyncio.to_thread(lambda: None)
+    gc.collect()  # where asyncio says what nobody has asked about
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, model_dir):

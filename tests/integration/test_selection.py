@@ -157,6 +157,30 @@ async def test_a_booking_of_a_pair_ends_when_the_decode_worker_is_lost_during_pr
         assert gone.reason is Reason.REQUEST_NOT_FOUND
 
 
+async def test_a_lease_needs_no_explanation_to_be_remembered():
+    async with a_brain(decode("d1"), explained_requests=1) as brain:
+        leases = [(await brain.select(tokens=a_prompt(100, first=5000 * number))).lease_id for number in range(4)]
+        for lease_id in leases:
+            await brain.report(lease_id, answer_tokens=1)
+        assert brain.booked() == {"d1": (4, 0)}
+
+
+async def test_a_worker_that_leaves_before_its_selection_is_told_is_refused_in_words(monkeypatch):
+    async with a_brain(decode("d1")) as brain:
+        opened = brain.server.open
+
+        def open_and_lose(arrived, stream):
+            opened(arrived, stream)
+            brain.server.hear(WorkerLeft(worker_id=WorkerId("d1")))
+
+        monkeypatch.setattr(brain.server, "open", open_and_lose)
+
+        lost = await brain.refused(brain.select())
+
+        assert lost.reason is Reason.WORKER_LOST
+        assert brain.service._bookings == {}
+
+
 async def test_leases_do_not_hold_up_the_end_of_a_router():
     async with a_brain(decode("d1")) as brain:
         await brain.select()

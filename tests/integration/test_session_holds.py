@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import threading
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,13 +14,14 @@ from fleet.router.messages import Complete
 from kvstore.block import chain
 from kvstore.client import StoreClient
 from kvstore.credentials import Credentials
+from kvstore.errors import LayoutMismatch
 from kvstore.fingerprint import Fingerprint, describe
 from tests.builders import an_arrival, token_bytes
 from tests.engine_driving import fresh_prompt
 from tests.kv_builders import a_block, a_namespace, a_node
 from tests.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
 from workers.holds import Hold, Release
-from workers.store_holds import StoreHolds, open_store_holds
+from workers.store_holds import StoreHoldKeeper, open_hold_keeper
 
 pytestmark = pytest.mark.integration
 
@@ -38,8 +41,8 @@ def a_hold(tokens: bytes = TOKENS, lasting: Nanos = A_MINUTE, session: str = "ag
 async def holding(**fields):
     """A node, what holds there, and a client."""
     with a_node(**fields) as node, StoreClient.connect(node.address, NAMESPACE) as client:
-        async with open_store_holds(node.address, KV, Credentials()) as holds:
-            assert isinstance(holds, StoreHolds)
+        async with open_hold_keeper(node.address, KV, Credentials()) as holds:
+            assert isinstance(holds, StoreHoldKeeper)
             yield holds, client
 
 
@@ -117,7 +120,7 @@ async def test_what_holds_may_keep_is_not_exceeded_and_the_start_of_a_chain_come
 
 async def test_holds_are_dropped_when_the_node_is_away():
     with a_node() as node:
-        async with open_store_holds(node.address, KV, Credentials()) as holds:
+        async with open_hold_keeper(node.address, KV, Credentials()) as holds:
             node.kill()
             holds.keep([a_hold()])
             async with asyncio.timeout(20):
@@ -130,6 +133,41 @@ async def test_a_worker_that_ends_leaves_what_was_just_asked_for_without_a_word(
     async with holding() as (holds, _):
         holds.keep([a_hold(), Release(session="another")])
     gc.collect()  # a coroutine that was never awaited would warn here
+
+
+async def test_the_client_is_closed_after_the_call_that_is_under_way(monkeypatch):
+    done: list[str] = []
+    began = threading.Event()
+    hold, close = StoreClient.hold, StoreClient.close
+
+    def slowly(self, *arguments, **named):
+        began.set()
+        time.sleep(0.1)
+        held = hold(self, *arguments, **named)
+        done.append("held")
+        return held
+
+    def note(self):
+        done.append("closed")
+        close(self)
+
+    with a_node() as node:
+        async with open_hold_keeper(node.address, KV, Credentials()) as keeper:
+            monkeypatch.setattr(StoreClient, "hold", slowly)
+            monkeypatch.setattr(StoreClient, "close", note)
+            keeper.keep([a_hold()])
+            await asyncio.to_thread(began.wait, 10)
+
+        assert done == ["held", "closed"]
+
+
+async def test_a_node_with_other_blocks_leaves_no_thread_behind():
+    with a_node() as node, StoreClient.connect(node.address, NAMESPACE):
+        other = describe(a_namespace(block_bytes=2 * NAMESPACE.block_bytes, layers=2 * NAMESPACE.layers))
+        with pytest.raises(LayoutMismatch):
+            async with open_hold_keeper(node.address, other, Credentials()):
+                pytest.fail("was opened")
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("store-holds")] == []
 
 
 async def test_what_goes_wrong_with_one_hold_is_counted_and_concerns_no_other(monkeypatch):

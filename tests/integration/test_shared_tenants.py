@@ -11,14 +11,17 @@ from tests.servers import a_redis
 pytestmark = pytest.mark.integration
 
 START = Nanos(5 * SECOND)
-LIMITS = {"acme": TenantSettings(requests_per_minute=10, tokens_per_minute=1000)}
+LIMITS = {name: TenantSettings(requests_per_minute=10, tokens_per_minute=1000) for name in ("acme", "other")}
 
 
 class Stopped:
-    """A clock that stands still, so that buckets fill in Redis only."""
+    """A clock that stands still until it is told, so that buckets fill in Redis only."""
+
+    def __init__(self):
+        self.seconds = 0
 
     def now(self):
-        return START
+        return Nanos(START + self.seconds * SECOND)
 
 
 @pytest.fixture
@@ -29,12 +32,13 @@ def redis():
 
 class Router:
     def __init__(self, url):
+        self.clock = Stopped()
         self.tenants = Tenants(LIMITS, START)
-        self.shared = RedisTenants(url, self.tenants, Stopped())
+        self.shared = RedisTenants(url, self.tenants, self.clock)
 
-    def admits(self, tokens=10):
+    def admits(self, tokens=10, tenant="acme"):
         try:
-            self.tenants.admit("acme", tokens, START)
+            self.tenants.admit(tenant, tokens, self.clock.now())
         except Refused:
             return False
         return True
@@ -89,3 +93,61 @@ async def test_a_tenant_that_is_idle_is_forgotten_in_redis_once_its_buckets_are_
         await one.shared.exchange()
         with redis.client() as client:
             assert 29 <= client.ttl("fleet/tenants/acme") <= 32  # half of the tokens, half a minute
+
+
+async def test_a_redis_that_was_started_again_empty_learns_what_is_left_from_the_routers(redis):
+    async with Router(redis.url) as one, Router(redis.url) as other, Router(redis.url) as ignorant:
+        assert all(router.admits() for router in (one, other, one, other, one, other))
+        for router in (one, other, one):
+            await router.shared.exchange()
+        redis.kill()
+        redis.start()
+        for router in (ignorant, one, other):
+            await router.shared.exchange()  # finds its connection broken, or has nothing to say
+
+        ignorant.admits()
+        for router in (ignorant, one, other) * 3:
+            await router.shared.exchange()
+
+        assert [sum(router.admits() for _ in range(30)) for router in (one, other, ignorant)] == [3, 3, 3]
+
+
+async def test_a_tenant_whose_key_is_spoilt_goes_on_by_itself_and_the_others_limits_are_shared(redis, caplog):
+    async with Router(redis.url) as one, Router(redis.url) as other:
+        with redis.client() as client:
+            client.set("fleet/tenants/acme", "somebody else's")
+        for _ in range(4):
+            assert one.admits()
+            assert one.admits(tenant="other")
+            await one.shared.exchange()
+        assert other.admits(tenant="other")
+        await other.shared.exchange()
+
+        assert sum(other.admits(tenant="other") for _ in range(30)) == 5
+        assert sum(one.admits() for _ in range(30)) == 6
+        assert one.shared.refused == 4
+        (said,) = [record for record in caplog.records if record.name == "fleet.adapters.redis_tenants"]
+        assert (said.tenants, said.first) == (1, "acme")
+        assert "WRONGTYPE" in said.cause
+
+        with redis.client() as client:
+            client.delete("fleet/tenants/acme")
+        await one.shared.exchange()
+        assert other.admits()
+        await other.shared.exchange()
+        assert sum(other.admits() for _ in range(30)) == 0
+
+
+async def test_a_tenant_does_not_pay_twice_for_what_it_had_while_redis_was_long_away(redis):
+    async with Router(redis.url) as one:
+        redis.kill()
+        for _ in range(10):
+            assert sum(one.admits() for _ in range(30)) == 10
+            await one.shared.exchange()
+            one.clock.seconds += 60
+        one.clock.seconds -= 48  # a fifth of the last minute has passed
+        redis.start()
+        for _ in range(3):
+            await one.shared.exchange()
+
+        assert sum(one.admits() for _ in range(30)) == 2

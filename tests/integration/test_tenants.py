@@ -5,6 +5,7 @@ from hashlib import sha256
 import openai
 import pytest
 
+from fleet.adapters.tenant_metrics import TenantMetrics
 from fleet.client import AsyncClient, Unauthenticated, Unavailable
 from fleet.errors import Reason
 from fleet.router.tenants import TenantSettings
@@ -52,6 +53,24 @@ async def test_over_http_answers_say_what_is_left_and_the_limit_is_a_429_that_sa
     assert 25 <= int(caught.value.response.headers["retry-after"]) <= 30
     assert caught.value.body["code"] == "rate_limited"
     assert len(fronts.router.submitted) == 2
+
+
+async def test_what_a_tenant_has_had_is_on_record(fronts):
+    async with openai_client(fronts) as client:
+        usages = [(await ask(client)).parse().usage for _ in range(2)]
+        with pytest.raises(openai.RateLimitError):
+            await ask(client)
+
+    record = {
+        (sample.labels["tenant"], sample.labels.get("of", "requests")): sample.value
+        for family in TenantMetrics(fronts.generation._tenants.usage).collect()
+        for sample in family.samples
+    }
+    prompts, answers = (
+        sum(each) for each in zip(*((u.prompt_tokens, u.completion_tokens) for u in usages), strict=True)
+    )
+    assert record == {("acme", "requests"): 2, ("acme", "prompts"): prompts, ("acme", "answers"): answers}
+    assert min(prompts, answers) > 2
 
 
 async def test_over_grpc_the_same_holds(fronts):

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import psutil
@@ -172,6 +173,32 @@ def test_a_prompt_goes_in_over_http(cluster):
     assert answer["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, "structured_outputs.regex"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ],
+)
+def test_what_engine_and_template_cannot_obey_is_refused_under_the_clients_name(cluster, asked, field):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, **asked}
+    request = Request(
+        f"{cluster.endpoints['http']}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+
+    with pytest.raises(HTTPError) as refused:
+        urlopen(request, timeout=20)
+
+    with refused.value:
+        error = json.load(refused.value)["error"]
+    assert (refused.value.status, error["param"], error["code"]) == (400, field, "invalid_argument")
+    assert error["message"].startswith(f"{field}: ")
+
+
 def test_generate_streams_text_to_stdout_and_the_rest_to_stderr(cluster):
     done = run_fleet("generate", "Hello", "--address", cluster.grpc, "--max-tokens", "5")
 
@@ -276,6 +303,28 @@ def test_the_next_request_works_after_the_decode_worker_was_killed(tmp_path):
 
         assert after.token_ids == before.token_ids
         assert "starting it again" in (tmp_path / "up.log").read_text()
+
+
+def test_the_smallest_cluster_has_its_store_in_the_only_worker(tmp_path):
+    path = tmp_path / "topology.toml"
+    path.write_text("[store]\nplace = 'worker'\ncapacity_mib = 8\n[[pools]]\nrole = 'both'\n")
+    with fleet_up(tmp_path, "--config", str(path)) as up, Client(up.grpc) as client:
+        assert up.endpoints["pids"].keys() == {"supervisor", "router", "both-0"}
+        before = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
+
+        wait_until(lambda: (store := client.status().store) is not None and store.blocks >= len(PROMPT) // 32)
+        assert client.status().store.capacity_bytes == 8 << 20
+        killed = up.pid_of("both-0")
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: up.pid_of("both-0") not in (0, killed))
+        wait_until(lambda: len(client.status().pools) == 1)
+
+        after = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
+        assert after.token_ids == before.token_ids
+        wait_until(lambda: (store := client.status().store) is not None and store.blocks >= len(PROMPT) // 32)
+        folder = up.runtime_folder()
+        assert up.end() == 0
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -24,7 +24,6 @@ from fleet.requests import Finish, Source
 from fleet.roles import KvPath, Phase, Role
 from fleet.router.messages import WorkerJoined, WorkerLeft
 from fleet.router.settings import RouterSettings
-from fleet.v1 import control_pb2_grpc
 from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 from fleet.wire.work import encode_router_message
@@ -79,7 +78,7 @@ class Registry:
 
     async def open(self) -> None:
         self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
-        control_pb2_grpc.add_RegistryServicer_to_server(GrpcRegistry(self.server), self._grpc)
+        GrpcRegistry(self.server).add(self._grpc)
         self.port = self._grpc.add_insecure_port(self.address)
         await self._grpc.start()
 
@@ -441,6 +440,27 @@ async def test_an_older_process_of_the_same_name_is_told_so():
         assert registry.server._machine.members[WorkerId("w")].incarnation == newer
         await client.deregister(WorkerId("w"), newer)
         assert not registry.server._machine.members
+
+
+@pytest.mark.parametrize("method", ["Register", "Deregister"])
+async def test_garbage_is_refused_by_the_registry_without_a_word_in_the_log(method, caplog):
+    async with a_registry() as registry, grpc.aio.insecure_channel(registry.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_unary(f"/fleet.v1.Registry/{method}")(b"\xff\xff\xff\xff", timeout=5)
+
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caplog.records == []
+
+
+async def test_garbage_is_refused_at_the_control_port_of_a_worker(folder):
+    async with (
+        a_worker_process(folder, settings()) as worker,
+        grpc.aio.insecure_channel(worker.control) as channel,
+    ):
+        for method in ("Describe", "Drain"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary(f"/fleet.v1.Worker/{method}")(b"\xff\xff\xff\xff", timeout=5)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_slow_observer_of_the_membership_hears_what_is_so_in_the_end():

@@ -69,6 +69,14 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
             "cluster.kv_paths: prefill workers need a way to hand over blocks: store or direct",
         ),
         ("[router]\nstore = 'unix:/x'", "router: `models` and `store` follow from the other sections; leave them out"),
+        (
+            "[store]\nplace = 'worker'",
+            "store.place: a store in the worker's process is for one worker, and `pools` has 2; use 'process'",
+        ),
+        (
+            "[cluster]\nkv_paths = ['direct']\n[store]\nplace = 'worker'\n[[pools]]\nrole = 'both'",
+            "store.place: `cluster.kv_paths` has no 'store', so that there would be none",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_with_file_path_and_cause_in_one_line(tmp_path, text, cause):
@@ -78,6 +86,15 @@ def test_what_is_wrong_is_refused_with_file_path_and_cause_in_one_line(tmp_path,
         load(path, Topology)
 
     assert str(refused.value) == f"{path}: {cause}"
+
+
+def test_a_key_that_is_wrong_is_refused_with_the_path_of_its_table(tmp_path):
+    path = a_file(tmp_path, "store_id = 's'\nlisten = ['unix:/x']\n[tenant_quotas]\nme = 1")
+
+    with pytest.raises(ConfigurationRefused) as refused:
+        load(path, StoreSettings)
+
+    assert str(refused.value) == f"{path}: tenant_quotas: its keys: Expected `str` matching regex '^[0-9a-f]{{64}}$'"
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
@@ -99,6 +116,7 @@ def test_a_missing_file_is_refused(tmp_path):
         RouterSettings(models={"tiny": "/models/tiny"}, store="unix:/run/store"),
         StoreSettings(store_id="s", listen=("unix:/run/store",)),
         WorkerSettings(worker_id="w", model="tiny", kv_paths=(KvPath.DIRECT,), role=Role.PREFILL),
+        WorkerSettings(worker_id="w", model="tiny", embedded_store=StoreSettings(store_id="s", listen=("unix:/s",))),
     ],
 )
 def test_settings_of_a_process_survive_their_file(tmp_path, settings):
@@ -144,3 +162,10 @@ def test_a_model_path_is_relative_to_its_file_and_named_after_its_folder(tmp_pat
 
     assert found == folder
     assert served_name(section, found) == "llama"
+
+
+def test_what_json_cannot_say_is_refused_by_its_path_before_a_child_reads_it(tmp_path):
+    settings = RouterSettings(policies={"dynamo": {"weights": [1.0, float("inf")]}})
+
+    with pytest.raises(ConfigurationRefused, match=r"^policies\.dynamo\.weights\.1: must be finite$"):
+        save(settings, tmp_path / "router.json")

@@ -5,7 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.errors import Reason, Refused
-from fleet.requests import ChatMessage, ChatPrompt, Sampling, TextPrompt, TokenPrompt
+from fleet.requests import (
+    AnyObject,
+    ChatMessage,
+    ChatPrompt,
+    Choice,
+    Grammar,
+    JsonSchema,
+    Pattern,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
 from fleet.validation import validate
 from tests.builders import a_prompt, a_request, token_bytes
 from tests.fake_router import a_card
@@ -110,6 +121,72 @@ def test_a_wrong_field_is_refused_by_its_path(fields, field):
         validate(a_request(**fields), a_card(), 10, vocab_size=500)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+
+
+FORMS = [
+    (JsonSchema(""), "sampling.form", "0 characters"),
+    (JsonSchema("{"), "sampling.form", "not valid JSON"),
+    (JsonSchema("[]"), "sampling.form", "expected `object`"),
+    (JsonSchema('{"a":' * 100_000), "sampling.form", "131072 are allowed"),
+    (JsonSchema('{"a":' * 20_000), "sampling.form", "nested too deeply"),
+    (Pattern("a" * 16_385), "sampling.form", "16384 are allowed"),
+    (Grammar("a" * 131_073), "sampling.form", "131072 are allowed"),
+    (Choice(()), "sampling.form", "0 choices"),
+    (Choice(("a",) * 257), "sampling.form", "257 choices"),
+    (Choice(("a", "")), "sampling.form", "0 characters"),
+    (Choice(("a" * 1025,)), "sampling.form", "1024 are allowed"),
+]
+
+
+@pytest.mark.parametrize(("form", "field", "said"), FORMS)
+def test_a_form_of_no_size_or_sense_is_refused_in_words(form, field, said):
+    with pytest.raises(Refused, match=said) as refused:
+        validate(a_request(sampling=Sampling(form=form)), a_card(), 10)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+    assert len(refused.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    "form", [AnyObject(), JsonSchema("{}"), Pattern("a" * 16_384), Grammar("root ::= x"), Choice(("a" * 1024,) * 256)]
+)
+def test_forms_of_a_sound_size_are_left_to_the_engine(form):
+    validate(a_request(sampling=Sampling(form=form)), a_card(), 10)
+
+
+SPOKEN = ChatMessage(role="user", content="x")
+A_TOOL = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": true}}'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (ChatPrompt((SPOKEN,), tools="["), "chat.tools"),
+        (ChatPrompt((SPOKEN,), tools="{}"), "chat.tools"),
+        (ChatPrompt((SPOKEN,), tools='[{"type": "function"}]'), "chat.tools[0].function"),
+        (ChatPrompt((SPOKEN,), tools='[{"type": "browser", "function": {"name": "f"}}]'), "chat.tools[0].type"),
+        (ChatPrompt((SPOKEN,), tools=f'[{A_TOOL}, {{"type": "function", "function": {{"name": ""}}}}]'),
+         "chat.tools[1].function.name"),
+        (ChatPrompt((SPOKEN,), tools='[{"function": {"parameters": {"x": ' + "[" * 99_999), "chat.tools"),
+        (ChatPrompt((SPOKEN, ChatMessage(role="assistant", content="", tool_calls="[{}]"))),
+         "chat.messages[1].tool_calls[0].function"),
+        (ChatPrompt((ChatMessage(role="assistant", content="", tool_calls='[{"function": {"name": "f"}}]'),)),
+         "chat.messages[0].tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+def test_tools_and_calls_that_are_none_are_refused_by_their_path(prompt, field):
+    with pytest.raises(Refused) as refused:
+        validate(a_request(prompt=prompt), a_card(), 10)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+
+
+def test_tools_and_calls_as_the_openai_api_has_them_are_allowed():
+    call = '[{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]'
+    calling = ChatMessage(role="assistant", content="", tool_calls=call)
+    answering = ChatMessage(role="tool", content="1", tool_call_id="c1")
+
+    validate(a_request(prompt=ChatPrompt((SPOKEN, calling, answering), tools=f"[{A_TOOL}]")), a_card(), 10)
 
 
 def test_the_limits_themselves_are_allowed():

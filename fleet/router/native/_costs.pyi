@@ -1,6 +1,6 @@
 # Of `costs.c`; see `fleet.router.native.twin`.
 
-from fleet.router.candidates import Floats
+from fleet.router.candidates import Floats, Rows
 
 def fleet_costs(
     columns: Floats,
@@ -12,9 +12,13 @@ def fleet_costs(
     request: float,
     decode: float,
     spread: float,
+    others: float,
+    stall: float,
     warm: bool,
     even: bool,
     prefill: bool,
     /,
 ) -> None: ...
+def block_keys(tokens: bytes | memoryview, size: int, factors: bytes, /) -> tuple[int, ...]: ...
 def lowest(costs: Floats, /) -> list[int]: ...
+def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None: ...

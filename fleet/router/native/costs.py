@@ -1,13 +1,13 @@
-"""Costs of candidates: native where it was built (`costs.c`), numpy elsewhere, the same numbers to the last bit."""
+"""Costs of candidates and names of blocks: native where it was built (`costs.c`), numpy elsewhere, the same to the last bit."""
 
 try:
-    from fleet.router.native._costs import fleet_costs, lowest
+    from fleet.router.native._costs import block_keys, fleet_costs, lowest, spread
 
     BUILT = True
     """Whether the native module runs."""
 except ImportError:  # not built
-    from fleet.router.native.twin import fleet_costs, lowest
+    from fleet.router.native.twin import block_keys, fleet_costs, lowest, spread
 
     BUILT = False
 
-__all__ = ["BUILT", "fleet_costs", "lowest"]
+__all__ = ["BUILT", "block_keys", "fleet_costs", "lowest", "spread"]

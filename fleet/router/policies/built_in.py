@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from fleet.errors import ConfigurationRefused
+from fleet.router.policies.aibrix import Aibrix
 from fleet.router.policies.baselines import (
     ConsistentHash,
     LeastLoaded,
@@ -20,10 +21,12 @@ from fleet.router.policies.baselines import (
 from fleet.router.policies.composed import Catalogue, Composed
 from fleet.router.policies.dynamo import Dynamo, DynamoCost
 from fleet.router.policies.fleet import Fleet, FleetCost, Headroom
+from fleet.router.policies.infera import Infera
 from fleet.router.policies.llm_d import KvUse, LlmD, Prefix, Queue
 from fleet.router.policies.mooncake import Mooncake, MooncakeTime
 from fleet.router.policies.pickers import Lowest, Softmax, TwoChoices
 from fleet.router.policies.ports import Policy
+from fleet.router.policies.smg import Smg
 from fleet.router.settings import RouterSettings
 
 DEFAULT = "fleet"
@@ -40,6 +43,9 @@ BUILT_IN = Catalogue(
         "dynamo": Dynamo,
         "mooncake": Mooncake,
         "llm_d": LlmD,
+        "aibrix": Aibrix,
+        "smg": Smg,
+        "infera": Infera,
         "composed": Composed,
     },
     filters={"session": Session, "headroom": Headroom},

@@ -1,6 +1,7 @@
 """The default policy: what a request takes from a worker, in blocks of prefill.
 
-    cost = max(0, prefill - credit)  +  decode blocks × their weight  +  running requests × their weight  -  session
+    cost = max(0, prefill - credit)  +  work × its price  +  decode blocks × their weight  +  running requests × their weight
+           -  session
 
 1. *prefill* is (backlog + prompt tokens) / block.
 2. *credit* is what the prompt's leading blocks need not be computed, by where they are: in the engine 1, in the store's memory
@@ -9,16 +10,25 @@
 3. Blocks that live requests hold on the worker, or are about to compute there, count as the engine's before its cache has told
    of them, so that siblings which arrive together find each other. The backlog that is those very blocks counts for nobody
    who needs them: whoever waits for them waits for what it would have to compute anywhere.
-4. *decode blocks* are the unique blocks that live requests hold there, this one's included. An answer near its expected end
+4. *work* is the blocks that the request has to compute there: prompt less credit. Until here the cost is its own wait. Work is
+   what others wait for, and its *price* says how long: those who come later, by a share of the workers that are computing prompts
+   now, busy / (workers + 1 - busy); and those who run on that worker, held up by a step for each. An idle cluster computes a prompt
+   again to save a moment, a busy one waits for the worker that has it. Without a price every request is placed where its own
+   first token comes soonest, and together they compute shared prefixes several times over (ADR 0014).
+5. *decode blocks* are the unique blocks that live requests hold there, this one's included. An answer near its expected end
    counts for less.
-5. A batch that is full makes a hit worth less, by `spread` times the share of it that waits: a hot prefix then goes to one
+6. A batch that is full makes a hit worth less, by `spread` times the share of it that waits: a hot prefix then goes to one
    worker more, before it waits for one.
-6. A worker of another speed takes the time of so many blocks more or less; a block is only fetched for what it takes less
+7. A worker of another speed takes the time of so many blocks more or less; a block is only fetched for what it takes less
    than computing it there.
-7. The worker that had this session's last request is preferred by `session_blocks`.
-8. With a goal for the first token, those go first that should keep it, by what a prompt token took there lately.
+8. The worker that had this session's last request is preferred by `session_blocks`.
+9. With a goal for the first token, those go first that should keep it, by what a prompt token took there lately.
 
-1, 2 and 4 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), but for the weight of decoding; the others are ours.
+1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), but for the weight of decoding. The price is queueing theory's:
+work x that joins a queue with work u in it keeps those who come later waiting for λ / (1 - ρ) · x · (u + x / 2) together, which with
+about one request's work in u + x / 2 is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto, "Size- and state-aware dispatching
+problem with queue-specific job sizes", EJOR 217, 2012). ρ is read off the table, with one idle worker more than there is, so
+that it is never 1. The others are ours.
 """
 
 from collections.abc import Mapping
@@ -41,7 +51,7 @@ from fleet.router.candidates import (
     Floats,
 )
 from fleet.router.native.costs import fleet_costs
-from fleet.router.native.twin import credit_of
+from fleet.router.native.twin import credit_of, price_of
 from fleet.router.policies.pickers import Softmax
 from fleet.router.policies.pipeline import Pipeline
 
@@ -55,6 +65,8 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     running_request_blocks: float = 1.0
     decode_weight: float = 1.0
     spread: float = 2.0
+    others_weight: float = 1.0
+    stall_weight: float = 0.1
     session_blocks: float = 1.0
 
     def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
@@ -69,6 +81,8 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self.running_request_blocks,
             self.decode_weight,
             self.spread,
+            self.others_weight,
+            self.stall_weight,
             candidates.warm,
             candidates.even,
             phase is Phase.PREFILL,
@@ -79,7 +93,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def parts(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         columns = candidates.columns
-        credit = credit_of(
+        credit, shared = credit_of(
             columns,
             self.engine_hit_credit,
             self.store_hit_credit,
@@ -88,10 +102,12 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             candidates.even,
         )
         prefill = (columns[BACKLOG_TOKENS] + asked.prompt_tokens) / columns[BLOCK_TOKENS]
-        left = np.maximum(0.0, (prefill - credit) / columns[PREFILL_SPEED])
+        left = np.maximum(0.0, (prefill - credit - shared) / columns[PREFILL_SPEED])
+        work = np.maximum(0.0, asked.prompt_tokens / columns[BLOCK_TOKENS] - credit) / columns[PREFILL_SPEED]
         prefill = prefill / columns[PREFILL_SPEED]
         speed = columns[DECODE_SPEED]
         parts = {"prefill": prefill, "credit": left - prefill}
+        parts["others"] = work * price_of(columns, self.others_weight, self.stall_weight, phase is Phase.PREFILL)
         if phase is not Phase.PREFILL:
             parts["decode"] = self.decode_weight * (columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]) / speed
         parts["requests"] = self.running_request_blocks * columns[REQUESTS] / speed
@@ -145,6 +161,14 @@ class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     spread: float = 2.0
     """How fast a hit loses its worth on a worker whose batch is full: with 2, all of it when half a batch waits."""
 
+    others_weight: float = 1.0
+    """What the waiting of those who come later counts, against one's own; 0: nothing, so that each request is placed where its own
+    first token comes soonest."""
+
+    stall_weight: float = 0.1
+    """What a running request counts that is held up by a prefill, against one that waits for its first token: answers last
+    about ten times as long as people wait for them to begin."""
+
     session_blocks: float = 1.0
     """By how much the worker of a session's last request is preferred: little, since what it holds is known block by block."""
 
@@ -162,6 +186,8 @@ class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             running_request_blocks=self.running_request_blocks,
             decode_weight=self.decode_weight,
             spread=self.spread,
+            others_weight=self.others_weight,
+            stall_weight=self.stall_weight,
             session_blocks=self.session_blocks,
         )
         return Pipeline(

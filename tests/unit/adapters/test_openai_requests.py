@@ -7,7 +7,18 @@ from fleet.adapters.status import APPEARANCES, renamed
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import Reason, Refused, invalid
 from fleet.ids import RequestId
-from fleet.requests import ChatMessage, ChatPrompt, Sampling, TextPrompt, TokenPrompt
+from fleet.requests import (
+    AnyObject,
+    ChatMessage,
+    ChatPrompt,
+    Choice,
+    Grammar,
+    JsonSchema,
+    Pattern,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
 from fleet.roles import KvPath, Placement
 from tests.builders import token_bytes
 
@@ -73,14 +84,14 @@ def test_a_prompt_may_be_text_or_tokens(prompt, read):
 
 def test_a_conversation_may_come_in_parts():
     messages = [
-        {"role": "system", "content": "be brief", "name": "ignored"},
+        {"role": "system", "content": "be brief", "name": "Ada", "audio": "ignored"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
 
     prompt = chat(messages=messages).request.prompt
 
     assert prompt == ChatPrompt(
-        (ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="ab"))
+        (ChatMessage(role="system", content="be brief", name="Ada"), ChatMessage(role="user", content="ab"))
     )
 
 
@@ -126,6 +137,66 @@ def test_fleets_own_options_are_read():
     assert asked.return_token_ids
 
 
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
+SCHEMA_TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}}}'
+
+
+@pytest.mark.parametrize("read", [completion, chat])
+@pytest.mark.parametrize(
+    ("fields", "form", "called"),
+    [
+        ({"response_format": {"type": "text"}}, None, "form"),
+        ({"response_format": {"type": "json_object"}}, AnyObject(), "response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            JsonSchema(SCHEMA_TEXT),
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, JsonSchema(SCHEMA_TEXT), "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True}}, AnyObject(), "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a+"}}, Pattern("a+"), "structured_outputs.regex"),
+        ({"guided_json": SCHEMA_TEXT}, JsonSchema(SCHEMA_TEXT), "guided_json"),
+        ({"guided_choice": ["a", "b"]}, Choice(("a", "b")), "guided_choice"),
+        ({"guided_grammar": "root ::= x"}, Grammar("root ::= x"), "guided_grammar"),
+    ],
+)
+def test_what_the_answer_must_be_is_read_from_openais_fields_and_from_vllms(read, fields, form, called):
+    asked = read(**fields)
+
+    assert asked.request.sampling.form == form
+    assert asked.names.get("sampling.form") == called
+    assert asked.request.sampling.stateless == (form is None)
+
+
+def test_tools_go_with_the_conversation_unless_they_are_not_to_be_called():
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+
+    for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": True}):
+        assert json.loads(chat(tools=tools, **fields).request.prompt.tools) == tools
+    assert chat(tools=tools, tool_choice="none").request.prompt.tools == ""
+    assert chat(tools=[]).request.prompt.tools == ""
+
+
+def test_calls_and_what_tools_gave_are_part_of_the_conversation():
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+    prompt = chat(
+        messages=[
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "f"},
+        ]
+    ).request.prompt
+
+    assert json.loads(prompt.messages[1].tool_calls) == [call]
+    assert (prompt.messages[1].content, prompt.messages[2].tool_call_id, prompt.messages[2].name) == ("", "c1", "f")
+
+
 def test_unknown_fields_and_those_that_ask_for_what_happens_anyway_are_taken():
     completion(user="u", metadata={"a": 1}, n=1, best_of=1, echo=False, suffix="", logit_bias={}, something_new=[1])
     chat(tools=[], response_format={"type": "text"}, parallel_tool_calls=True, store=False, modalities=["text"])
@@ -137,8 +208,18 @@ REFUSED = [
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"tools": [{}]}, "tools"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": "json"}, "response_format"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"temperature": "hot"}, "temperature"),
     ({"max_tokens": "many"}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
@@ -174,11 +255,15 @@ def test_what_is_wrong_is_refused_under_the_name_the_client_wrote(read, fields, 
         (completion, {"prompt": [1, "a"]}, "prompt[1]"),
         (completion, {"prompt": [1, True]}, "prompt[1]"),
         (completion, {"logprobs": True}, "logprobs"),
+        (completion, {"tools": [{}]}, "tools"),
+        (chat, {"tools": [1]}, "tools[0]"),
+        (chat, {"tools": [{}], "parallel_tool_calls": False}, "parallel_tool_calls"),
         (chat, {"messages": "hi"}, "messages"),
         (chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (chat, {"messages": [{"content": "x"}]}, "messages[0].role"),
         (chat, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (chat, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (chat, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
+        (chat, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
         (
             chat,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -222,6 +307,7 @@ def test_a_later_refusal_is_told_under_the_clients_names():
         ("text", "prompt"),
         ("token_ids[3]", "prompt[3]"),
         ("chat.messages[1].role", "messages[1].role"),
+        ("chat.tools[1].function.name", "tools[1].function.name"),
         ("sampling.temperature", "temperature"),
         ("sampling.stop_token_ids[2]", "stop_token_ids[2]"),
         ("priority", "fleet.priority"),

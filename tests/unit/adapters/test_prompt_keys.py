@@ -72,6 +72,23 @@ def test_a_key_stands_for_all_that_is_before_its_block(model_dir):
     assert len({*one, *other}) == 4
 
 
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_what_follows_different_images_shares_no_block_and_what_comes_before_them_does(model_dir, with_tokenizer):
+    reader = a_reader(model_dir if with_tokenizer else None)
+
+    def keys(image: str) -> tuple[int, ...]:
+        text = {"type": "text", "text": "the quick brown fox " * 40}
+        shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+        return reader.read(NOTHING, raw([{"role": "user", "content": [text, shown, text]}]), NOTHING).keys[16]
+
+    one, other = keys("AAAA" * 100), keys("BBBB" * 100)
+
+    before = common(one, other)
+    assert 5 < before < len(one) // 2
+    assert not set(one[before:]) & set(other[before:])
+    assert keys("AAAA" * 100) == one
+
+
 def test_tools_make_another_prompt_of_the_same_messages(model_dir):
     reader = a_reader(model_dir)
     messages = raw([{"role": "user", "content": "the quick brown fox " * 40}])

@@ -44,3 +44,11 @@ def test_refusals_are_told_by_reason_and_cause():
 def test_every_number_is_one_that_the_router_has():
     assert COUNTERS.keys() <= set(Counters.__struct_fields__)
     assert OF_WORKERS.keys() <= set(WorkerSnapshot.__struct_fields__)
+
+
+def test_tasks_of_the_event_loop_are_told_where_somebody_counts_them():
+    router, registry = Driver(), CollectorRegistry()
+    registry.register(RouterMetrics(router.machine.snapshot, tasks=lambda: 4))
+
+    assert "fleet_tasks 4.0" in generate_latest(registry).decode().splitlines()
+    assert not any(line.startswith("fleet_tasks") for line in told(router))

@@ -55,6 +55,7 @@ def test_another_tokenizer_is_used_where_the_fast_one_gives_other_ids(model_dir,
 
         def no_truncation(self) -> None: ...
         def no_padding(self) -> None: ...
+        def enable_segment_cache(self, max_bytes: int) -> None: ...
         def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]:
             return token_bytes([1, 2, 3]), b""
 
@@ -171,6 +172,53 @@ def test_a_template_in_its_own_file_comes_first(tmp_path):
 
     text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens), skip_special_tokens=False)
     assert text == '"<\\"é\\">"</s>4'
+
+
+TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}])
+CALLS = json.dumps([{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": [1]}'}}])
+WITH_TOOLS = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.x[0] }}){% endfor %}"
+    "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %};{% endfor %}"
+)
+
+
+def test_tools_and_their_calls_are_rendered_by_the_template(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(WITH_TOOLS, encoding="utf-8")
+    conversation = [
+        ChatMessage(role="user", content="x"),
+        ChatMessage(role="assistant", content="", tool_calls=CALLS),
+        ChatMessage(role="tool", content="2", tool_call_id="c1"),
+    ]
+
+    tokens = load_codec(folder).render(conversation, TOOLS)
+
+    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens))
+    assert text == "[add]user:x;assistant:add(1);tool:2#c1;"
+
+
+def test_a_model_may_have_a_template_for_tools_alone(tmp_path):
+    folder = write_model(tmp_path)
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": WITH_TOOLS}]
+    write_json(folder / "tokenizer_config.json", {"chat_template": [*templates, {"name": "rag", "template": "{% x"}]})
+    codec, reference = load_codec(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    conversation = [ChatMessage(role="user", content="x")]
+
+    assert reference.decode(token_ids(codec.render(conversation))) == "plain"
+    assert reference.decode(token_ids(codec.render(conversation, TOOLS))) == "[add]user:x;"
+
+
+def test_a_template_that_would_leave_tools_or_calls_out_refuses_them(codec):
+    conversation = [ChatMessage(role="user", content="x")]
+    with pytest.raises(Refused, match="knows no tools") as refused:
+        codec.render(conversation, TOOLS)
+    assert refused.value.field == "chat.tools"
+
+    with pytest.raises(Refused, match="knows no calls") as refused:
+        codec.render([*conversation, ChatMessage(role="assistant", content="", tool_calls=CALLS)])
+    assert refused.value.field == "chat.messages[1].tool_calls"
 
 
 def test_a_template_cannot_leave_its_sandbox(tmp_path):

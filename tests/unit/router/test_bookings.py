@@ -11,6 +11,7 @@ from fleet.requests import Sampling
 from fleet.roles import Role
 from fleet.router.bookings import WorkerBookings
 from fleet.router.candidates import ACTIVE_BLOCKS, QUANTITIES, TOKEN_SECONDS
+from fleet.router.chains import Chains
 from tests.builders import an_arrival
 from tests.unit.router.driver import Dispatch, Driver, the
 
@@ -19,7 +20,7 @@ START = Nanos(0)
 
 
 def bookings() -> tuple[WorkerBookings, np.ndarray]:
-    made, column = WorkerBookings(32, {}, 1), np.zeros(QUANTITIES)
+    made, column = WorkerBookings(32, Chains(), 1), np.zeros(QUANTITIES)
     made.keep_in(column)
     return made, column
 

@@ -30,6 +30,7 @@ def test_costs_are_those_of_the_twin_bit_for_bit(workers):
     for _ in range(30):
         table = a_table(rng, workers)
         weights = (rng.choice([1.0, 0.1, 3.3]), 0.75, *(rng.random() for _ in range(3)), rng.choice([0.0, 2.0, 0.3]))
+        weights += (rng.choice([0.0, 1.0, 0.7]), rng.choice([0.0, 0.1]))
         switches = tuple(rng.random() < 0.5 for _ in range(3))
         expected, found = np.empty(workers), np.empty(workers)
         twin.fleet_costs(table, expected, 1000, *weights, *switches)
@@ -57,7 +58,41 @@ def test_costs_that_are_no_numbers_are_refused(module, values):
 @pytest.mark.parametrize("shape", [(quantity.QUANTITIES - 1, 4), (quantity.QUANTITIES, 3), (1, 4)])
 def test_a_table_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match="17 quantities"):
-        costs.fleet_costs(np.zeros(shape), np.empty(4), 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, True, True, False)
+        costs.fleet_costs(np.zeros(shape), np.empty(4), 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, True, True, False)
+
+
+@native
+def test_what_workers_have_is_spread_as_the_twin_does_it():
+    rng = random.Random(0)
+    for _ in range(300):
+        places, workers = rng.randrange(1, 200), rng.randrange(1, 130)
+        row_at = np.array([rng.choice([-1, rng.randrange(workers)]) for _ in range(places)], dtype=np.intp)
+        masks = [rng.getrandbits(rng.choice([1, 63, 64, 65, 250])) for _ in range(rng.randrange(5))]
+        runs = [(depth, mask) for depth, mask in enumerate(masks, start=1) if mask]
+        expected, found = np.zeros(workers), np.zeros(workers)
+        twin.spread(runs, row_at, expected)
+        costs.spread(runs, row_at, found)
+
+        assert expected.tolist() == found.tolist()
+
+
+@native
+def test_names_of_blocks_are_those_of_the_twin():
+    rng = random.Random(0)
+    for _ in range(200):
+        size = 4 * rng.randrange(1, 70)
+        tokens, factors = rng.randbytes(rng.randrange(0, 12 * size)), rng.randbytes(2 * size)
+        found = costs.block_keys(memoryview(tokens), size, factors)
+
+        assert found == twin.block_keys(tokens, size, factors)
+        assert len(found) == len(tokens) // size
+
+
+@pytest.mark.parametrize("module", [costs, twin])
+@pytest.mark.parametrize("size", [-4, 0, 8])
+def test_factors_of_another_length_are_refused(module, size):
+    with pytest.raises(ValueError, match="a factor of 8 bytes"):
+        module.block_keys(bytes(64), size, bytes(8))
 
 
 def test_the_rows_of_the_c_source_are_those_of_the_table():

@@ -5,11 +5,12 @@ import random
 import pytest
 
 from fleet.errors import Reason
-from fleet.ids import WorkerId
+from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Placement, Role
 from fleet.router.candidates import Asked
 from fleet.router.placement import Cause, Impossible, Placed, Unfit, Wait
 from fleet.router.settings import RouterSettings
+from fleet.work import Adapter
 from tests.unit.router.rows import a_standing, decide
 
 SETTINGS = RouterSettings(oversubscribe=1.0)
@@ -40,6 +41,7 @@ IMPOSSIBLE = [
         "worker",
     ),
     (Cause.NO_LABEL, {"labels": ("gold",)}, [D, a_standing("s", labels=("silver",))], Reason.NO_WORKER, "labels"),
+    (Cause.NO_ADAPTER, {"adapter": Adapter(ModelName("ada"))}, [D], Reason.NO_WORKER, "model"),
     (Cause.SESSION_LOST, {"bound": WorkerId("gone"), "must_keep": True}, [D], Reason.WORKER_LOST, "session"),
 ]
 

@@ -25,9 +25,10 @@ from fleet.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from fleet.router.generation import INLINE_CHARACTERS, MAX_TOKENISING, Generation
+from fleet.router.generation import INLINE_CHARACTERS, Generation
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
+from fleet.router.tokenising import MOST, TokenisingThreads
 from fleet.telemetry import Metrics
 from kvstore.block import salt_for
 from tests.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
@@ -54,27 +55,25 @@ def codec(model_dir):
 
 @pytest.fixture
 def generations(codec):
-    """Makes generations and closes them."""
-    made = []
+    """Makes generations, all of which have the same threads."""
+    threads = TokenisingThreads()
 
     def make(
         router: FakeRouter, codecs: Mapping[ModelName, TextCodec] | None = None, **tenants: TenantSettings
     ) -> Generation:
         metrics = Metrics(CollectorRegistry())
-        one = Generation(
+        return Generation(
             router,
             {MODEL: codec} if codecs is None else codecs,
             clock=Stopped(),
             tenants=Tenants(tenants, Stopped().now()),
             tenant_secret=SECRET,
             metrics=metrics,
+            threads=threads,
         )
-        made.append(one)
-        return one
 
     yield make
-    for one in made:
-        one.close()
+    threads.close()
 
 
 def ids_of(codec: TextCodec, text: str) -> list[int]:
@@ -366,7 +365,7 @@ async def test_long_prompts_leave_the_loop_free_and_wait_in_bounded_number(gener
     text = "x" * (INLINE_CHARACTERS + 1)
     try:
         async with asyncio.TaskGroup() as tasks:
-            for number in range(MAX_TOKENISING):
+            for number in range(MOST):
                 tasks.create_task(collect(generation.generate(a_request(id=f"r{number}", prompt=TextPrompt(text)))))
             await asyncio.sleep(0)  # the loop still turns
             with pytest.raises(Refused) as refused:
@@ -376,7 +375,7 @@ async def test_long_prompts_leave_the_loop_free_and_wait_in_bounded_number(gener
         may_go.set()
 
     assert refused.value.reason is Reason.QUEUE_FULL
-    assert len(router.completed) == MAX_TOKENISING
+    assert len(router.completed) == MOST
 
 
 async def test_a_request_proves_its_tenant_by_its_key_and_gets_that_tenants_salt(generations):

@@ -126,6 +126,47 @@ def test_memory_returns_to_baseline_when_all_holders_have_left():
     assert left - baseline < 10_000
 
 
+BYTES_A_BLOCK = 400
+"""That one worker holds: two table entries and an integer, and what tables and sets have spare just after they have grown."""
+
+
+def test_a_day_of_churn_stays_under_its_cap_and_leaves_nothing():
+    """Row I4: caches that are always full, turned over by the hour, and a worker in four that restarts each hour."""
+    rng = random.Random(5)
+    workers, capacity = [engine_cache(WorkerId(f"w{number}")) for number in range(4)], 1_500
+    tracemalloc.start()
+    index = PrefixIndex()
+    baseline = tracemalloc.get_traced_memory()[0]
+    cap = BYTES_A_BLOCK * capacity * len(workers)
+    latest: dict[Holder, list[int]] = {}
+    peaks = []
+    for _ in range(24):
+        tracemalloc.reset_peak()
+        for worker in workers:
+            if worker in index and rng.random() < 0.25:
+                index.remove(worker)
+            if worker not in index:
+                index.add(worker, capacity)
+                latest[worker] = []
+            for _ in range(10):
+                new = [rng.getrandbits(64) for _ in range(capacity // 5)]
+                index.removed(worker, latest[worker][: len(latest[worker]) + len(new) - capacity])
+                latest[worker] = [*latest[worker], *new][-capacity:]
+                index.stored(worker, new)
+        peaks.append(tracemalloc.get_traced_memory()[1] - baseline)
+    held = index.blocks
+    latest.clear()
+    for worker in workers:
+        index.remove(worker)
+    left = tracemalloc.get_traced_memory()[0] - baseline
+    tracemalloc.stop()
+
+    assert set(held.values()) == {capacity}
+    assert max(peaks) < cap
+    assert max(peaks[12:]) < 1.1 * max(peaks[:12])
+    assert left < max(peaks) / 100
+
+
 def test_keys_are_the_first_eight_bytes_of_the_hashes():
     hashes = chain(a_prompt(96), 32)
 

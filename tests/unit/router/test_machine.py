@@ -686,6 +686,23 @@ def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt(pl
     assert the(Complete, router.step(work, 1, finish=LENGTH, kv=a_report(LONG))).finish is LENGTH
 
 
+def test_the_token_of_the_prefill_worker_takes_its_place_on_the_decode_worker():
+    router = Driver(*PAIR)
+    prefill = the(Dispatch, router.send(an_arrival(tokens=BLOCK_TOKENS * 40, sampling=GREEDY)))
+    before = router.booked("d1")[1]
+    router.step(prefill, 11, finish=LENGTH, handoff=a_handoff())
+
+    assert router.booked("d1")[1] == before + 1
+
+
+def test_who_sees_the_answer_itself_is_told_of_its_end_only():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival(only_end=True)))
+
+    assert router.step(work, 11, 12) == []
+    assert the(Complete, router.step(work, 13, finish=LENGTH)).request_id == "r1"
+
+
 def test_a_prefill_that_hands_nothing_over_is_a_failed_prefill():
     router = Driver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))

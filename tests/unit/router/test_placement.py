@@ -18,7 +18,9 @@ from tests.builders import BLOCK_TOKENS, a_description
 from tests.unit.router.rows import Standing, a_standing, decide, score
 
 SETTINGS = RouterSettings(
-    remote_prefill_min_tokens=512, oversubscribe=1.0, policies={"fleet": {"decode_weight": 1.0}}
+    remote_prefill_min_tokens=512,
+    oversubscribe=1.0,
+    policies={"fleet": {"decode_weight": 1.0, "others_weight": 0.0, "stall_weight": 0.0}},
 )  # so that costs are whole numbers
 BOTH_PATHS = (KvPath.STORE, KvPath.DIRECT)
 
@@ -79,7 +81,7 @@ def test_a_credit_above_one_eats_into_the_backlog_but_not_below_zero():
 def test_terms_add_up_to_the_cost():
     terms = score(a_standing(engine_blocks=1, store_blocks=1, requests=2, backlog_tokens=50), 100, SETTINGS)
 
-    assert terms.parts == {"prefill": (50 + 100) / 32, "credit": -1.75, "decode": 4.0, "requests": 2.0}
+    assert terms.parts == {"prefill": (50 + 100) / 32, "credit": -1.75, "others": 0.0, "decode": 4.0, "requests": 2.0}
     assert sum(terms.parts.values()) == terms.cost
 
 

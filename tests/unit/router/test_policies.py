@@ -22,7 +22,8 @@ from tests.builders import BLOCK_TOKENS, a_prompt, an_arrival
 from tests.unit.router.driver import Dispatch, Driver, the
 from tests.unit.router.rows import a_standing, candidates_of, decide, score
 
-SETTINGS = RouterSettings(policies={"fleet": {"decode_weight": 1.0}})  # so that the figures are whole
+ALONE = {"decode_weight": 1.0, "others_weight": 0.0, "stall_weight": 0.0}  # so that the figures are whole
+SETTINGS = RouterSettings(policies={"fleet": ALONE})
 ASKED = Asked(prompt_tokens=320)
 
 
@@ -102,7 +103,55 @@ def test_decoding_weighs_a_tenth_of_prefill_so_that_a_shared_prefix_stays_togeth
         a_standing(prompt_tokens=2048, engine_blocks=60, active_blocks=64, new_blocks=4, requests=2), 2048, settings
     )
     assert cold.cost == pytest.approx(64 + 6.4)
-    assert warm.cost == pytest.approx(64 - 60 + 6.8 + 2)
+    assert warm.cost == pytest.approx(64 - 60 + 0.8 + 6.8 + 2)
+
+
+PRICES = [  # workers in all, of these computing prompts now, requests on this one; price of its work
+    (1, 0, 0, 0.0),
+    (1, 1, 0, 1.0),
+    (4, 0, 0, 0.0),
+    (4, 2, 0, 2 / 3),
+    (4, 4, 0, 4.0),
+    (16, 8, 0, 8 / 9),
+    (16, 16, 0, 16.0),
+    (4, 2, 5, 2 / 3 + 0.5),
+]
+
+
+@pytest.mark.parametrize(("workers", "busy", "requests", "price"), PRICES)
+def test_work_has_a_price_that_grows_with_the_share_of_workers_that_compute(workers, busy, requests, price):
+    """By hand from rule 4 of `fleet.router.policies.fleet`: a prompt of ten blocks, of which six have to be computed."""
+    standings = [
+        a_standing(
+            f"w{place}", prompt_tokens=320, engine_blocks=4, backlog_tokens=32 * (place < busy), requests=requests
+        )
+        for place in range(workers)
+    ]
+    parts = policy("fleet", {}).costs(ASKED, candidates_of(standings, SETTINGS), Phase.AGGREGATED)
+
+    assert parts["others"].tolist() == pytest.approx([6 * price] * workers)
+
+
+def test_a_busy_cluster_waits_for_the_worker_that_has_the_prefix_and_an_idle_one_computes_it_again():
+    """The same two workers: one has 8 of 10 blocks and 12 blocks to compute before it, the other nothing of either."""
+    warm = a_standing("warm", prompt_tokens=320, engine_blocks=8, backlog_tokens=32 * 12)
+    cold = a_standing("cold", prompt_tokens=320)
+    others = [a_standing(f"busy{place}", prompt_tokens=320, backlog_tokens=32 * 100) for place in range(6)]
+
+    assert choice("fleet", ASKED, warm, cold) == "cold"
+    assert choice("fleet", ASKED, warm, cold, *others) == "warm"
+    assert choice("fleet", ASKED, warm, cold, *others, others_weight=0.0) == "cold"
+
+
+def test_work_goes_where_it_holds_up_fewer_streams():
+    """Of two that have to compute as much, and have the same to compute before it."""
+    few = a_standing("few", prompt_tokens=320, requests=1)
+    many = a_standing("many", prompt_tokens=320, requests=8)
+    apart = {"running_request_blocks": 0.0, "decode_weight": 0.0}
+
+    assert choice("fleet", ASKED, many, few, **apart) == "few"
+    (alone, crowded) = costs("fleet", ASKED, few, many, **apart)
+    assert crowded - alone == pytest.approx(10 * 0.1 * 7)
 
 
 @pytest.mark.parametrize(("fields", "cost"), GOLDEN)
@@ -114,7 +163,7 @@ def test_the_cost_is_that_of_the_golden_table(fields, cost):
 
     terms = score(standing, prompt, SETTINGS, phase=phase)
     alone = candidates_of([standing], SETTINGS)
-    hot_path = policy("fleet", {"decode_weight": 1.0})._scorers[0][2].costs(Asked(prompt_tokens=prompt), alone, phase)
+    hot_path = policy("fleet", ALONE)._scorers[0][2].costs(Asked(prompt_tokens=prompt), alone, phase)
 
     assert terms.cost == pytest.approx(cost, abs=1e-9)
     assert hot_path[0] == pytest.approx(cost, abs=1e-9), "what is explained is what was decided on"
@@ -170,7 +219,7 @@ def test_twice_as_fast_hardware_takes_twice_the_backlog():
     slow = a_standing("slow", backlog_tokens=500)
 
     assert choice("fleet", ASKED, slow, fast) == "fast"
-    assert choice("fleet", ASKED, a_standing("slow", backlog_tokens=100), fast) == "slow"
+    assert choice("fleet", ASKED, a_standing("slow", backlog_tokens=100), fast, **ALONE) == "slow"
 
 
 def test_a_first_token_in_time_goes_before_a_lower_cost():

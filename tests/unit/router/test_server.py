@@ -287,8 +287,31 @@ async def test_status_models_and_explanations_come_from_the_machine():
             assert router.server.explain(RequestId("r1")).placements[0].decode == "d1"
 
 
-async def test_a_bug_met_while_hearing_a_worker_ends_the_router_and_not_only_that_worker_s_connection(monkeypatch):
-    router = Router()
+def hear(router: Router) -> None:
+    router.server.hear(WorkerLeft(worker_id=WorkerId("w1")))
+
+
+def tune(router: Router) -> None:
+    router.server.tune(router.server.thresholds())
+
+
+def open_another(router: Router) -> None:
+    router.server.open(an_arrival(request_id="another"), Told())
+
+
+def close(router: Router) -> None:
+    router.server.close(RequestId("r1"), router.server._streams[RequestId("r1")])
+
+
+class Told(list):
+    """A listener that notes what it hears."""
+
+    put = list.append
+
+
+@pytest.mark.parametrize("say", [hear, tune, open_another, close])
+async def test_a_bug_met_in_a_decision_ends_the_router_whoever_brought_it_about(monkeypatch, say):
+    router, told = Router(), Told()
 
     async def run() -> None:
         with pytest.raises(ExceptionGroup) as ended:
@@ -297,8 +320,15 @@ async def test_a_bug_met_while_hearing_a_worker_ends_the_router_and_not_only_tha
 
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         tasks.create_task(run())
-        await asyncio.sleep(0)
+        await router.join()
+        router.server.open(an_arrival(), told)
+        router.server.open(an_arrival(request_id="beside"), beside := Told())
         monkeypatch.setattr(router.machine, "handle", lambda event, now: 1 / 0)
 
         with pytest.raises(ZeroDivisionError):
-            router.server.hear(WorkerLeft(worker_id=WorkerId("w1")))
+            say(router)
+
+    assert [refused.reason for refused in beside] == [Reason.DRAINING]
+    assert [refused.reason for refused in told] == ([] if say is close else [Reason.DRAINING])
+    with pytest.raises(Refused):
+        router.server.open(an_arrival(request_id="later"), Told())

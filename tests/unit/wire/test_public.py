@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleet.errors import Refused
 from fleet.ids import ModelName, RequestId
 from fleet.requests import (
     Admitted,
@@ -28,14 +29,16 @@ from fleet.roles import KvPath, Phase, Placement
 from fleet.v1 import inference_pb2 as pb
 from fleet.wire.public import decode_event, decode_model, decode_request, encode_event, encode_model, encode_request
 from tests.builders import token_bytes
+from tests.unit.wire.forms import FORMS
 
 TEXT = st.text(max_size=8)
 COUNT = st.integers(0, 2**32 - 1)
 FLOAT = st.floats(-100, 100, width=32)
 IDS = st.lists(COUNT, max_size=5)
+MESSAGES = st.builds(ChatMessage, role=TEXT, content=TEXT, tool_calls=TEXT, tool_call_id=TEXT, name=TEXT)
 PROMPTS = st.one_of(
     st.builds(TextPrompt, TEXT),
-    st.builds(ChatPrompt, st.lists(st.builds(ChatMessage, role=TEXT, content=TEXT), max_size=3).map(tuple)),
+    st.builds(ChatPrompt, st.lists(MESSAGES, max_size=3).map(tuple), tools=TEXT),
     st.builds(TokenPrompt, IDS.map(token_bytes)),
 )
 SAMPLING = {
@@ -52,6 +55,7 @@ SAMPLING = {
     "ignore_eos": st.booleans(),
     "stop_token_ids": IDS.map(tuple),
     "logprobs": COUNT,
+    "form": FORMS,
 }
 REQUESTS = st.builds(
     GenerateRequest,
@@ -120,6 +124,16 @@ def test_an_event_arrives_as_it_was_sent(event):
     message = encode_event(event, lambda token_id: f"<{token_id}>")
 
     assert decode_event(pb.GenerateResponse.FromString(message.SerializeToString())) == event
+
+
+@pytest.mark.parametrize("form", [pb.Form(), pb.Form(json_object=False)])
+def test_a_form_that_says_nothing_is_refused_since_the_answer_could_be_anything(form):
+    message = pb.GenerateRequest(text="x", sampling=pb.Sampling(form=form))
+
+    with pytest.raises(Refused, match="must be one of json_object, json_schema, regex, grammar, choice") as refused:
+        decode_request(message, RequestId("r"), None)
+
+    assert refused.value.field == "sampling.form"
 
 
 def test_an_event_of_a_newer_server_is_skipped():

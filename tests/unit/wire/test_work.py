@@ -8,6 +8,7 @@ from fleet.errors import Reason
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.requests import Finish, KvOrigin, KvReport, Logprobs, Sampling, Source
 from fleet.roles import KvPath, Phase, Role
+from fleet.v1 import inference_pb2
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import (
     Malformed,
@@ -17,9 +18,11 @@ from fleet.wire.work import (
     encode_worker_message,
 )
 from fleet.work import (
+    Adapter,
     Cancel,
     Description,
     Draining,
+    Golden,
     Goodbye,
     Handoff,
     Hello,
@@ -36,6 +39,7 @@ from fleet.work import (
 from kvstore.block import HashAlgorithm
 from kvstore.fingerprint import Fingerprint
 from tests.builders import a_start
+from tests.unit.wire.forms import FORMS
 
 U32 = st.integers(0, 2**32 - 1)
 POSITIVE = st.integers(1, 2**32 - 1)
@@ -61,6 +65,7 @@ samplings = st.builds(
     ignore_eos=st.booleans(),
     stop_token_ids=IDS,
     logprobs=st.none() | U32,
+    form=st.none() | FORMS,
 )
 fingerprints = st.builds(
     Fingerprint,
@@ -99,6 +104,7 @@ starts = st.builds(
     priority=I32,
     timeout_ms=U32,
     session=TEXT,
+    adapter=TEXT,
 )
 router_messages = starts | st.builds(Cancel, request_id=NAME.map(RequestId)) | st.builds(Hello, router_id=NAME)
 
@@ -137,7 +143,7 @@ kv_events = st.builds(KvStored, HASHES) | st.builds(KvRemoved, HASHES) | st.buil
 worker_messages = (
     st.builds(Step, progress=st.lists(running | finished, max_size=4).map(tuple))
     | st.builds(KvEvents, sequence=st.integers(0, 2**64 - 1), events=st.lists(kv_events, max_size=3).map(tuple))
-    | st.builds(Load, running=U32, waiting=U32, kv_blocks_used=U32)
+    | st.builds(Load, running=U32, waiting=U32, kv_blocks_used=U32, adapters=st.lists(TEXT, max_size=2).map(tuple))
     | st.builds(Rejected, request_id=NAME.map(RequestId), reason=st.sampled_from(Reason), message=TEXT, field=TEXT)
     | st.builds(
         Description,
@@ -157,6 +163,9 @@ worker_messages = (
         prefill_speed=st.floats(0.01, 100),
         decode_speed=st.floats(0.01, 100),
         labels=st.lists(TEXT, max_size=3).map(tuple),
+        adapters=st.lists(st.builds(Adapter, NAME.map(ModelName), TEXT), max_size=2).map(tuple),
+        adapter_slots=U32,
+        golden=st.none() | st.builds(Golden, tokens=TEXT, template=TEXT, blocks=TEXT),
     )
     | st.just(Draining())
     | st.builds(Goodbye, reason=st.text())
@@ -201,6 +210,7 @@ def test_the_wire_start_of_these_tests_is_sound():
         (a_wire_start(salt=b"short"), "start.salt"),
         (a_wire_start(kv_path="pigeon"), "start.kv_path"),
         (a_wire_start(sampling=pb.WorkSampling()), "start.sampling.max_tokens"),
+        (a_wire_start(sampling=pb.WorkSampling(max_tokens=1, form=inference_pb2.Form())), "start.sampling.form"),
         (a_wire_start(handoff=pb.Handoff(kv_path="pigeon")), "start.handoff.kv_path"),
         (
             a_wire_start(handoff=pb.Handoff(kv_path="store", kv=pb.KvFingerprint(hash_algorithm="md4"))),
@@ -214,6 +224,11 @@ def test_a_malformed_start_is_refused_by_field_and_request(start, field):
 
     assert refused.value.field == field
     assert refused.value.request_id == start.request_id
+
+
+def a_wire_description(**changes) -> pb.Description:
+    sizes = {"block_tokens": 32, "max_model_len": 64, "kv_blocks": 9, "max_running": 1}
+    return pb.Description(worker_id="w", incarnation="1", model="m", role="both", **sizes, **changes)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +257,7 @@ def test_a_malformed_start_is_refused_by_field_and_request(start, field):
         (pb.WorkerMessage(kv_events=pb.KvEvents(events=[pb.KvEvent()])), "kv_events.events"),
         (pb.WorkerMessage(rejected=pb.Rejected(request_id="r", reason="mood")), "rejected.reason"),
         (pb.WorkerMessage(description=pb.Description(worker_id="w", incarnation="1")), "description.model"),
+        (pb.WorkerMessage(description=a_wire_description(adapters=[pb.Adapter()])), "description.adapters.name"),
         (
             pb.WorkerMessage(description=pb.Description(worker_id="w", incarnation="1", model="m", role="cook")),
             "description.role",

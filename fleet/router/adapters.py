@@ -1,0 +1,85 @@
+"""Adapters (LoRA) of the models: which there are, and where requests for them go.
+
+Rules:
+
+1. An adapter is served by the workers that list it: they have it, or load it when the first request for it comes. Of adapters of
+   one name and several revisions the one counts that joined first, and only workers that have this very one serve it.
+2. A request goes where its adapter is loaded, or is being loaded for a request before it; where none has it, or the batches of
+   all who have are full, to a worker with a slot for it; where there is none, to any that can have it, which will then drop
+   another. Among those the policy chooses.
+3. Blocks of an adapter have a salt of its own (`kvstore.block.salt_of_adapter`), so no cache ever mixes them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.ids import ModelName
+from fleet.requests import ModelCard
+from fleet.router.candidates import MAX_RUNNING, REQUESTS, Flags, Floats
+from fleet.router.members import Members
+from fleet.work import Adapter, Description, Load
+from kvstore.block import salt_of_adapter
+
+
+class Holder(Protocol):
+    """What is looked at of a worker."""
+
+    @property
+    def description(self) -> Description: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def adapters_booked(self) -> Mapping[str, int]:
+        """Requests that are booked there, by adapter."""
+        ...
+
+
+def homes(adapter: Adapter, members: Members, workers: Iterable[Holder], columns: Floats) -> Sequence[Flags]:
+    """Groups of workers to choose from, the best first; the first of which somebody can take the request counts."""
+    able = members.with_adapter(adapter)
+    loaded: Flags = np.zeros(len(members), dtype=np.bool_)
+    free: Flags = np.zeros(len(members), dtype=np.bool_)
+    for row, worker in enumerate(workers):
+        if not able[row]:
+            continue
+        slots = worker.description.adapter_slots
+        there = {*worker.load.adapters, *worker.adapters_booked}
+        loaded[row] = not slots or adapter.name in there
+        free[row] = len(there) < slots
+    roomy: Flags = columns[REQUESTS] < columns[MAX_RUNNING]
+    return (loaded & roomy, free & ~loaded, able)
+
+
+class Meant(Struct, frozen=True):
+    """What a model's card stands for, as workers know it."""
+
+    model: ModelName
+    adapter: Adapter | None
+    salt: bytes
+
+
+def meant_by(card: ModelCard, salt: bytes) -> Meant:
+    """A model itself, or an adapter of one, whose chains have a salt of their own (rule 3).
+
+    Args:
+        card: That a request names.
+        salt: Of its tenant.
+    """
+    if not card.parent:
+        return Meant(card.name, None, salt)
+    adapter = Adapter(card.name, card.revision)
+    return Meant(card.parent, adapter, salt_of_adapter(adapter.identity, salt))
+
+
+def listed(descriptions: Iterable[Description]) -> dict[ModelName, tuple[ModelName, Adapter]]:
+    """The adapters that somebody serves, with their model, by name; the first to join counts (rule 1)."""
+    found: dict[ModelName, tuple[ModelName, Adapter]] = {}
+    for each in descriptions:
+        for adapter in each.adapters:
+            found.setdefault(adapter.name, (each.model, adapter))
+    return found

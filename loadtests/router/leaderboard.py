@@ -1,0 +1,276 @@
+"""Which policy serves which requests best: the production router over engines in virtual time, the same requests for all.
+
+    python -m loadtests.router.leaderboard [--policies NAME,...] [--workloads NAME,...] [--workers N,...] [--loads SHARE,...]
+        [--seeds N] [--requests N] [--trace NAME=FILE]... [--half 0|1] [--json FILE]
+
+A load of 1 is what engines would just keep up with that had one cache together and no imbalance, so nobody reaches it. Seeds are
+paired: all policies get the same requests at the same times, and what is told of one beside the best of the others is
+the mean of the differences. Of a trace (formats of `fleet kv replay`) the first half is for tuning and the second for reporting.
+See `loadtests.router.replay` for what is real here and what is not.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from fleet.adapters.traces import TraceRefused, read_trace
+from fleet.errors import ConfigurationRefused
+from fleet.router.policies.built_in import BUILT_IN, DEFAULT, policy
+from loadtests.router.replay.engine import Device
+from loadtests.router.replay.outcome import Outcome
+from loadtests.router.replay.workloads import (
+    Workload,
+    conversations,
+    hot_prefix,
+    recorded,
+    shared_prefixes,
+    unique,
+)
+from loadtests.router.replay.world import World, goals_of, ideal_rate
+
+MISUSED = 2
+NOT_COMPARED = ("composed",)  # is what an operator makes of it
+POLICIES = tuple(name for name in BUILT_IN.policies if name not in NOT_COMPARED)
+WORKERS = (4, 16, 64)
+LOADS = (0.5, 0.7, 0.9, 1.1)
+REQUESTS = 250  # a worker
+NEVER = 1e9  # times longer
+
+TIGHT = Device(kv_tokens=100_000)
+"""Room for a few prompts beside those that run: shared prefixes have to be kept where they are, or they are lost."""
+
+LONG = Device(kv_tokens=2_000_000, max_running=32)
+"""Several accelerators, for prompts of a hundred thousand tokens."""
+
+MADE: Mapping[str, tuple[Callable[[int, int, int], Workload], Device]] = {
+    "unique": (lambda requests, seed, _: unique(requests, seed), Device()),
+    "few-prefixes": (
+        lambda requests, seed, _: shared_prefixes(requests, seed, groups=16, skew=0.0, opening=32, own=8),
+        Device(),
+    ),
+    "many-prefixes": (
+        lambda requests, seed, workers: shared_prefixes(
+            requests, seed, groups=16 * workers, skew=0.0, opening=32, own=8
+        ),
+        TIGHT,
+    ),
+    "zipf-prefixes": (
+        lambda requests, seed, _: shared_prefixes(requests, seed, groups=256, skew=1.0, opening=64, own=8),
+        Device(),
+    ),
+    "hot-prefix": (lambda requests, seed, _: hot_prefix(requests, seed), Device()),
+    "conversations": (
+        lambda requests, seed, workers: conversations(requests, seed, groups=16 * workers),
+        TIGHT,
+    ),
+}
+"""Made-up workloads: of so many requests, a seed and so many workers; and the engines that serve them."""
+
+
+def fitted(name: str, device: Device) -> dict[str, Any]:
+    """Parameters that a rule takes from an engine measured beforehand: it gets the true ones. All others have their defaults.
+
+    Mooncake's instances fetch prefixes from each other; these engines do not, so its rule must not count on it.
+    """
+    if name != "mooncake":
+        return {}
+    latency = device.latency
+    return {
+        "balancing_threshold": NEVER,
+        "prefill_seconds_per_token": latency.prefill_ms_per_token / 1000,
+        "quadratic_seconds": latency.prefill_ms_per_token_and_context / 2 / 1000,
+    }
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One policy on one workload: means over the seeds."""
+
+    workload: str
+    workers: int
+    load: float
+    policy: str
+    seeds: int
+    outcomes: tuple[Outcome, ...]
+    requests_per_cpu_second: float  # that were simulated
+
+    def mean(self, field: str) -> float:
+        return statistics.fmean(getattr(each, field) for each in self.outcomes)
+
+
+class Contest(Struct, frozen=True, kw_only=True):
+    """What all policies are given, once for each seed."""
+
+    workload: str
+    workers: int
+    load: float
+    device: Device
+    made: tuple[Workload, ...]
+
+
+def contests(
+    workloads: Sequence[str],
+    traces: Mapping[str, Workload],
+    workers: Sequence[int],
+    loads: Sequence[float],
+    seeds: int,
+    requests: int,
+) -> Iterator[Contest]:
+    """All of them, one after the other."""
+    sources: tuple[Workload, ...]
+    for name in workloads:
+        for count in workers:
+            if name in traces:
+                device = LONG if traces[name].name == "agentic" else Device(kv_tokens=1_000_000)
+                sources = (_cut(traces[name], requests * count),)  # a trace is what it is, whatever the seed
+            else:
+                make, device = MADE[name]
+                sources = tuple(make(requests * count, seed + 1, count) for seed in range(seeds))
+            for load in loads:
+                made = tuple(each.at(load * ideal_rate(each, count, device)) for each in sources)
+                yield Contest(workload=name, workers=count, load=load, device=device, made=made)
+
+
+def rows(contest: Contest, policies: Sequence[str]) -> Iterator[Row]:
+    """One for each policy, in their order."""
+    for name in policies:
+        began = time.process_time()
+        outcomes = tuple(
+            World(each, contest.workers, contest.device, policy(name, fitted(name, contest.device)), seed).run(
+                goals_of(contest.device)
+            )
+            for seed, each in enumerate(contest.made)
+        )
+        seconds = time.process_time() - began
+        yield Row(
+            workload=contest.workload,
+            workers=contest.workers,
+            load=contest.load,
+            policy=name,
+            seeds=len(outcomes),
+            outcomes=outcomes,
+            requests_per_cpu_second=sum(each.requests for each in outcomes) / seconds,
+        )
+
+
+def best_of(found: Sequence[Row]) -> Row:
+    """By goodput; of equal ones, the one whose first tokens come sooner."""
+    return max(found, key=lambda row: (round(row.mean("attainment"), 3), -row.mean("ttft_mean")))
+
+
+def line(row: Row, best: bool) -> str:
+    return (
+        f"{row.workload:16} {row.workers:3} {row.load:4.1f}  {row.policy:16} {row.mean('goodput'):8.2f} "
+        f"{row.mean('attainment'):7.3f} {row.mean('hit_rate'):6.3f} {row.mean('work_imbalance'):6.2f} "
+        f"{1000 * row.mean('ttft_mean'):8.0f} {1000 * row.mean('ttft_p99'):8.0f} {1000 * row.mean('tpot_mean'):6.1f}"
+        f"{'  best' if best else ''}"
+    )
+
+
+TITLE = "workload         wrk load  policy            goodput in time   hits imbal. TTFT ms      p99   TPOT"
+
+
+def verdict(found: Sequence[Sequence[Row]], chosen: str = DEFAULT) -> list[str]:
+    """How one policy stands beside the best of the others: paired differences, contest by contest."""
+    told = []
+    for name in sorted({row.policy for each in found for row in each} - {chosen}):
+        ahead = level = behind = 0
+        hits, in_time, ttfts = [], [], []
+        for each in found:
+            mine = next(row for row in each if row.policy == chosen)
+            theirs = next(row for row in each if row.policy == name)
+            for ours, other in zip(mine.outcomes, theirs.outcomes, strict=True):
+                difference = ours.attainment - other.attainment
+                in_time.append(difference)
+                hits.append(ours.hit_rate - other.hit_rate)
+                ttfts.append(ours.ttft_mean / other.ttft_mean)
+                ahead += difference > LEVEL
+                behind += difference < -LEVEL
+                level += abs(difference) <= LEVEL
+        told.append(
+            f"{chosen} beside {name:16} goodput: ahead {ahead}, level {level}, behind {behind}; in time "
+            f"{statistics.fmean(in_time):+.3f}, hits {statistics.fmean(hits):+.3f}, TTFT × {statistics.geometric_mean(ttfts):.2f}"
+        )
+    return told
+
+
+LEVEL = 0.01  # of all requests: less is luck
+
+
+def _cut(trace: Workload, requests: int) -> Workload:
+    return msgspec.structs.replace(trace, sessions=trace.sessions[:requests])
+
+
+def _trace(told: str, half: int) -> tuple[str, Workload]:
+    """Name and requests of ``NAME=FILE``.
+
+    Raises:
+        ConfigurationRefused: It is not one, or the file cannot be read.
+    """
+    name, _, path = told.partition("=")
+    if not name or not path:
+        raise ConfigurationRefused(f"--trace: {told!r} is not NAME=FILE")
+    try:
+        trace = read_trace(Path(path))
+    except TraceRefused as error:
+        raise ConfigurationRefused(f"--trace: {error}") from error
+    return name, recorded(trace.format, trace.requests, trace.block_tokens).half(half)
+
+
+def _names(option: str, told: str, known: Sequence[str]) -> list[str]:
+    """Those that were asked for.
+
+    Raises:
+        ConfigurationRefused: There is none of that name.
+    """
+    names = told.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigurationRefused(f"{option}: {unknown[0]} is not one of {', '.join(known)}")
+    return names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", default=",".join(POLICIES), help="all by default")
+    parser.add_argument("--workloads", default="", help=f"of {', '.join(MADE)} and the traces; all by default")
+    parser.add_argument("--workers", default=",".join(map(str, WORKERS)))
+    parser.add_argument("--loads", default=",".join(map(str, LOADS)))
+    parser.add_argument("--seeds", type=int, default=3, help="of made-up workloads")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="for each worker")
+    parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--half", type=int, choices=(0, 1), default=1, help="of a trace")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
+    arguments = parser.parse_args(argv)
+    try:
+        traces = dict(_trace(each, arguments.half) for each in arguments.trace)
+        known = (*MADE, *traces)
+        workloads = _names("--workloads", arguments.workloads or ",".join(known), known)
+        policies = _names("--policies", arguments.policies, POLICIES)
+        workers = [int(each) for each in arguments.workers.split(",")]
+        loads = [float(each) for each in arguments.loads.split(",")]
+    except (ConfigurationRefused, ValueError) as error:
+        print(f"loadtests.router.leaderboard: {error}", file=sys.stderr)
+        return MISUSED
+    found: list[list[Row]] = []
+    print(TITLE)
+    for contest in contests(workloads, traces, workers, loads, arguments.seeds, arguments.requests):
+        each = list(rows(contest, policies))
+        best = best_of(each)
+        for row in each:
+            print(line(row, row is best), flush=True)
+        found.append(each)
+        if arguments.json:
+            arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    if DEFAULT in policies and len(policies) > 1:
+        print("\n".join(verdict(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""What the simulated engine answers, worked out without one, and how an answer differs from it."""
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+from msgspec import Struct
+
+from fleet.requests import TOKEN_BYTES, Sampling, TokenBytes
+from workers.engines.simulated_model import SimulatedModel
+
+
+class Difference(Struct, frozen=True):
+    """Between what came and what should have come."""
+
+    lost: int = 0  # that did not come
+    repeated: int = 0  # that came and should not have
+
+
+SAME = Difference()
+
+
+class Oracle:
+    """Knows every answer: the model's rules, followed without an engine, a cache or a transfer."""
+
+    def __init__(self, model: SimulatedModel, block_tokens: int):
+        self._model = model
+        self._block_bytes = block_tokens * TOKEN_BYTES
+
+    def answer(self, prompt: TokenBytes, sampling: Sampling) -> tuple[int, ...]:
+        """All `max_tokens` tokens; the sampling must ignore ends of sequence."""
+        assert sampling.ignore_eos
+        model, size = self._model, self._block_bytes
+        digest, tail = model.beginning, bytearray()
+        found: list[int] = []
+        text = bytearray(prompt)
+        while True:
+            while len(text) >= size:
+                digest = model.read(digest, model.compute(digest, bytes(text[:size])))
+                del text[:size]
+            tail = text
+            if len(found) == sampling.max_tokens:
+                return tuple(found)
+            token = model.draw(digest, tail, sampling, may_end=False).token
+            found.append(token)
+            text += token.to_bytes(TOKEN_BYTES, "little")
+
+
+def difference(expected: Sequence[object], received: Sequence[object], *, whole: bool) -> Difference:
+    """Of an answer; where it is not `whole`, its end may be missing."""
+    if whole and received == expected:
+        return SAME
+    if not whole and received == expected[: len(received)]:
+        return SAME
+    lost = repeated = 0
+    for kind, begin, end, first, last in SequenceMatcher(None, expected, received, autojunk=False).get_opcodes():
+        if kind == "equal" or (not whole and kind == "delete" and end == len(expected)):
+            continue
+        lost += end - begin
+        repeated += last - first
+    return Difference(lost, repeated)

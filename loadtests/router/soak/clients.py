@@ -1,0 +1,292 @@
+"""Clients of both fronts, and the account of what they got."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import Struct
+
+from fleet.client import AsyncClient, FleetError, Unavailable
+from fleet.client.asking import Options
+from fleet.errors import Reason
+from fleet.requests import Sampling
+from loadtests.router.soak.answers import Difference, difference
+from loadtests.router.soak.wishes import Wish
+
+LONGEST_SECONDS = 240.0
+"""Of an answer, which takes a second: whoever is not answered by then never is. Where others leave the machine no time to run this
+on, everything takes long, for minutes sometimes, and nothing is wrong."""
+
+PATH = "/v1/completions"
+SHOWN = 20  # broken promises that are told in full
+WORTH_A_RETRY = {Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST}
+
+TextOf = Callable[[Sequence[int], Sequence[int]], str]
+"""Of an answer's tokens after a prompt's."""
+
+
+class Failed(Exception):
+    """The router said that the rest will not come, and why."""
+
+    def __init__(self, reason: Reason | None, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class Tally:
+    """What came of all requests."""
+
+    requests: int = 0
+    tokens: int = 0
+    """That clients got."""
+
+    lost: int = 0
+    repeated: int = 0
+    completed: int = 0
+    left: int = 0
+    """Clients, on their own will."""
+
+    errors: Counter[str] = field(default_factory=Counter)
+    """Requests that ended with a typed error that a retry may undo, by reason."""
+
+    broken: list[str] = field(default_factory=list)
+    """What must not be."""
+
+    first_token_seconds: list[float] = field(default_factory=list)
+
+    def note_difference(self, wish: Wish, found: Difference) -> None:
+        self.lost += found.lost
+        self.repeated += found.repeated
+        if found.lost or found.repeated:
+            front = "HTTP" if wish.over_http else "gRPC"
+            self.broken.append(
+                f"{front}: {found.lost} lost and {found.repeated} repeated of {len(wish.expected)} tokens"
+            )
+
+
+class Got(Struct):
+    """What one client has got so far."""
+
+    tokens: list[int] = []  # over gRPC one by one, over HTTP with the last event
+    text: str = ""
+    pieces: int = 0  # that came, tokens or events with text
+    ended: bool = False
+
+
+class Clients:
+    """Everybody who asks one router."""
+
+    def __init__(self, http: str, grpc: str, model: str, text_of: TextOf):
+        self.tally = Tally()
+        self._model = model
+        self._text_of = text_of
+        self._grpc = AsyncClient(grpc)
+        self._http = HttpConnections(http)
+
+    async def close(self) -> None:
+        self._http.close()
+        await self._grpc.close()
+
+    async def ask(self, wish: Wish) -> None:
+        """One request to its end, and its account."""
+        tally, got = self.tally, Got()
+        tally.requests += 1
+        pieces = self._over_http(wish, got) if wish.over_http else self._over_grpc(wish, got)
+        began = time.perf_counter()
+        limit = asyncio.timeout(LONGEST_SECONDS)
+        try:
+            async with limit:
+                async for _ in pieces:
+                    if got.pieces == 1:
+                        tally.first_token_seconds.append(time.perf_counter() - began)
+                    if wish.leaves_after is not None and got.pieces >= wish.leaves_after:
+                        break
+        except TimeoutError:
+            self._never_ended(wish, got)
+        except Failed as failure:
+            if limit.expired():  # of which gRPC makes an error of its own
+                self._never_ended(wish, got)
+            else:
+                self._failed(wish, got, failure)
+        except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError, ValueError) as error:
+            tally.broken.append(f"after {got.pieces} pieces: {type(error).__name__}: {error}")
+        else:
+            self._compare(wish, got)
+            tally.completed += got.ended
+            tally.left += not got.ended
+        finally:
+            await pieces.aclose()
+        tally.tokens += len(got.tokens) or got.pieces
+
+    def _never_ended(self, wish: Wish, got: Got) -> None:
+        self.tally.lost += max(1, len(wish.expected) - len(got.tokens))
+        self.tally.broken.append(f"an answer did not end within {LONGEST_SECONDS:.0f} s, after {got.pieces} pieces")
+
+    def _failed(self, wish: Wish, got: Got, failure: Failed) -> None:
+        tally = self.tally
+        self._compare(wish, got)
+        if failure.reason not in WORTH_A_RETRY or (got.pieces and wish.survives):
+            tally.broken.append(f"after {got.pieces} tokens: {failure.reason}: {failure}")
+        else:
+            assert failure.reason is not None
+            tally.errors[failure.reason.value] += 1
+
+    def _compare(self, wish: Wish, got: Got) -> None:
+        expected = wish.expected
+        if got.tokens or not wish.over_http:
+            self.tally.note_difference(wish, difference(expected, tuple(got.tokens), whole=got.ended))
+        if wish.over_http:
+            text = self._text_of(wish.prompt, expected)
+            self.tally.note_difference(wish, difference(text, got.text, whole=got.ended))
+
+    async def _over_grpc(self, wish: Wish, got: Got) -> AsyncGenerator[None, None]:
+        sampling = wish.sampling
+        options: Options = {
+            "model": self._model,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "ignore_eos": True,
+            "session": wish.session,
+        }
+        if sampling.seed is not None:
+            options["seed"] = sampling.seed
+        stream = self._grpc.generate(wish.prompt, **options)
+        try:
+            async with stream:
+                async for delta in stream:
+                    for token in delta.token_ids:
+                        got.tokens.append(token)
+                        got.pieces += 1
+                    yield
+        except FleetError as error:
+            hint = "" if not isinstance(error, Unavailable) or error.retry_after_seconds else " (no hint)"
+            raise Failed(error.reason, error.message + hint) from error
+        got.ended = True
+
+    async def _over_http(self, wish: Wish, got: Got) -> AsyncGenerator[None, None]:
+        async with aclosing(self._http.stream(PATH, self._body(wish))) as events:
+            async for event in events:
+                if event.error is not None:
+                    raise Failed(event.error.reason, event.error.message)
+                for choice in event.choices:
+                    got.text += choice.text
+                    got.pieces += bool(choice.text)
+                if event.fleet is not None:
+                    got.tokens = event.fleet.token_ids
+                else:
+                    yield
+        if not got.tokens:
+            raise ValueError("the stream ended well without its last event")
+        got.ended = True
+
+    def _body(self, wish: Wish) -> bytes:
+        sampling: Sampling = wish.sampling
+        fields: dict[str, object] = {
+            "model": self._model,
+            "stream": True,
+            "prompt": wish.prompt,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "ignore_eos": True,
+            "fleet": {"return_token_ids": True, "session": wish.session},
+        }
+        if sampling.seed is not None:
+            fields["seed"] = sampling.seed
+        return msgspec.json.encode(fields)
+
+
+class _Choice(Struct):
+    text: str = ""
+
+
+class _Fleet(Struct):
+    token_ids: list[int] = []
+
+
+_REASONS = {reason.value: reason for reason in Reason}
+
+
+class _Error(Struct):
+    message: str
+    code: str
+
+    @property
+    def reason(self) -> Reason | None:
+        return _REASONS.get(self.code)
+
+
+class _Event(Struct):
+    choices: list[_Choice] = []
+    fleet: _Fleet | None = None
+    error: _Error | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+_DONE = b"[DONE]"
+
+
+class HttpConnections:
+    """Keep-alive connections to one server, each with one request at a time; one that is left in the middle is closed."""
+
+    def __init__(self, address: str):
+        host, _, port = address.rpartition(":")
+        self._host, self._port = host, int(port)
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+        self._idle = []
+
+    async def stream(self, path: str, body: bytes) -> AsyncGenerator[_Event, None]:
+        """The events of an answer; a refusal is one event.
+
+        Raises:
+            IncompleteReadError, OSError: The connection ended within the answer.
+            ValueError: The stream ended well but for its end.
+        """
+        while self._idle and self._idle[-1][0].at_eof():  # idle for so long that the server has closed it
+            self._idle.pop()[1].close()
+        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        whole = False
+        try:
+            writer.write(
+                f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+            head = await reader.readuntil(b"\r\n\r\n")
+            if not head.startswith(b"HTTP/1.1 200"):
+                length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+                content = await reader.readexactly(int(length.partition(b":")[2]))
+                whole = b"connection: close" not in head.lower()
+                yield _EVENT.decode(content)
+                return
+            text = b""
+            done = failed = False
+            while size := int((await reader.readuntil(b"\r\n"))[:-2], 16):
+                text += (await reader.readexactly(size + 2))[:-2]
+                *events, text = text.split(b"\n\n")
+                for each in events:
+                    content = each.removeprefix(b"data: ")
+                    done = done or content == _DONE
+                    if content != _DONE:
+                        event = _EVENT.decode(content)
+                        failed = failed or event.error is not None
+                        yield event
+            await reader.readexactly(2)
+            whole = not failed
+            if not done and not failed:
+                raise ValueError("the stream ended without [DONE]")
+        finally:
+            if whole:
+                self._idle.append((reader, writer))
+            else:
+                writer.close()

@@ -1,0 +1,58 @@
+"""Whether a process grows: its memory, its open files, its threads and the tasks of its event loop, sampled."""
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+import psutil
+from msgspec import Struct
+
+MEBIBYTE = 1 << 20
+HOUR = 3600.0
+FLAT_MB_PER_HOUR = 30.0
+"""Of growth in the second half: a leak of 100 bytes a request shows as more at 85 requests a second; what the allocator does
+with blocks of all sizes stays below."""
+
+ENOUGH_SECONDS = 300.0  # a shorter second half tells of warming up and not of growth
+MORE_FILES = 16  # at rest, than there were at rest before: what gRPC keeps for itself
+MORE_TASKS = 16
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    seconds: float  # since the start
+    rss_bytes: int
+    files: int
+    threads: int
+
+
+def sample(process: psutil.Process, seconds: float) -> Sample:
+    with process.oneshot():
+        return Sample(
+            seconds=seconds,
+            rss_bytes=process.memory_info().rss,
+            files=process.num_fds(),
+            threads=process.num_threads(),
+        )
+
+
+def second_half(samples: Sequence[Sample]) -> list[Sample]:
+    middle = (samples[0].seconds + samples[-1].seconds) / 2
+    return [each for each in samples if each.seconds >= middle]
+
+
+def slope_mb_per_hour(samples: Sequence[Sample]) -> float:
+    """Of memory over the second half, by least squares."""
+    half = second_half(samples)
+    if len({each.seconds for each in half}) < 2:
+        return 0.0
+    line = statistics.linear_regression([each.seconds for each in half], [each.rss_bytes for each in half])
+    return line.slope * HOUR / MEBIBYTE
+
+
+def grows(samples: Sequence[Sample], slope: float) -> str:
+    """What is wrong with the memory; empty: nothing, or the run was too short to tell."""
+    half = second_half(samples)
+    assert all(earlier.seconds <= later.seconds for earlier, later in pairwise(half))
+    if half[-1].seconds - half[0].seconds < ENOUGH_SECONDS or slope <= FLAT_MB_PER_HOUR:
+        return ""
+    return f"memory grows by {slope:.0f} MB an hour, more than {FLAT_MB_PER_HOUR:.0f}"

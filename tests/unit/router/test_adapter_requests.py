@@ -1,0 +1,84 @@
+"""From the name of an adapter in a request to what the router is asked (row E6)."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.text_codec import load_codec
+from fleet.errors import Reason, Refused
+from fleet.ids import ModelName
+from fleet.requests import Admitted, Sampling, TokenPrompt
+from fleet.router.generation import Generation
+from fleet.router.tenants import Tenants
+from fleet.router.tokenising import TokenisingThreads
+from fleet.telemetry import Metrics
+from fleet.wire.public import decode_model, encode_model
+from fleet.work import Adapter
+from kvstore.block import salt_for, salt_of_adapter
+from tests.builders import MODEL, a_prompt, a_request
+from tests.fake_router import FakeRouter, a_card
+
+ADA = a_card(name=ModelName("ada"), parent=MODEL, revision="1")
+
+
+@pytest.fixture
+def served(model_dir):
+    """A router with one model and its adapter, and its generation."""
+    clock = SystemClock()
+    router = FakeRouter([300], cards=[a_card(), ADA])
+    threads = TokenisingThreads()
+    yield (
+        router,
+        Generation(
+            router,
+            {MODEL: load_codec(model_dir)},
+            clock=clock,
+            tenants=Tenants({}, clock.now()),
+            tenant_secret=b"secret",
+            metrics=Metrics(CollectorRegistry()),
+            threads=threads,
+        ),
+    )
+    threads.close()
+
+
+async def admitted(generation: Generation, **fields) -> Admitted:
+    sampling = Sampling(max_tokens=1)
+    request = a_request(prompt=TokenPrompt(tokens=a_prompt(10)), sampling=sampling, **fields)
+    events = [event async for event in generation.generate(request)]
+    return events[0]
+
+
+@pytest.mark.parametrize("tenant", ["", "acme"])
+async def test_an_adapter_is_its_model_with_a_salt_of_its_own(served, tenant):
+    router, generation = served
+
+    told = await admitted(generation, model=ModelName("ada"), tenant=tenant)
+
+    (arrived,) = router.submitted
+    assert told.model == "ada"
+    assert (arrived.model, arrived.adapter) == (MODEL, Adapter(ModelName("ada"), "1"))
+    assert arrived.salt == salt_of_adapter("ada@1", salt_for(b"secret", tenant))
+    assert generation.token_text(ModelName("ada"), 300) == generation.token_text(MODEL, 300)
+
+
+async def test_the_only_model_needs_no_name_however_many_adapters_it_has(served):
+    router, generation = served
+
+    told = await admitted(generation, model=ModelName(""))
+
+    (arrived,) = router.submitted
+    assert (told.model, arrived.model, arrived.adapter, arrived.salt) == (MODEL, MODEL, None, b"")
+
+
+async def test_an_unknown_name_is_refused_with_the_adapters_among_those_that_are_served(served):
+    _, generation = served
+
+    with pytest.raises(Refused, match="served: ada, tiny") as refused:
+        await admitted(generation, model=ModelName("eve"))
+    assert refused.value.reason is Reason.MODEL_NOT_FOUND
+
+
+def test_a_client_sees_whose_adapter_it_is():
+    assert decode_model(encode_model(ADA)).parent == MODEL
+    assert decode_model(encode_model(a_card())).parent == ""

@@ -1,0 +1,76 @@
+"""Chains against a list of all that was added."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.router.chains import Chain, ChainHolder, Chains
+
+HOLDERS = 4
+
+# A prompt is a path through a small tree, so that many begin alike; a key is the path so far.
+prompts = st.lists(st.integers(0, 1), max_size=9)
+
+
+def keys_of(prompt: list[int]) -> tuple[int, ...]:
+    return tuple(hash((7, *prompt[: end + 1])) & 0xFFFF_FFFF_FFFF for end in range(len(prompt)))
+
+
+def leading(chains: list[Chain], holder: ChainHolder, keys: tuple[int, ...]) -> int:
+    held = {key for chain in chains if chain.holder is holder for key in chain.keys}
+    return next((depth for depth, key in enumerate(keys) if key not in held), len(keys))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, HOLDERS - 1), prompts, st.booleans(), st.integers(0, 100)), max_size=40), prompts
+)
+def test_who_has_how_much_is_what_a_look_at_every_chain_says(history, asked):
+    chains = Chains()
+    holders = [ChainHolder(1 << number) for number in range(HOLDERS)]
+    there: list[Chain] = []
+    for number, prompt, adds, which in history:
+        if adds or not there:
+            keys = keys_of(prompt)
+            if (begun := chains.continued(holders[number], keys)) is not None:
+                assert begun.holder is holders[number]
+                chains.extend(begun, keys)
+            else:
+                there.append(chains.add(holders[number], keys))
+        else:
+            chains.remove(there.pop(which % len(there)))
+        chains.check(there)
+
+        for probe in (asked, prompt):
+            keys = keys_of(probe)
+            named = [bit for _, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit]
+            assert len(named) == len(set(named))
+            found = {bit: depth for depth, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit}
+            expected = {holder.bit: leading(there, holder, keys) for holder in holders}
+            assert found == {bit: depth for bit, depth in expected.items() if depth}
+        assert len(chains) == len({key for chain in there for key in chain.keys})
+        for holder in holders:
+            assert holder.blocks == len({key for chain in there if chain.holder is holder for key in chain.keys})
+    for chain in there:
+        chains.remove(chain)
+    assert len(chains) == 0
+
+
+def test_a_prompt_that_nobody_shares_is_one_entry_however_long_it_is():
+    chains, holder = Chains(), ChainHolder(1)
+
+    chains.add(holder, range(1000))
+
+    assert (len(chains._tails), len(chains._masks), holder.blocks) == (1, 0, 1000)
+
+
+def test_keys_that_collide_break_nothing():
+    chains, one, other = Chains(), ChainHolder(1), ChainHolder(2)
+    first = chains.add(one, (1, 2, 3))
+    second = chains.add(other, (9, 1, 2))  # as if 1 and 2 stood for other blocks as well
+    third = chains.add(one, (2, 1))
+    chains.runs((1, 2, 3)), chains.runs((9, 2, 1)), chains.runs((2, 9))
+
+    for chain in (first, second, third):
+        chains.remove(chain)
+
+    assert len(chains) == 0
+    assert (one.blocks, other.blocks) == (0, 0)

@@ -1,0 +1,135 @@
+"""Rules of other routers that choose by cases or remember what they chose, by hand from their published form (row B11)."""
+
+import random
+
+import numpy as np
+import pytest
+
+from fleet.errors import ConfigurationRefused
+from fleet.roles import Phase
+from fleet.router.candidates import Asked
+from fleet.router.policies.built_in import policy
+from fleet.router.settings import RouterSettings
+from tests.unit.router.rows import a_standing, candidates_of
+
+SETTINGS = RouterSettings()
+ASKED = Asked(prompt_tokens=320)
+
+
+class Router:
+    """One policy, asked again and again."""
+
+    def __init__(self, name: str, **parameters):
+        self.policy = policy(name, parameters)
+
+    def pick(self, *standings, asked: Asked = ASKED) -> str:
+        candidates = candidates_of(standings, SETTINGS)
+        place, _ = self.policy.choose(asked, candidates, Phase.AGGREGATED, random.Random(0))
+        return candidates.worker_ids[place]
+
+
+# AIBrix.
+
+
+def test_aibrix_takes_the_longest_match_among_those_that_are_not_busier_than_others():
+    """Requests 0, 2 and 4: mean 2, deviation 1.63; the bound is 3.63."""
+    idle = a_standing("idle", prompt_tokens=320, engine_blocks=1)
+    calm = a_standing("calm", prompt_tokens=320, engine_blocks=5, requests=2)
+    busy = a_standing("busy", prompt_tokens=320, engine_blocks=9, requests=4)
+
+    assert Router("aibrix").pick(idle, calm, busy) == "calm"
+    assert Router("aibrix", deviations=2.0).pick(idle, calm, busy) == "busy"
+
+
+def test_aibrix_takes_the_fewest_requests_when_they_are_far_apart_and_among_equal_matches():
+    full = a_standing("full", prompt_tokens=320, engine_blocks=10, requests=9)
+    empty = a_standing("empty", prompt_tokens=320)
+    some = a_standing("some", prompt_tokens=320, engine_blocks=10, requests=1)
+    more = a_standing("more", prompt_tokens=320, engine_blocks=10, requests=1)
+
+    assert Router("aibrix").pick(full, empty) == "empty"
+    assert Router("aibrix", imbalance=9).pick(full, some, more, empty) in ("some", "more")
+    assert (
+        Router("aibrix").pick(a_standing("one", requests=1, engine_blocks=3), a_standing("none", engine_blocks=3))
+        == "none"
+    )
+
+
+# SMG.
+
+
+@pytest.mark.parametrize(
+    ("most", "least", "chosen"),
+    [(33, 1, "warm"), (34, 1, "idle"), (40, 7, "idle"), (400, 367, "warm"), (440, 399, "idle")],
+)
+def test_smg_looks_at_requests_alone_when_they_are_apart_by_number_and_by_factor(most, least, chosen):
+    """More than 32, and more than 1.1 times."""
+    warm = a_standing("warm", prompt_tokens=320, engine_blocks=10, requests=most, max_running=1000)
+    idle = a_standing("idle", prompt_tokens=320, requests=least, max_running=1000)
+
+    assert Router("smg").pick(warm, idle) == chosen
+
+
+def test_smg_takes_a_match_of_half_the_prompt_and_else_whoever_was_sent_least_that_was_new():
+    half = a_standing("half", prompt_tokens=320, engine_blocks=5)
+    less = a_standing("less", prompt_tokens=320, engine_blocks=4)
+    cold = a_standing("cold", prompt_tokens=320)
+    router = Router("smg")
+
+    assert router.pick(cold, half) == "half"  # five new blocks
+    assert router.pick(less, a_standing("half", prompt_tokens=320)) == "less"  # six
+    assert router.pick(less, a_standing("half", prompt_tokens=320)) == "half"  # ten more
+    assert router.pick(a_standing("less", prompt_tokens=320), a_standing("half", prompt_tokens=320), cold) == "cold"
+
+
+# Infera.
+
+
+def test_inferas_cost_is_missed_blocks_blocks_in_flight_and_what_was_missed_lately():
+    router = Router("infera", weight=2.0)
+    first = a_standing("first", prompt_tokens=320, engine_blocks=4, active_blocks=7)
+    second = a_standing("second", prompt_tokens=320, active_blocks=40)
+
+    assert router.pick(first, second) == "first"
+    parts = router.policy.costs(ASKED, candidates_of([first, second], SETTINGS), Phase.AGGREGATED)
+
+    assert parts["missed"].tolist() == [12, 20]
+    assert parts["active"].tolist() == [7, 40]
+    assert parts["recent"].tolist() == [6, 0]
+    assert router.pick(first, second) == "first"
+    parts = router.policy.costs(ASKED, candidates_of([first, second], SETTINGS), Phase.PREFILL)
+    assert parts["recent"].tolist() == pytest.approx([6 * 0.97 + 6, 0])
+    assert parts["missed"].tolist() == [120, 200], "prefill workers weigh 20"
+
+
+def test_infera_spreads_what_comes_one_after_the_other_with_no_load_to_be_seen():
+    router = Router("infera")
+    cold = [a_standing(f"w{place}", prompt_tokens=320) for place in range(4)]
+
+    picked = [router.pick(*cold) for _ in range(8)]
+
+    assert sorted(picked[:4]) == ["w0", "w1", "w2", "w3"]
+    assert picked[4:] == picked[:4], "whose misses have faded most"
+
+
+def test_infera_forgets_workers_whose_misses_have_faded():
+    router = Router("infera")
+    router.pick(a_standing("gone", prompt_tokens=320))
+    for _ in range(400):
+        router.pick(a_standing("here", prompt_tokens=320, engine_blocks=10))
+
+    assert set(router.policy._recent) == {"here"}
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("smg", {"match_threshold": 1.5}), ("aibrix", {"k": 1})])
+def test_parameters_that_cannot_be_are_refused(name, parameters):
+    with pytest.raises(ConfigurationRefused, match=name):
+        policy(name, parameters)
+
+
+def test_costs_of_rules_by_cases_are_not_told_as_if_they_were_sums():
+    candidates = candidates_of([a_standing("a"), a_standing("b")], SETTINGS)
+
+    for name in ("smg", "aibrix"):
+        assert policy(name, {}).costs(ASKED, candidates, Phase.AGGREGATED) == {}
+    assert np.isfinite(policy("infera", {}).costs(ASKED, candidates, Phase.AGGREGATED)["recent"]).all()

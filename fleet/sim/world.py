@@ -27,6 +27,7 @@ from fleet.router.messages import (
     Arrived,
     CacheAssumed,
     CacheDrifts,
+    Cancelled,
     CancelWork,
     Complete,
     Dispatch,
@@ -157,8 +158,8 @@ class World:
 
     # What clients do.
 
-    def send(self, request: Request, done: Callable[[], None] | None = None) -> None:
-        """A request arrives now; `done` is called when it is over."""
+    def send(self, request: Request, done: Callable[[], None] | None = None) -> RequestId:
+        """A request arrives now; `done` is called when it is over, unless it is cancelled."""
         self._numbered += 1
         request_id = RequestId(str(self._numbered))
         keys = {self._block_tokens: request.chain[: request.prompt_tokens // self._block_tokens]}
@@ -172,6 +173,12 @@ class World:
             keys=keys,
         )
         self._hear(arrived)
+        return request_id
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Its client goes away now; nothing happens if it is over."""
+        if self._clients.pop(request_id, None) is not None:
+            self._hear(Cancelled(request_id=request_id))
 
     @property
     def live(self) -> int:

@@ -1,16 +1,20 @@
 """The cluster in virtual time, with the router's own machine."""
 
+from functools import partial
+
 import pytest
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
-from fleet.roles import Role
+from fleet.roles import Phase, Role
+from fleet.router.messages import Dispatch
 from fleet.router.settings import RouterSettings
 from fleet.sim.engine import EngineLimits
+from fleet.sim.kernel import Kernel
 from fleet.sim.results import Ended, Slo
 from fleet.sim.run import Plan, Run, simulate
 from fleet.sim.workloads import Drawn, requests_of
-from fleet.sim.world import Fault, PoolProfile
+from fleet.sim.world import Fault, PoolProfile, World
 from kvstore.replay import Request
 
 BLOCK = 16
@@ -52,6 +56,22 @@ def a_plan(*pools: PoolProfile, seed: int = 1, faults: tuple[Fault, ...] = (), *
         seed=seed,
         faults=faults,
     )
+
+
+def a_world(kernel: Kernel, plan: Plan, record=None) -> tuple[World, list[Ended]]:
+    """A cluster, and the requests that are over."""
+    ended: list[Ended] = []
+    world = World(
+        kernel,
+        plan.pools,
+        plan.router,
+        seed=plan.seed,
+        block_tokens=plan.block_tokens,
+        message_delay=plan.message_delay,
+        ended=ended.append,
+        record=record,
+    )
+    return world, ended
 
 
 def a_run(plan: Plan, ended: list[Ended] | None = None, **drawn: object) -> Run:
@@ -109,6 +129,47 @@ def test_a_dead_prefill_worker_leaves_its_requests_to_others():
     outcome = a_run(plan).outcome
     assert not outcome.refused
     assert 0 < outcome.disaggregated < 200
+
+
+def test_without_prefill_workers_requests_are_served_by_one_worker_until_there_are_some_again():
+    fault = Fault(at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND))  # and 2 s until it serves
+    plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 2), remote_prefill_min_tokens=100)
+    kernel = Kernel(1)
+    begun: list[tuple[float, Phase]] = []
+
+    def record(now: Nanos, _: object, commands: list[object]) -> None:
+        begun.extend((now / SECOND, command.start.phase) for command in commands if isinstance(command, Dispatch))
+
+    world, ended = a_world(kernel, plan, record)
+    world.fail(fault)
+    for number in range(100):
+        chain = tuple(1000 * number + index for index in range(18))
+        kernel.at(Nanos(number * SECOND // 10), partial(world.send, Request(kernel.now(), 300, chain, 20)))
+    kernel.run()
+
+    assert len(ended) == 100
+    assert not any(each.refused for each in ended)
+    assert {phase for at, phase in begun if at < 2.9} == {Phase.PREFILL, Phase.DECODE}
+    assert {phase for at, phase in begun if 3.2 < at < 5.9} == {Phase.AGGREGATED}
+    assert {phase for at, phase in begun if at > 6.2} == {Phase.PREFILL, Phase.DECODE}
+
+
+def test_after_ten_cancelled_long_prefills_the_next_request_waits_as_on_an_idle_worker():
+    first_tokens = []
+    for cancelled in (0, 10):
+        kernel = Kernel(1)
+        world, ended = a_world(kernel, a_plan(a_pool(workers=1)))
+        for number in range(cancelled):
+            chain = tuple(1000 * number + index for index in range(250))
+            request_id = world.send(Request(Nanos(0), 4000, chain, 20))
+            kernel.at(Nanos(SECOND // 100), partial(world.cancel, request_id))
+        at = Nanos(SECOND // 50)
+        kernel.at(at, partial(world.send, Request(at, 2000, tuple(range(10**6, 10**6 + 125)), 20)))
+        kernel.run()
+        world.check()
+        first_tokens += [each.ttft_ms for each in ended]
+    idle, after = first_tokens
+    assert after <= 1.2 * idle
 
 
 def test_what_fits_no_worker_is_refused_and_counted():

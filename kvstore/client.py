@@ -264,7 +264,7 @@ class StoreClient:
         Args:
             match: From `match`, of this client or of another one of the same node and namespace.
             indices: Which of its blocks.
-            destinations: Where to; one block a index, in one buffer or in a list of consecutive pieces.
+            destinations: Where to; one block an index, in one buffer or in a list of consecutive pieces.
             deadline: See `match`.
 
         Returns:

@@ -47,11 +47,6 @@ class Conversion:
             self.engine_bytes += engine.shape.bytes_of(part.box)
             self._ranks.append(slice(start, self.engine_bytes))
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the two differ; where they do not, whoever wants to spare the copy uses the block as it is."""
-        return bool(self._reading)
-
     def read(self, stored: Piece) -> ByteArray:
         """A block of the store as the engine has it: the objects of all ranks, one after the other."""
         source = _bytes(stored, self.stored_bytes)

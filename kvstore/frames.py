@@ -424,9 +424,9 @@ async def open_server(
 
 
 def _stop_listening(server: asyncio.Server, path: str) -> None:
-    server.close()
     if path:
-        Path(path).unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)  # first: as soon as nobody listens, another may take it
+    server.close()
 
 
 async def _end(connections: set["_Accepted"], ended: asyncio.Event) -> None:

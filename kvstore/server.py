@@ -112,8 +112,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         if settings.shm_socket:
             shm_socket = _absolute(settings.shm_socket)
             listener = sockets.listen("shm_socket", shm_socket)
-            stack.callback(Path(shm_socket).unlink, missing_ok=True)
             stack.callback(listener.close)
+            stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))  # while nobody else may take it
         identity = Identity(
             store_id=settings.store_id,
             incarnation=incarnation,
@@ -217,13 +217,12 @@ async def _control_plane(
         for index, address in enumerate(addresses):
             bound.append(_bind(server, f"listen[{index}]", address, access))
             if path := unix_path(address):
-                stack.callback(Path(path).unlink, missing_ok=True)
+                os.chmod(path, 0o600)  # noqa: PTH101 - a call that does not wait
+                # gRPC removes it when it stops, and a successor may be there before its last calls are over.
+                stack.callback(sockets.remove, path, sockets.identity(path))
         await server.start()
         stack.push_async_callback(server.stop, GRACE_SECONDS)
         stack.push_async_callback(healthy.enter_graceful_shutdown)
-        for address in bound:
-            if path := unix_path(address):
-                os.chmod(path, 0o600)  # noqa: PTH101 - a call that does not wait
         for name in ("", SERVICE):
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         yield tuple(bound)
@@ -239,12 +238,14 @@ async def _start(nixl: NixlNode, use: NixlUse) -> None:
 
 
 def _bind(server: grpc.aio.Server, field: str, address: str, access: Access) -> str:
-    if path := unix_path(address):
-        sockets.clear_path(field, path)  # gRPC would take it from a living process
-    try:
-        port = access.bind(server, address)
-    except RuntimeError as error:
-        raise StoreNotStarted(f"{field}: {address} cannot be bound; is it in use?") from error
+    path = unix_path(address)
+    with sockets.alone(field, path) if path else contextlib.nullcontext():
+        if path:
+            sockets.clear_path(field, path)  # gRPC would take it from a living process
+        try:
+            port = access.bind(server, address)
+        except RuntimeError as error:
+            raise StoreNotStarted(f"{field}: {address} cannot be bound; is it in use?") from error
     if path:
         return address
     return f"{address.rpartition(':')[0]}:{port}"

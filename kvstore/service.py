@@ -52,6 +52,8 @@ CONDEMNED_BYTES = 8 << 20
 
 CONDEMNED_NAMES = 64  # at most in such a turn
 
+NOTED_AT_ONCE = 64  # uses, in one turn of the loop
+
 MAX_UNNOTED = 4096
 """Uses that may wait to be counted; only a node that is overwhelmed loses some, and what goes down is a matter of taste."""
 
@@ -321,19 +323,23 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     def _note(self, use: "_Use") -> None:
         """Have hierarchy and shadows learn of a use after whoever waits has its answer."""
         if not self._used:
-            asyncio.get_running_loop().call_soon(self._note_all)
+            asyncio.get_running_loop().call_soon(self._note_some)
         self._used.append(use)
 
-    def _note_all(self) -> None:
+    def _note_some(self) -> None:
         now = self._clock.now()
-        while self._used:
-            use = self._used.popleft()
-            names = split(use.hashes)
-            if use.is_write:
-                self._shadows.stored(use.digest, names, now)
-            else:
-                self._shadows.looked_up(use.digest, names, now)
-                self._hierarchy.noted(use.digest, names[: use.held], now)
+        try:
+            for _ in range(min(len(self._used), NOTED_AT_ONCE)):
+                use = self._used.popleft()
+                names = split(use.hashes)
+                if use.is_write:
+                    self._shadows.stored(use.digest, names, now)
+                else:
+                    self._shadows.looked_up(use.digest, names, now)
+                    self._hierarchy.noted(use.digest, names[: use.held], now)
+        finally:
+            if self._used:
+                asyncio.get_running_loop().call_soon(self._note_some)
         self.settle()
 
     def _perform(self) -> None:

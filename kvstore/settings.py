@@ -92,7 +92,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Whether the pool lies in pages of 2 MiB, which saves page tables and misses of the TLB."""
 
     max_namespaces: Annotated[int, Meta(ge=1)] = 256
-    """Models, layouts and adapters at a time."""
+    """Open at a time: one for each model, with its weights, the adapter merged into them, its dtype and the size of its blocks. The
+    layout and ranks of engines, and adapters that they load, need none of their own."""
 
     tiers: tuple[AnyTier, ...] = ()
     """Below the pool, in the order in which they are asked: the fastest first."""

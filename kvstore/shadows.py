@@ -20,7 +20,7 @@ from kvstore.shadow import FADE_EVERY, HALF_LIFE, Estimate, Scenario, Shadow, sa
 
 SCALES = (0.5, 1.0, 2.0, 4.0)  # of the pool, under its own policy
 ALTERNATIVES = ("lru", "hazard")  # at its own size
-MAX_SHADOWS = 8  # a node has one or two namespaces; with adapters, many
+MAX_SHADOWS = 8  # a node has one or two namespaces; with adapters merged into the weights, many
 MAX_NAMESPACES = 256
 TAKES_OVER = 2.0
 

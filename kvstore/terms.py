@@ -80,6 +80,10 @@ class Terms:
         found = self._open.get(granted)
         return found if isinstance(found, Lease) else None
 
+    def is_unending(self, granted: int) -> bool:
+        """Whether the node has granted it to itself, and nobody else may end it."""
+        return granted in self._unending
+
     def writing(self, granted: int) -> Writing | None:
         """The open reservation with that id."""
         found = self._open.get(granted)

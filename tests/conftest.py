@@ -11,7 +11,12 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.text_model import write_model
 
-ENGINES = ("tests/e2e/", "tests/integration/test_vllm_", "tests/integration/test_foreign_servers")
+ENGINES = (
+    "tests/e2e/",
+    "tests/integration/test_vllm_",
+    "tests/integration/test_foreign_servers",
+    "tests/integration/test_local_processes",  # looks for what is left in /dev/shm, which engines use
+)
 
 ON_BOTH_LOOPS = {
     "test_http_connections.py",

@@ -2,8 +2,11 @@
 
 Bytes of the pool may be wrong, or change while a tier writes them: a writer that outlived its reservation may scribble
 there. A tier that summed up what it found would keep wrong bytes under a right checksum. So what is kept as it is keeps the
-checksum that the block was published with, and what is encoded is copied and looked at first.
+checksum that the block was published with, and what is encoded is copied and looked at first. On the way up the same holds:
+the checksum is that of what was decoded, not of what lies in the pool afterwards.
 """
+
+import numpy as np
 
 from kvstore.buffers import ByteArray, crc32c
 from kvstore.codecs.plain import PlainCodec
@@ -27,3 +30,15 @@ def encoded(codec: Codec, key: BlockKey, block: ByteArray, checksum: int) -> tup
         return None
     content = codec.encode(key, still)
     return content, crc32c([content])
+
+
+def decoded(codec: Codec, key: BlockKey, content: ByteArray, into: ByteArray) -> int:
+    """Put into the pool what a tier has kept of a block; returns its CRC-32C.
+
+    Raises:
+        UndecodableBlock: The content is not what the codec makes; nothing was put there.
+    """
+    still = np.empty_like(into)
+    codec.decode(key, content, still)
+    np.copyto(into, still)
+    return crc32c([still])

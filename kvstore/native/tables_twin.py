@@ -1,6 +1,5 @@
 """A table of blocks as a dict: what the native one means, and what runs where it was not built."""
 
-from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
 NAME_BYTES = 16
@@ -52,8 +51,12 @@ class Table(Generic[BlockT]):
         """The longest prefix of a chain, whose names follow each other in `names`, that is here."""
         if len(names) % NAME_BYTES:
             raise ValueError(f"names of {len(names)} bytes, which is not a multiple of {NAME_BYTES}")
-        each = (names[start : start + NAME_BYTES] for start in range(0, len(names), NAME_BYTES))
-        return [block for block in takewhile(lambda found: found is not None, map(self._blocks.get, each)) if block]
+        found: list[BlockT] = []
+        for start in range(0, len(names), NAME_BYTES):
+            if (block := self._blocks.get(names[start : start + NAME_BYTES])) is None:
+                break
+            found.append(block)
+        return found
 
     def slots(self, names: bytes, /) -> bytes:
         """Where those blocks lie: their slots, one after the other."""

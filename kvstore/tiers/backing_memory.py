@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import Clock, Nanos
-from kvstore.codecs.checked import encoded
+from kvstore.codecs.checked import decoded, encoded
 from kvstore.errors import NamespaceUnknown, UndecodableBlock
 from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome, TierStatus
 from kvstore.ports import Codec
@@ -26,8 +26,6 @@ class MemoryBackingTier:
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._codecs = codecs
-        self._clock = clock
-        self._name = name
         self._lock = threading.Lock()
         self._kept: OrderedDict[BlockKey, _Kept] = OrderedDict()
         self._bytes = 0  # of what is kept
@@ -36,7 +34,7 @@ class MemoryBackingTier:
 
     @property
     def name(self) -> str:
-        return self._name
+        return self._tally.name
 
     @property
     def finds_in_memory(self) -> bool:
@@ -94,8 +92,7 @@ class MemoryBackingTier:
     def _put(self, key: BlockKey, block: ByteArray, checksum: int, deadline: Nanos) -> bool:
         codec = self._codec(key)
         with self._lock:
-            if self._clock.now() >= deadline:
-                self._tally.count(failures=1)
+            if self._gate.is_late(deadline):
                 return False
             if key in self._kept:
                 return True
@@ -125,10 +122,8 @@ class MemoryBackingTier:
     def _get(self, key: BlockKey, into: ByteArray, deadline: Nanos) -> Fetched:
         codec = self._codec(key)
         with self._lock:
-            late = self._clock.now() >= deadline
-            kept = None if late else self._kept.get(key)
+            kept = None if self._gate.is_late(deadline) else self._kept.get(key)
             if kept is None or codec is None:
-                self._tally.count(failures=late)
                 return GONE
             self._kept.move_to_end(key)
         answer = _decoded(codec, key, kept, into)
@@ -162,7 +157,6 @@ def _decoded(codec: Codec, key: BlockKey, kept: _Kept, into: ByteArray) -> Fetch
     if crc32c([kept.content]) != kept.crc32c:
         return CORRUPT
     try:
-        codec.decode(key, kept.content, into)
+        return Fetched(Outcome.MOVED, decoded(codec, key, kept.content, into))
     except UndecodableBlock:
         return CORRUPT
-    return Fetched(Outcome.MOVED, crc32c([into]))

@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvstore.buffers import ByteArray, crc32c
-from kvstore.codecs.checked import encoded
+from kvstore.codecs.checked import decoded, encoded
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import NamespaceUnknown, UndecodableBlock
 from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome
@@ -204,8 +204,7 @@ class Records:
             return self._received(value, head, into)
         payload = np.empty(head.payload_bytes, np.uint8)
         self._received(value, head, payload)
-        codec.decode(key, payload, into)
-        return Fetched(Outcome.MOVED, crc32c([into]))
+        return Fetched(Outcome.MOVED, decoded(codec, key, payload, into))
 
     def _received(self, value: Incoming, head: Head, into: ByteArray) -> Fetched:
         value.fill(into.data)

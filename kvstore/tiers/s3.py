@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A request moves one block, several are made at a time, and nothing is tried again behind the caller's back. Blocks are
-   far below the size from which multipart uploads pay.
+1. A request moves one block, several are made at a time, and nothing is tried again behind the caller's back, but what met
+   a kept connection that the store had closed: that once. Blocks are far below the size from which multipart uploads pay.
 2. An object is written whole or not at all, and only where there is none yet, as far as the store can do that
    (``If-None-Match: *``). What is read is judged by `kvstore.tiers.records`; what it rejects is replaced.
 3. To find out how long a prefix is there costs requests. Chains are written from the start and no object store evicts
@@ -355,9 +355,7 @@ class S3Tier:
             try:
                 return act(client, item)
             except self._clients.errors as error:
-                if is_last or not isinstance(
-                    error, self._clients.Closed
-                ):  # a kept connection that the store has closed
+                if is_last or not isinstance(error, self._clients.Closed):  # rule 1
                     raise TierFailed(f"{self._place}: {error}") from error
         raise AssertionError("unreachable")
 

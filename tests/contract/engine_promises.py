@@ -282,7 +282,7 @@ async def split_requests_side_by_side_keep_apart(prefill: Driven, decode: Driven
 
 async def a_form_of_the_answer_is_never_passed_over(one: Driven) -> None:
     """Kept to or refused by name, in every phase of work."""
-    start = work(fresh_prompt(20), sampling=greedy(8, form=Choice(("no", "yes"))))
+    start = work(fresh_prompt(20), sampling=greedy(8, ignore_eos=False, form=Choice(("no", "yes"))))
     one.submit(start)
 
     end = await one.end_of(start)
@@ -299,7 +299,7 @@ async def a_form_is_kept_by_a_pair_as_by_one(prefill: Driven, decode: Driven, pa
     """The decode side samples every token, since it knows the form from the start only."""
     if not decode.engine.facts.keeps_forms:
         return
-    sampling = greedy(8, form=Choice(("no", "yes")))
+    sampling = greedy(8, ignore_eos=False, form=Choice(("no", "yes")))
     prompt = fresh_prompt(100)
     tokens, _, end = await split(prefill, decode, prompt, 8, path, pass_first_token=False, sampling=sampling)
 

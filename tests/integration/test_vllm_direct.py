@@ -99,7 +99,10 @@ def test_a_useless_hand_off_costs_time_and_nothing_else(pair, params):
     tokens, end = pair.run(decode.do(work(prompt, 6, phase=Phase.DECODE, handoff=handoff)))
 
     assert tokens[:1] == first
-    assert blocks_from(end.kv, Source.COMPUTED) == 4
+    assert blocks_from(end.kv, Source.DIRECT) == 0
+    assert (
+        blocks_from(end.kv, Source.COMPUTED) + blocks_from(end.kv, Source.STORE) == 4
+    )  # the store may have them by now
 
 
 def test_what_the_store_gives_after_a_failed_pull_counts_as_of_the_store_from_the_first_token_on(pair, node, model_dir):

@@ -110,9 +110,8 @@ class CacheBooks:
         self._capacity = capacity
         self._salt_of = salt_of
         self._held: dict[EngineHash, _Held] = {}
-        self._hashes: dict[
-            ChainHash, int
-        ] = {}  # an engine's own for a name: more than one where it knows apart what we do not
+        # How many of the engine's own hashes a name has: several where it knows apart what we do not.
+        self._hashes: dict[ChainHash, int] = {}
         self._main: int | None = None  # group that is followed
         self._knows_main = False
         self.followed = 0  # blocks, ever

@@ -32,7 +32,7 @@ ADVICE: Mapping[Alert, str] = {
     Alert.ATTENTION_REFUSED: "its layers keep no whole prompts (sliding windows, Mamba): take kv_events out here",
     Alert.UNREADABLE: "its KV events cannot be read: its version may be too new",
 }
-"""One line each on what to do."""
+"""One line each on what to do, for a foreign server: `kv_events` and `block_tokens` are of its settings in the router."""
 
 REFUSED_ATTENTION = (
     PassedOver.SLIDING_WINDOW,
@@ -41,9 +41,8 @@ REFUSED_ATTENTION = (
     PassedOver.OTHER_ATTENTION,
 )
 
-
-ENOUGH = 3
-NEVER = Nanos(1 << 62)  # of a patience: where silence is noticed by others
+ENOUGH = 3  # prompts; see rule 1
+NEVER = Nanos(1 << 62)  # a patience for engines whose silence is noticed by others
 
 
 class EventHealth:

@@ -69,12 +69,12 @@ async def read_events(
         subscriber.connect(endpoint)
         subscriber.subscribe(b"")
         expected: int | None = None  # the first that comes may have any number
-        taken = _Latest()
+        latest = _Latest()
         before = (await _replayed(context, replay_endpoint, 0) or {}) if replay_endpoint else {}
         for number in sorted(before):
             heard.recovered += 1
             expected = number + 1
-            taken.note(number, before[number])
+            latest.note(number, before[number])
             yield _taken(before[number], books, heard)
             if number % BATCHES_A_TURN == 0:
                 await asyncio.sleep(0)
@@ -84,14 +84,14 @@ async def read_events(
                 yield _void(books, heard, f"a message of {len(frames)} frames")
                 continue
             number = int.from_bytes(frames[1], "big")
-            if taken.has(number, frames[2]):
+            if latest.has(number, frames[2]):
                 continue  # was published while it was asked for, or overtaken
             events: list[KvEvent] = []
             if expected is not None and number < expected:
                 log.warning("an engine publishes its KV events from the first one on again; starting over")
                 heard.restarts += 1
                 events.append(books.clear())
-                expected, taken = 0, _Latest()
+                expected, latest = 0, _Latest()
             if expected is not None and number > expected:
                 missed = await _missed(context, replay_endpoint, range(expected, number))
                 if missed is None:
@@ -101,10 +101,10 @@ async def read_events(
                 else:
                     heard.recovered += len(missed)
                     for position, payload in enumerate(missed, start=expected):
-                        taken.note(position, payload)
+                        latest.note(position, payload)
                         events += _taken(payload, books, heard)
             expected = number + 1
-            taken.note(number, frames[2])
+            latest.note(number, frames[2])
             yield [*events, *_taken(frames[2], books, heard)]
     finally:
         subscriber.close(linger=0)

@@ -268,7 +268,9 @@ class VllmEngine:
             if (alert := health.alert(Nanos(0))) is not told:
                 told = alert
                 if alert is not None:
-                    log.error("what vLLM caches is not known: %s", alert, extra={"alert": alert})
+                    log.error(
+                        "vLLM's KV events are of no use; routers take its cache for empty", extra={"alert": alert}
+                    )
 
     def load(self) -> Load:
         """Counted here: as many as fit the batch run, the rest waits; blocks that requests share count for each."""

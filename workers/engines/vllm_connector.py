@@ -90,10 +90,7 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepResults":
         assert isinstance(other, StepResults)
-        merged = dict(self.loaded)
-        for request_id, good in other.loaded.items():
-            merged[request_id] = min(good, merged.get(request_id, good))
-        return StepResults(merged)
+        return StepResults(_worst(self.loaded, other.loaded))
 
 
 class _AllRanks:
@@ -104,8 +101,7 @@ class _AllRanks:
 
     def told(self, good: Mapping[str, int]) -> None:
         """By one rank, or by several."""
-        for request_id, blocks in good.items():
-            self._good[request_id] = min(blocks, self._good.get(request_id, blocks))
+        self._good = _worst(self._good, good)
 
     def ended(self, request_ids: Collection[str]) -> dict[str, int]:
         """Of those loads that all ranks have ended by now: leading blocks that are good on every one."""
@@ -146,7 +142,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if self._client is not None:
             check_groups(kv_cache_config)
         self._parallel = vllm_config.parallel_config
-        self._lanes = Path(settings.scratch, f"ranks-{self._parallel.data_parallel_index}")
+        self._lanes_path = Path(settings.scratch, f"ranks-{self._parallel.data_parallel_index}")
         self._planner: StorePlanner | None = None
         self._mover: BlockMover | None = None
         self._starts_early = False
@@ -267,8 +263,8 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if seat.ranks == 1:
             return None
         if not seat.leads:
-            return Follower(client, seat, self._lanes, MonotonicClock())
-        leader = Leader(client, seat, self._lanes, MonotonicClock())
+            return Follower(client, seat, self._lanes_path, MonotonicClock())
+        leader = Leader(client, seat, self._lanes_path, MonotonicClock())
         leader.gather()
         return leader
 
@@ -331,8 +327,16 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return orders.work
 
 
+def _worst(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Leading blocks that are good on every rank, by request, from what two tell."""
+    return {**one, **{request_id: min(good, one.get(request_id, good)) for request_id, good in other.items()}}
+
+
 def _is_beyond_tokens(request: "Request") -> bool:
-    """Whether its blocks depend on more than tokens, which the chain does not cover yet."""
+    """Whether its blocks depend on more than tokens, and so stay in the engine's own cache.
+
+    Names could have adapters and images in them (rules 3 and 4 of `kvstore.block`); such requests are not followed here yet.
+    """
     return bool(request.mm_features) or request.lora_request is not None or request.prompt_embeds is not None
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 ENGINE_OVERHEAD_BYTES = 2 * GIB  # three processes with torch in them, without weights and KV cache; measured 2.0 GiB
-
 RANK_OVERHEAD_BYTES = GIB  # of each further rank
 
 CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs take multiples of this

@@ -3,10 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvstore.buffers import MutableBlock
+from kvstore.buffers import ByteArray, MutableBlock
 from kvstore.client import WRITE_BATCH, StoreClient
 from kvstore.messages import Match
 from kvstore.shares import Share
@@ -15,9 +12,7 @@ from workers.engines.vllm_planning import Load
 if TYPE_CHECKING:
     import torch
 
-Bytes: TypeAlias = NDArray[np.uint8]
-
-Source: TypeAlias = Callable[[int], Bytes | list[Bytes]]
+Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
 """The block at an index, in one piece or in several; valid until `WRITE_BATCH` more have been asked for."""
 
 
@@ -53,7 +48,7 @@ class EngineBlocks(Protocol):
         """The bytes of these blocks, to be written to the store. One is in use at a time."""
         ...
 
-    def copy_out(self, block_id: int, into: Bytes) -> None:
+    def copy_out(self, block_id: int, into: ByteArray) -> None:
         """Copy one block to host memory, in the layout of the store."""
         ...
 
@@ -70,7 +65,7 @@ class HostBlocks:
         import torch  # noqa: PLC0415 - heavy; only the engine's processes have it
 
         # [blocks, bytes of one layer's block]
-        self._layers: list[Bytes] = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in layers]
+        self._layers: list[ByteArray] = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in layers]
         self._layer_bytes: int = self._layers[0].shape[1]
         self.block_bytes = self._layer_bytes * len(self._layers)
 
@@ -81,11 +76,11 @@ class HostBlocks:
     def source(self, block_ids: Sequence[int]) -> Source:
         return lambda index: self._pieces(block_ids[index])
 
-    def copy_out(self, block_id: int, into: Bytes) -> None:
+    def copy_out(self, block_id: int, into: ByteArray) -> None:
         for index, layer in enumerate(self._layers):
             into[index * self._layer_bytes : (index + 1) * self._layer_bytes] = layer[block_id]
 
-    def _pieces(self, block_id: int) -> list[Bytes]:
+    def _pieces(self, block_id: int) -> list[ByteArray]:
         return [layer[block_id] for layer in self._layers]
 
 
@@ -127,16 +122,16 @@ class DeviceBlocks:
     def source(self, block_ids: Sequence[int]) -> Source:
         asked = 0
 
-        def block(index: int) -> Bytes:
+        def block(index: int) -> ByteArray:
             nonlocal asked
-            row: Bytes = self._outgoing[asked % WRITE_BATCH].numpy()
+            row: ByteArray = self._outgoing[asked % WRITE_BATCH].numpy()
             asked += 1
             self.copy_out(block_ids[index], row)
             return row
 
         return block
 
-    def copy_out(self, block_id: int, into: Bytes) -> None:
+    def copy_out(self, block_id: int, into: ByteArray) -> None:
         """Copy one block to host memory; waits for the step that may still be writing it."""
         for host, device in self._layer_pairs(self._torch.from_numpy(into), block_id):
             host.copy_(device)

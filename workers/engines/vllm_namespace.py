@@ -56,9 +56,8 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> Namespac
     cache_dtype = config.cache_config.cache_dtype
     dtype = str(model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
     known = getattr(torch, dtype, None)
-    element_bytes = (
-        known.itemsize if known is not None else 1
-    )  # fp8, and what `vllm_launch.check_model` lets into no store
+    # Not known to torch by that name: fp8, and what `vllm_launch.check_model` lets into no store.
+    element_bytes = known.itemsize if known is not None else 1
     block_tokens = config.cache_config.block_size
     layers = model_config.get_num_layers(config.parallel_config)
     kv_heads = model_config.get_total_num_kv_heads()

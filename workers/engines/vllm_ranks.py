@@ -175,9 +175,11 @@ class Leader:
             ended: Saves that nothing more will be ordered of.
         """
         with self._turns[lane]:
-            grant = self._client.reserve(names, tenant=tenant) if names and not self._lost else None
+            grant: Grant | None = None
             checksums: dict[int, int] = {}
             try:
+                if names and not self._lost:
+                    grant = self._client.reserve(names, tenant=tenant)
                 if grant is not None:
                     for first in range(0, len(grant.places), self._at_once):
                         part = grant.some(first, first + self._at_once)

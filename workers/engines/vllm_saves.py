@@ -23,9 +23,10 @@ import numpy as np
 from msgspec import Struct, field
 
 from kvstore.block import ChainHash
+from kvstore.buffers import ByteArray
 from kvstore.client import StoreClient
 from workers.engines import vllm_ranks
-from workers.engines.vllm_memory import Bytes, EngineBlocks, Source
+from workers.engines.vllm_memory import EngineBlocks, Source
 from workers.engines.vllm_planning import Save, StoreWork
 from workers.engines.vllm_ranks import BlockOf, Follower, Lane, Leader, SaveKey
 
@@ -85,7 +86,7 @@ class StagingArea:
         self._blocks = blocks
         self.capacity = max(MIN_STAGED_BLOCKS, STAGING_BYTES // blocks.block_bytes)
         # Filled, since the first touch of a page is thirty times slower than a copy.
-        self._rows: Bytes = np.full((self.capacity, blocks.block_bytes), 1, dtype=np.uint8)
+        self._rows: ByteArray = np.full((self.capacity, blocks.block_bytes), 1, dtype=np.uint8)
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.give_back(range(self.capacity))
         self._full = False
@@ -109,8 +110,8 @@ class StagingArea:
         self._full = full
         return slots
 
-    def __getitem__(self, slot: int) -> Bytes:
-        row: Bytes = self._rows[slot]
+    def __getitem__(self, slot: int) -> ByteArray:
+        row: ByteArray = self._rows[slot]
         return row
 
     def give_back(self, slots: Sequence[int]) -> None:
@@ -125,7 +126,7 @@ class Store(Protocol):
         """Write those blocks of a save that the store does not have; `source` is called in order."""
         ...
 
-    def deferred(self, staged: Staged, rows: Sequence[Bytes]) -> None:
+    def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
         """Write those staged blocks that the store does not have."""
         ...
 
@@ -139,7 +140,7 @@ class OneRank:
     def urgent(self, save: Save, key: SaveKey, source: Source) -> None:  # noqa: ARG002 - nobody to tell
         self._client.write(save.names, source, tenant=save.tenant)
 
-    def deferred(self, staged: Staged, rows: Sequence[Bytes]) -> None:
+    def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
         if staged.names:
             self._client.write(staged.names, rows, tenant=staged.tenant)
 
@@ -161,7 +162,7 @@ class FirstRank:
             ended=[key],
         )
 
-    def deferred(self, staged: Staged, rows: Sequence[Bytes]) -> None:
+    def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
         places = dict(zip(staged.blocks, rows, strict=True))
         self._leader.write(
             Lane.DEFERRED,
@@ -290,7 +291,7 @@ class FollowingKeeper:
         with self._changed:
             self._lost = True
 
-    def _find(self, block: BlockOf) -> Bytes | None:
+    def _find(self, block: BlockOf) -> ByteArray | None:
         """This rank's share of a deferred block, which may be about to be staged; None if there was no room for it."""
         with self._changed:
             known = self._changed.wait_for(lambda: block.save in self._staged or block.save in self._over, LAG_SECONDS)

@@ -7,6 +7,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvstore.buffers import ByteArray, crc32c
+from kvstore.codecs.checked import decoded
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import UndecodableBlock
 from kvstore.extents import PAGE_BYTES, pages_for
@@ -108,11 +109,9 @@ class _Landing(Struct, frozen=True):
         if crc32c([content]) != record.crc32c:
             return Finding.BAD, CORRUPT
         try:
-            wanted.codec.decode(wanted.key, content, wanted.into)
+            return Finding.GOOD, Fetched(Outcome.MOVED, decoded(wanted.codec, wanted.key, content, wanted.into))
         except UndecodableBlock:
             return Finding.BAD, CORRUPT
-        checksum = record.crc32c if _is_plain(wanted) else crc32c([wanted.into])
-        return Finding.GOOD, Fetched(Outcome.MOVED, checksum)
 
     @property
     def _whole(self) -> int:

@@ -8,6 +8,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.buffers import crc32c
+from kvstore.codecs.checked import decoded
 from kvstore.codecs.lz4 import Lz4
 from kvstore.codecs.measure import a_kv_like_block, measure
 from kvstore.codecs.payload import EXACT, ErrorBound, Form, bound_of, pack
@@ -250,3 +252,26 @@ def test_figures_say_what_a_codec_gains_and_loses(make, ratio, rms):
     assert ratio[0] <= figures.ratio <= ratio[1]
     assert rms[0] <= figures.error_rms <= rms[1]
     assert figures.encode_bytes_per_second == figures.decode_bytes_per_second == namespace.block_bytes * 1e6
+
+
+class ScribbledOver:
+    """A codec during whose work somebody who outlived a reservation writes into the same place."""
+
+    codec_id = 99
+
+    def __init__(self, place):
+        self._place = place
+
+    def decode(self, key, payload, into):
+        into[:] = payload
+        self._place[:] = 0
+
+
+def test_the_checksum_is_of_what_was_decoded_whatever_is_written_there_meanwhile():
+    content = np.arange(64, dtype=np.uint8)
+    place = np.full(64, 7, np.uint8)
+
+    checksum = decoded(ScribbledOver(place), None, content, place)
+
+    assert checksum == crc32c([content])
+    assert bytes(place) == bytes(content)

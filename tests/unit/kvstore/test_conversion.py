@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kvstore.conversion import Conversion
 from kvstore.errors import LayoutMismatch
 from kvstore.fingerprint import Fingerprint, describe
-from kvstore.layout import AT_REST
 from tests.kv_shapes import a_typed_namespace
 
 
@@ -42,7 +41,6 @@ def test_every_layout_and_number_of_ranks_gives_and_takes_the_same_block(layout,
 
     assert np.array_equal(conversion.write(held), block.reshape(-1))
     assert np.array_equal(conversion.read(block.reshape(-1)), held)
-    assert conversion.is_needed is ((layout, tp) != (AT_REST, 1))
 
 
 def test_ranks_that_hold_the_same_heads_all_get_them():

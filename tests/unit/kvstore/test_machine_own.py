@@ -134,3 +134,16 @@ def test_a_tenant_pays_for_what_comes_up_for_it():
 
     assert (len(reservation.reserved), reservation.refused) == (1, 1)
     assert [row.bytes for row in store.machine.stats().tenants] == [BLOCK_BYTES]
+
+
+def test_what_the_node_pins_is_released_by_no_client_that_guesses_its_id():
+    store = Store(blocks=1)
+    store.machine.publish(store.reserve(a_chain(1)).reservation_id, {0: 1}, owner="w", now=Nanos(0))
+    pinned = store.machine.pin(keys(store, a_chain(1)), Nanos(0))
+
+    store.machine.release([pinned.pin_id], Nanos(0))
+
+    assert store.reserve(a_chain(1, "b")).refused == 1, "a thread still copies from there"
+    store.machine.unpin(pinned.pin_id, Nanos(0))
+    assert len(store.reserve(a_chain(1, "b")).reserved) == 1
+    store.machine.check()

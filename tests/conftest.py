@@ -1,6 +1,7 @@
 """Fixtures of more than one package's tests."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ ENGINES = (
     "tests/e2e/",
     "tests/integration/test_vllm_",
     "tests/integration/test_foreign_servers",
-    "tests/integration/test_local_processes",  # looks for what is left in /dev/shm, which engines use
+    # They look for what is left in /dev/shm, which engines use.
+    "tests/integration/test_local_processes",
+    "tests/integration/test_up_simulated",
 )
 
 ON_BOTH_LOOPS = {
@@ -37,6 +40,22 @@ class EnginesBesideTheRest(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return "engines" if file.startswith(ENGINES) else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines first, since they take longest."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What runs beside engines leaves them the processor: publishing and loading have deadlines that tests hold them to."""
+    if (
+        "PYTEST_XDIST_WORKER" in os.environ
+        and not item.nodeid.startswith(ENGINES)
+        and os.getpriority(os.PRIO_PROCESS, 0) < 10
+    ):
+        os.setpriority(os.PRIO_PROCESS, 0, 10)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesBesideTheRest:

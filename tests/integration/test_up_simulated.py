@@ -24,7 +24,7 @@ from tests.shared_memory import abandoned_segments
 pytestmark = pytest.mark.integration
 
 FLEET = [sys.executable, "-m", "fleet.cli.main"]
-READY_SECONDS = 20  # five on an idle machine, which is asserted nowhere: test machines are busy
+READY_SECONDS = 60  # five on an idle machine, which is asserted nowhere: test machines are busy
 PROMPT = list(range(100, 300))  # six full blocks and a bit
 
 

@@ -53,9 +53,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if (
         "PYTEST_XDIST_WORKER" in os.environ
         and not item.nodeid.startswith(ENGINES)
-        and os.getpriority(os.PRIO_PROCESS, 0) < 10
+        and os.getpriority(os.PRIO_PROCESS, 0) < 5
     ):
-        os.setpriority(os.PRIO_PROCESS, 0, 10)
+        os.setpriority(os.PRIO_PROCESS, 0, 5)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesBesideTheRest:

@@ -4,6 +4,7 @@ The first byte chooses the parser. A refusal is an answer; any other exception e
 it about, written into the folder. HTTP has to give the same answers however its bytes are cut.
 """
 
+import faulthandler
 import json
 import sys
 from contextlib import suppress
@@ -155,11 +156,13 @@ def seeds():
 
 def main() -> None:
     seconds, folder = int(sys.argv[1]), Path(sys.argv[2])
+    # libFuzzer says which input takes too long, and nothing when it stands still elsewhere.
+    faulthandler.dump_traceback_later(seconds + 300, exit=True)
     corpus = folder / "corpus"
     corpus.mkdir()
     for number, seed in enumerate(seeds()):
         (corpus / f"seed-{number}").write_bytes(seed)
-    options = [f"-max_total_time={seconds}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048", "-seed=1"]
+    options = [f"-max_total_time={seconds}", "-max_len=4096", "-timeout=60", "-rss_limit_mb=2048", "-seed=1"]
     atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={folder}/", str(corpus)], parse)
     atheris.Fuzz()
 

@@ -1,0 +1,133 @@
+"""What an engine really takes, learnt while it runs: a profile's prediction, corrected, and an alarm when it drifts.
+
+Rules:
+
+1. An engine differs from its profile in two ways: it is slower or faster by a factor (clocks, kernels, a neighbour), and it adds a
+   time to every step (launches, a busy host). So seconds = `added` + `factor` × predicted. Keep one such line
+   for steps with prompts in them and one for steps that only decode: the two meet different limits of the hardware.
+2. The line is a least-squares fit of relative errors that forgets: a sample weighs half as much after `HALF_LIFE` others. It starts as
+   if it had seen `PRIOR` samples of an engine that is exactly its profile, at a small and at a large step.
+3. What one step took says little: hosts pause. A sample counts for at most `OUTLIER` times what was expected, and no less than its inverse.
+4. Drift is told by a two-sided cumulative sum of the logarithms of seen / predicted (Page, Biometrika 41, 1954), after `SETTLED`
+   samples: `SLACK` is what may stay unexplained, `ALARM` the sum that is too much. With errors of 20 % there is a false alarm in more than a
+   million steps; a change by half as much again is told within twenty.
+5. With an alarm, what was learnt before is worth only `PRIOR` samples: the new truth is learnt as fast as the first one was.
+"""
+
+from collections.abc import Sequence
+from math import exp, log
+
+from msgspec import Struct
+
+HALF_LIFE = 200.0
+PRIOR = 2.0
+OUTLIER = 4.0
+SETTLED = 50
+SLACK = 0.2
+ALARM = 2.5
+_KEPT = exp(-log(2.0) / HALF_LIFE)
+_SMALL, _LARGE = 0.01, 0.1  # seconds: of the steps of the prior
+
+
+class Learnt(Struct, frozen=True, kw_only=True):
+    """How an engine differs from its profile."""
+
+    factor: float
+    added: float  # seconds a step
+    samples: int
+    """Since the start, or since the last alarm."""
+
+    error: float
+    """Median-like size of what stays unexplained, as a share: the moving mean of |log(seen / predicted)|, as exp(.) - 1."""
+
+    alarms: int
+    """How often it has become another engine; a counter for metrics."""
+
+
+class Correction:
+    """Of the steps of one engine, of one kind: with prompts in them, or decoding only."""
+
+    def __init__(self) -> None:
+        self._alarms = 0
+        self._error = 0.0
+        self._start(())
+
+    def predict(self, profile: float) -> float:
+        """Seconds that a step will take, of which the profile says `profile` seconds. At least a tenth of that."""
+        return max(0.1 * profile, self._added + self._factor * profile)
+
+    def observe(self, profile: float, seconds: float) -> bool:
+        """Learn that a step took `seconds` where the profile says `profile`; whether this was the one too many: an alarm.
+
+        Raises:
+            ValueError: One of them is not a positive number.
+        """
+        if not (0.0 < profile < 1e6 and 0.0 < seconds < 1e6):
+            raise ValueError(f"a step of {seconds} seconds, predicted as {profile}: both must be above 0")
+        expected = self.predict(profile)
+        seen = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
+        unexplained = log(seen / expected)
+        self._error += (abs(unexplained) - self._error) * max(1.0 / (self._samples + 1), 1.0 / HALF_LIFE)
+        self._samples += 1
+        self._learn(profile, seen)
+        return self._drifted(unexplained)
+
+    @property
+    def learnt(self) -> Learnt:
+        return Learnt(
+            factor=self._factor,
+            added=self._added,
+            samples=self._samples,
+            error=exp(self._error) - 1.0,
+            alarms=self._alarms,
+        )
+
+    def _start(self, known: Sequence[tuple[float, float]]) -> None:
+        """Forget all but the prior: what the line says of a small and of a large step."""
+        self._factor, self._added = 1.0, 0.0
+        self._samples = 0
+        self._above = self._below = 0.0
+        # Sums of a weighted least-squares fit of seconds over the profile's, each sample weighing 1 / profile².
+        self._weight = self._profile = self._square = self._seconds = self._product = 0.0
+        for profile, seconds in known or ((_SMALL, _SMALL), (_LARGE, _LARGE)):
+            self._add(profile, seconds, PRIOR / 2)
+        self._fit()
+
+    def _learn(self, profile: float, seconds: float) -> None:
+        self._weight *= _KEPT
+        self._profile *= _KEPT
+        self._square *= _KEPT
+        self._seconds *= _KEPT
+        self._product *= _KEPT
+        self._add(profile, seconds, 1.0)
+        self._fit()
+
+    def _add(self, profile: float, seconds: float, count: float) -> None:
+        weight = count / (profile * profile)
+        self._weight += weight
+        self._profile += weight * profile
+        self._square += count
+        self._seconds += weight * seconds
+        self._product += weight * profile * seconds
+
+    def _fit(self) -> None:
+        """The line; the mean ratio where all steps were alike, so that nothing tells its two parts from each other."""
+        spread = self._weight * self._square - self._profile * self._profile
+        if spread > 1e-3 * self._weight * self._square:
+            factor = (self._weight * self._product - self._profile * self._seconds) / spread
+            added = (self._seconds - factor * self._profile) / self._weight
+            if factor > 0.0 and added >= 0.0:
+                self._factor, self._added = factor, added
+                return
+        self._factor, self._added = self._product / self._square, 0.0
+
+    def _drifted(self, unexplained: float) -> bool:
+        if self._samples <= SETTLED:
+            return False
+        self._above = max(0.0, self._above + unexplained - SLACK)
+        self._below = max(0.0, self._below - unexplained - SLACK)
+        if max(self._above, self._below) < ALARM:
+            return False
+        self._alarms += 1
+        self._start([(profile, self.predict(profile)) for profile in (_SMALL, _LARGE)])
+        return True

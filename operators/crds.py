@@ -1,0 +1,229 @@
+"""CustomResourceDefinitions, made from the types in `operators.resources`.
+
+Kubernetes takes a *structural* schema: no references, every node with a type. msgspec's JSON schema has references and titles, so they
+are resolved here; docstrings of fields become descriptions, which `kubectl explain` shows.
+"""
+
+import ast
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from operators import resources
+from operators.resources import (
+    DEPLOYMENT_RULES,
+    GROUP,
+    VERSION,
+    DisaggDeploymentSpec,
+    DisaggDeploymentStatus,
+    RoleScalerSpec,
+    RoleScalerStatus,
+    ServingPlanSpec,
+    ServingPlanStatus,
+    ServingRequestSpec,
+    ServingRequestStatus,
+)
+
+Schema = dict[str, Any]
+
+
+class Column(Struct, frozen=True):
+    """What `kubectl get` shows."""
+
+    name: str
+    path: str
+    type: str = "string"
+    wide: bool = False
+
+
+class Kind(Struct, frozen=True, kw_only=True):
+    """One of our kinds."""
+
+    name: str
+    plural: str
+    short: str
+    spec: type[Struct]
+    status: type[Struct]
+    columns: tuple[Column, ...]
+    rules: Meta | None = None
+    """Of the spec as a whole."""
+
+    scale: bool = False
+
+
+def _condition(kind: str, field: str = "status") -> str:
+    return f'.status.conditions[?(@.type=="{kind}")].{field}'
+
+
+KINDS = (
+    Kind(
+        name="DisaggDeployment",
+        plural="disaggdeployments",
+        short="dd",
+        spec=DisaggDeploymentSpec,
+        status=DisaggDeploymentStatus,
+        rules=DEPLOYMENT_RULES,
+        columns=(
+            Column("Ready", _condition("Ready")),
+            Column("Reason", _condition("Ready", "reason")),
+            Column("Roles", ".status.readyRoles"),
+            Column("P:D", ".status.ratio"),
+            Column("GPUs", ".status.gpus", "integer"),
+            Column("Model", ".spec.model.name", wide=True),
+        ),
+    ),
+    Kind(
+        name="RoleScaler",
+        plural="rolescalers",
+        short="rsc",
+        spec=RoleScalerSpec,
+        status=RoleScalerStatus,
+        scale=True,
+        columns=(
+            Column("Target", ".spec.target.deployment"),
+            Column("Role", ".spec.target.role"),
+            Column("Desired", ".spec.replicas", "integer"),
+            Column("Current", ".status.replicas", "integer"),
+        ),
+    ),
+    Kind(
+        name="ServingPlan",
+        plural="servingplans",
+        short="sp",
+        spec=ServingPlanSpec,
+        status=ServingPlanStatus,
+        columns=(
+            Column("Target", ".spec.deployment"),
+            Column("Mode", ".spec.mode"),
+            Column("Reason", _condition("Settled", "reason")),
+        ),
+    ),
+    Kind(
+        name="ServingRequest",
+        plural="servingrequests",
+        short="sr",
+        spec=ServingRequestSpec,
+        status=ServingRequestStatus,
+        columns=(
+            Column("Model", ".spec.model.name"),
+            Column("Phase", ".status.phase"),
+            Column("Deployment", ".status.deployment"),
+        ),
+    ),
+)
+
+
+def definition(kind: Kind) -> Schema:
+    """The CustomResourceDefinition, as the API server takes it."""
+    subresources: Schema = {"status": {}}
+    if kind.scale:
+        subresources["scale"] = {
+            "specReplicasPath": ".spec.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        }
+    columns = [
+        {"name": each.name, "type": each.type, "jsonPath": each.path, **({"priority": 1} if each.wide else {})}
+        for each in kind.columns
+    ]
+    spec = structural(kind.spec)
+    if kind.rules is not None:
+        spec |= kind.rules.extra_json_schema or {}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{kind.plural}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "names": {
+                "kind": kind.name,
+                "listKind": f"{kind.name}List",
+                "plural": kind.plural,
+                "singular": kind.name.lower(),
+                "shortNames": [kind.short],
+                "categories": ["fleet"],
+            },
+            "scope": "Namespaced",
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "subresources": subresources,
+                    "additionalPrinterColumns": [
+                        *columns,
+                        {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+                    ],
+                    "schema": {
+                        "openAPIV3Schema": {
+                            "type": "object",
+                            "required": ["spec"],
+                            "properties": {
+                                "apiVersion": {"type": "string"},
+                                "kind": {"type": "string"},
+                                "metadata": {"type": "object"},
+                                "spec": spec,
+                                "status": structural(kind.status),
+                            },
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def structural(of: type[Struct]) -> Schema:
+    """The type's schema without references."""
+    (root,), parts = msgspec.json.schema_components([of], ref_template="{name}")
+    return _resolved(root, parts)
+
+
+def _resolved(node: Mapping[str, Any], parts: Mapping[str, Schema]) -> Schema:
+    # Beside properties Kubernetes takes no additionalProperties: it prunes what it does not know, or refuses it when asked to be strict.
+    without = ("$ref", "title", "additionalProperties") if "properties" in node else ("$ref", "title")
+    own = {key: value for key, value in node.items() if key not in without}
+    if "$ref" in node:
+        part = dict(parts[node["$ref"]])
+        if "properties" in part:
+            described = _descriptions(part["title"])
+            part["properties"] = {
+                name: _described(inner, described.get(name, "")) for name, inner in part["properties"].items()
+            }
+        # What is said where a type is used counts more than what its own documentation says.
+        return _resolved(part | own, parts)
+    if not own.get("required", True):
+        del own["required"]
+    if "enum" in own:
+        own["type"] = "string"
+    if "properties" in own:
+        own["properties"] = {name: _resolved(inner, parts) for name, inner in own["properties"].items()}
+    if "items" in own:
+        own["items"] = _resolved(own["items"], parts)
+    return own
+
+
+def _described(node: Schema, description: str) -> Schema:
+    return {"description": description, **node} if description else node
+
+
+@cache
+def _descriptions(struct: str) -> Mapping[str, str]:
+    """Docstrings under the fields of a type, by the fields' names on the wire."""
+    for node in ast.parse(inspect.getsource(resources)).body:
+        if isinstance(node, ast.ClassDef) and node.name == struct:
+            wire = {each.name: each.encode_name for each in msgspec.structs.fields(getattr(resources, struct))}
+            return {
+                wire[field.target.id]: " ".join(text.value.value.split())
+                for field, text in zip(node.body, node.body[1:], strict=False)
+                if isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            }
+    return {}

@@ -1,0 +1,428 @@
+"""What people write on Kubernetes: `DisaggDeployment`, `RoleScaler`, `ServingPlan`, `ServingRequest`. The one definition of them.
+
+Rules:
+
+1. CRDs are made from these types (`operators.crds`): bounds, defaults and CEL rules stand here and nowhere else. Each rule has a sample
+   that it refuses in the tests.
+2. Rules use the core of CEL and its strings only, so that the same text runs in the tests. Every list and string has a bound: the API
+   server estimates what a rule costs, and refuses rules over things without one.
+3. Replicas have one writer, named by `scaling.mode`. In External and Planner mode a role's `replicas` is where its RoleScaler starts,
+   and is never written back.
+4. `podTemplate` is not described here (a pod's schema is 700 KB, and what is larger than 256 KiB cannot be applied by clients): the API
+   server checks it when the operator makes the child of it, and what it says becomes a condition.
+5. No field is called n, y, on or off: YAML 1.1 reads these as booleans, and kubectl does.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+GROUP = "fleet-serving.io"
+VERSION = "v1alpha1"
+
+
+class _Resource(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Spelt as Kubernetes spells: `gpu_budget` is `gpuBudget`."""
+
+
+def _rules(*pairs: tuple[str, str], **schema: Any) -> Meta:
+    """CEL rules, as (rule, message), beside other parts of a schema."""
+    validations = [{"rule": rule, "message": message} for rule, message in pairs]
+    return Meta(extra_json_schema={"x-kubernetes-validations": validations, **schema})
+
+
+_UNCHANGED = ("self == oldSelf", "cannot be changed; delete the object and make another one")
+
+Name = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", max_length=30)]
+"""Short enough for `<deployment>-<role>-<ordinal>` to be a label."""
+
+Text = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=0, le=10_000)]
+Degree = Annotated[int, Meta(ge=1, le=1024)]
+Seconds = Annotated[int, Meta(ge=1, le=86_400)]
+Milliseconds = Annotated[int, Meta(ge=1, le=600_000)]
+Ratio = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,2}:[1-9][0-9]{0,2}$", max_length=7)]
+"""Prefill to decode, as `1:4`."""
+
+Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?$", max_length=20)]
+OpenObject = Annotated[dict[str, Any], Meta(extra_json_schema={"x-kubernetes-preserve-unknown-fields": True})]
+
+
+class RoleType(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+    ROUTER = "router"
+
+
+class ScalingMode(StrEnum):
+    STATIC = "Static"
+    """`replicas` counts, and nothing else."""
+
+    EXTERNAL = "External"
+    """`kubectl scale`, an HPA or KEDA scale the role's RoleScaler."""
+
+    PLANNER = "Planner"
+    """A ServingPlan does."""
+
+
+class EngineKind(StrEnum):
+    VLLM = "vllm"
+    SIMULATED = "simulated"
+
+
+class GpuVendor(StrEnum):
+    NVIDIA = "nvidia.com/gpu"
+    AMD = "amd.com/gpu"
+
+
+class Fallback(StrEnum):
+    """What a request gets that should be prefilled elsewhere while nobody does."""
+
+    AGGREGATE = "Aggregate"
+    QUEUE = "Queue"
+    REJECT = "Reject"
+
+
+class FailureMode(StrEnum):
+    OPEN = "FailOpen"
+    CLOSE = "FailClose"
+
+
+class PlanMode(StrEnum):
+    SHADOW = "Shadow"
+    """Says what it would do."""
+
+    ACTIVE = "Active"
+
+
+class ModelSource(_Resource):
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    """What clients call it."""
+
+    uri: Text = ""
+    """A Hugging Face repository, or a path in the image or volume. Empty: `name`."""
+
+    claim: Annotated[str, Meta(max_length=253)] = ""
+    """A PersistentVolumeClaim with the weights, mounted read-only at /models."""
+
+    token_secret: Annotated[str, Meta(max_length=253)] = ""
+    """A Secret whose key `token` opens the repository."""
+
+
+class Scaling(_Resource):
+    mode: ScalingMode = ScalingMode.STATIC
+
+    least: Annotated[Count, Meta(description="Replicas that a scaler may go down to.")] = 0
+    most: Annotated[Count, Meta(description="And up to.")] = 64
+
+
+class Parallelism(_Resource):
+    tensor: Degree = 1
+    pipeline: Degree = 1
+    data: Degree = 1
+    expert: Degree = 1
+    """Of the ranks of `tensor` and `data` together; more than 1 splits the experts among them all."""
+
+
+class Rollout(_Resource):
+    max_surge: Count = 1
+    """New replicas beyond `replicas` while a role is updated; they need GPUs that nobody has."""
+
+    max_unavailable: Count = 0
+    """Replicas that may be missing meanwhile."""
+
+
+class Drain(_Resource):
+    timeout_seconds: Seconds = 300
+    """A worker that is told to go finishes its requests and hands over its blocks within this, and is then ended."""
+
+
+class Gpus(_Resource):
+    vendor: GpuVendor = GpuVendor.NVIDIA
+    product: Annotated[str, Meta(max_length=63)] = ""
+    """As the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name` says; empty: any."""
+
+    per_replica: Count = 0
+    """On all nodes of a replica together. 0: the engine runs on CPUs."""
+
+
+class Topology(_Resource):
+    domain: Annotated[str, Meta(max_length=317)] = ""
+    """A node label; all nodes of one replica have the same value of it: `nvidia.com/gpu.clique` keeps one in an NVLink domain."""
+
+    rdma: Annotated[str, Meta(max_length=253)] = ""
+    """An extended resource, `rdma/hca` say, of which each pod gets as many as GPUs."""
+
+
+_ROLE_RULES = _rules(
+    ("self.type == oldSelf.type", "type: cannot be changed; add another role and remove this one"),
+    ("self.scaling.least <= self.scaling.most", "scaling: least is more than most"),
+    (
+        "self.gpus.perReplica in [0, self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data]",
+        "parallelism: tensor x pipeline x data must be gpus.perReplica",
+    ),
+    (
+        "self.gpus.perReplica % self.nodesPerReplica == 0",
+        "nodesPerReplica: must divide gpus.perReplica",
+    ),
+    (
+        "self.rollout.maxSurge + self.rollout.maxUnavailable > 0",
+        "rollout: maxSurge and maxUnavailable are both 0, so nothing could ever be updated",
+    ),
+    ("self.type != 'router' || self.gpus.perReplica == 0", "gpus: a router needs none"),
+    ("self.type != 'router' || self.scaling.mode != 'Planner'", "scaling: a ServingPlan scales workers, not routers"),
+)
+
+
+class Role(_Resource):
+    """A pool of alike pods."""
+
+    name: Name
+    type: RoleType
+    replicas: Count = 1
+    """With a scaling mode other than Static: where the RoleScaler starts."""
+
+    scaling: Scaling = Scaling()
+    parallelism: Parallelism = Parallelism()
+    nodes_per_replica: Annotated[int, Meta(ge=1, le=64)] = 1
+    """More than 1: a group of pods that lives and dies together, the first of which leads."""
+
+    gpus: Gpus = Gpus()
+    topology: Topology = Topology()
+    rollout: Rollout = Rollout()
+    drain: Drain = Drain()
+    pod_template: OpenObject = {}
+    """A pod template; its container `main` gets what it does not say: image, command, ports, probes, resources."""
+
+
+class KvTransfer(_Resource):
+    paths: Annotated[
+        tuple[str, ...], Meta(min_length=1, max_length=2, extra_json_schema={"x-kubernetes-list-type": "set"})
+    ] = ("store",)
+    """In order of preference: `store`, `direct`."""
+
+    store_memory: Quantity = "8Gi"
+    """Of a worker's pod, for blocks."""
+
+
+class InferencePool(_Resource):
+    create: bool = False
+    """Make an InferencePool whose endpoint picker is this deployment's router."""
+
+    failure_mode: FailureMode = FailureMode.CLOSE
+
+
+class Routing(_Resource):
+    policy: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet"
+    disaggregate_above_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 512
+    """Prompt tokens still to be computed from which on a prefill worker does it."""
+
+    fallback: Fallback = Fallback.AGGREGATE
+    inference_pool: InferencePool = InferencePool()
+
+
+class RatioBounds(_Resource):
+    """Of prefill to decode replicas, held at every moment of a change."""
+
+    least: Ratio = "1:999"
+    most: Ratio = "999:1"
+
+
+class Balance(_Resource):
+    gpu_budget: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """GPUs of all workers together, old and new ones of a rollout too; 0: as many as there are."""
+
+    ratio: RatioBounds = RatioBounds()
+    stabilization_seconds: Seconds = 300
+    """Between two changes of the same role downwards."""
+
+    max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Replicas that one change adds or takes."""
+
+
+_ROLES = _rules(
+    (
+        "self.exists(r, r.type == 'prefill') == self.exists(r, r.type == 'decode')",
+        "prefill and decode need each other; a single pool has the type aggregated",
+    ),
+    ("self.exists(r, r.type != 'router')", "at least one role of workers is needed"),
+    ("self.filter(r, r.type == 'router').size() <= 1", "one role of routers at most"),
+    (
+        "oldSelf.all(o, o.type == 'router' || o.replicas == 0 || self.exists(r, r.name == o.name))",
+        "scale a role to 0 before removing it, so that its requests are finished",
+    ),
+    **{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+)
+
+DEPLOYMENT_RULES = _rules(
+    (
+        "self.balance.gpuBudget == 0 || self.roles.all(r, r.replicas * r.gpus.perReplica <= self.balance.gpuBudget)",
+        "balance.gpuBudget: a role alone needs more",
+    ),
+)
+
+
+class DisaggDeploymentSpec(_Resource):
+    model: ModelSource
+    roles: Annotated[tuple[Annotated[Role, _ROLE_RULES], ...], Meta(min_length=1, max_length=16), _ROLES]
+    engine: EngineKind = EngineKind.VLLM
+    image: Text = ""
+    """Of the workers; empty: what the chart was installed with for the engine and vendor."""
+
+    kv_transfer: KvTransfer = KvTransfer()
+    routing: Routing = Routing()
+    balance: Balance = Balance()
+    suspend: bool = False
+    """Scale everything to 0 and keep it there."""
+
+
+class Condition(_Resource):
+    type: Annotated[str, Meta(max_length=316)]
+    status: Annotated[str, Meta(pattern="^(True|False|Unknown)$", max_length=7)]
+    reason: Annotated[str, Meta(max_length=1024)]
+    message: Annotated[str, Meta(max_length=32_768)] = ""
+    observed_generation: int = 0
+    last_transition_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"}, max_length=40)] = ""
+
+
+Conditions = Annotated[
+    tuple[Condition, ...],
+    Meta(
+        max_length=16,
+        extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    ),
+]
+
+
+class RoleStatus(_Resource):
+    name: Name
+    desired: int = 0
+    replicas: int = 0
+    ready: int = 0
+    updated: int = 0
+    registered: int = 0
+    """Workers that the router knows and gives requests to."""
+
+    draining: int = 0
+
+
+class DisaggDeploymentStatus(_Resource):
+    observed_generation: int = 0
+    current_revision: Annotated[str, Meta(max_length=63)] = ""
+    update_revision: Annotated[str, Meta(max_length=63)] = ""
+    roles: Annotated[
+        tuple[RoleStatus, ...],
+        Meta(
+            max_length=16,
+            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = ()
+    ratio: Annotated[str, Meta(max_length=16)] = ""
+    gpus: int = 0
+    ready_roles: Annotated[str, Meta(max_length=16)] = ""
+    conditions: Conditions = ()
+
+
+class RoleReference(_Resource):
+    deployment: Annotated[str, Meta(min_length=1, max_length=253)]
+    role: Name
+
+
+class RoleScalerSpec(_Resource):
+    target: Annotated[RoleReference, _rules(_UNCHANGED)]
+    replicas: Count = 1
+
+
+class RoleScalerStatus(_Resource):
+    observed_generation: int = 0
+    replicas: int = 0
+    selector: Annotated[str, Meta(max_length=1024)] = ""
+    """Of the role's pods: what an HPA looks at."""
+
+    last_scale_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"}, max_length=40)] = ""
+    conditions: Conditions = ()
+
+
+class Objective(_Resource):
+    ttft_ms: Milliseconds = 2000
+    tpot_ms: Milliseconds = 50
+    percentile: Annotated[int, Meta(ge=50, le=99)] = 90
+
+
+class RoleBounds(_Resource):
+    role: Name
+    least: Count = 0
+    most: Count = 64
+
+
+_BOUNDS = _rules(("self.least <= self.most", "least is more than most"))
+
+
+class ServingPlanSpec(_Resource):
+    deployment: Annotated[str, Meta(min_length=1, max_length=253), _rules(_UNCHANGED)]
+    mode: PlanMode = PlanMode.SHADOW
+    objective: Objective = Objective()
+    interval_seconds: Seconds = 60
+    roles: Annotated[
+        tuple[Annotated[RoleBounds, _BOUNDS], ...],
+        Meta(
+            max_length=16,
+            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["role"]},
+        ),
+    ] = ()
+
+
+class Recommendation(_Resource):
+    role: Name
+    replicas: int = 0
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class ServingPlanStatus(_Resource):
+    observed_generation: int = 0
+    recommendations: Annotated[tuple[Recommendation, ...], Meta(max_length=16)] = ()
+    ttft_ms: int = 0
+    tpot_ms: int = 0
+    conditions: Conditions = ()
+
+
+class Hardware(_Resource):
+    gpu: Annotated[str, Meta(min_length=1, max_length=63)]
+    """As `fleet hardware list` calls it."""
+
+    count: Annotated[int, Meta(ge=1, le=100_000)]
+    per_node: Annotated[int, Meta(ge=1, le=72)] = 8
+
+
+_WORKLOAD = _rules(
+    (
+        "(self.requestsPerMinute > 0) != (self.concurrency > 0)",
+        "one of requestsPerMinute and concurrency must be above 0",
+    )
+)
+
+
+class Workload(_Resource):
+    prompt_tokens: Annotated[int, Meta(ge=1, le=10_000_000)]
+    answer_tokens: Annotated[int, Meta(ge=1, le=1_000_000)]
+    requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
+    concurrency: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+
+
+class ServingRequestSpec(_Resource):
+    model: ModelSource
+    hardware: Hardware
+    workload: Annotated[Workload, _WORKLOAD]
+    objective: Objective = Objective()
+    apply: bool = False
+    """Make the DisaggDeployment as well, not only the proposal of it in the status."""
+
+
+class ServingRequestStatus(_Resource):
+    observed_generation: int = 0
+    phase: Annotated[str, Meta(max_length=32)] = ""
+    deployment: Annotated[str, Meta(max_length=253)] = ""
+    proposal: OpenObject = {}
+    conditions: Conditions = ()

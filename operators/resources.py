@@ -97,7 +97,7 @@ class PlanMode(StrEnum):
     ACTIVE = "Active"
 
 
-class ModelSource(_Resource):
+class ModelSource(_Resource, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     """What clients call it."""
 
@@ -111,14 +111,14 @@ class ModelSource(_Resource):
     """A Secret whose key `token` opens the repository."""
 
 
-class Scaling(_Resource):
+class Scaling(_Resource, frozen=True):
     mode: ScalingMode = ScalingMode.STATIC
 
     least: Annotated[Count, Meta(description="Replicas that a scaler may go down to.")] = 0
     most: Annotated[Count, Meta(description="And up to.")] = 64
 
 
-class Parallelism(_Resource):
+class Parallelism(_Resource, frozen=True):
     tensor: Degree = 1
     pipeline: Degree = 1
     data: Degree = 1
@@ -126,7 +126,7 @@ class Parallelism(_Resource):
     """Of the ranks of `tensor` and `data` together; more than 1 splits the experts among them all."""
 
 
-class Rollout(_Resource):
+class Rollout(_Resource, frozen=True):
     max_surge: Count = 1
     """New replicas beyond `replicas` while a role is updated; they need GPUs that nobody has."""
 
@@ -134,12 +134,12 @@ class Rollout(_Resource):
     """Replicas that may be missing meanwhile."""
 
 
-class Drain(_Resource):
+class Drain(_Resource, frozen=True):
     timeout_seconds: Seconds = 300
     """A worker that is told to go finishes its requests and hands over its blocks within this, and is then ended."""
 
 
-class Gpus(_Resource):
+class Gpus(_Resource, frozen=True):
     vendor: GpuVendor = GpuVendor.NVIDIA
     product: Annotated[str, Meta(max_length=63)] = ""
     """As the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name` says; empty: any."""
@@ -148,7 +148,7 @@ class Gpus(_Resource):
     """On all nodes of a replica together. 0: the engine runs on CPUs."""
 
 
-class Topology(_Resource):
+class Topology(_Resource, frozen=True):
     domain: Annotated[str, Meta(max_length=317)] = ""
     """A node label; all nodes of one replica have the same value of it: `nvidia.com/gpu.clique` keeps one in an NVLink domain."""
 
@@ -176,7 +176,7 @@ _ROLE_RULES = _rules(
 )
 
 
-class Role(_Resource):
+class Role(_Resource, frozen=True):
     """A pool of alike pods."""
 
     name: Name
@@ -197,7 +197,7 @@ class Role(_Resource):
     """A pod template; its container `main` gets what it does not say: image, command, ports, probes, resources."""
 
 
-class KvTransfer(_Resource):
+class KvTransfer(_Resource, frozen=True):
     paths: Annotated[
         tuple[str, ...], Meta(min_length=1, max_length=2, extra_json_schema={"x-kubernetes-list-type": "set"})
     ] = ("store",)
@@ -207,14 +207,14 @@ class KvTransfer(_Resource):
     """Of a worker's pod, for blocks."""
 
 
-class InferencePool(_Resource):
+class InferencePool(_Resource, frozen=True):
     create: bool = False
     """Make an InferencePool whose endpoint picker is this deployment's router."""
 
     failure_mode: FailureMode = FailureMode.CLOSE
 
 
-class Routing(_Resource):
+class Routing(_Resource, frozen=True):
     policy: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet"
     disaggregate_above_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 512
     """Prompt tokens still to be computed from which on a prefill worker does it."""
@@ -223,14 +223,14 @@ class Routing(_Resource):
     inference_pool: InferencePool = InferencePool()
 
 
-class RatioBounds(_Resource):
+class RatioBounds(_Resource, frozen=True):
     """Of prefill to decode replicas, held at every moment of a change."""
 
     least: Ratio = "1:999"
     most: Ratio = "999:1"
 
 
-class Balance(_Resource):
+class Balance(_Resource, frozen=True):
     gpu_budget: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """GPUs of all workers together, old and new ones of a rollout too; 0: as many as there are."""
 
@@ -264,7 +264,7 @@ DEPLOYMENT_RULES = _rules(
 )
 
 
-class DisaggDeploymentSpec(_Resource):
+class DisaggDeploymentSpec(_Resource, frozen=True):
     model: ModelSource
     roles: Annotated[tuple[Annotated[Role, _ROLE_RULES], ...], Meta(min_length=1, max_length=16), _ROLES]
     engine: EngineKind = EngineKind.VLLM
@@ -278,7 +278,7 @@ class DisaggDeploymentSpec(_Resource):
     """Scale everything to 0 and keep it there."""
 
 
-class Condition(_Resource):
+class Condition(_Resource, frozen=True):
     type: Annotated[str, Meta(max_length=316)]
     status: Annotated[str, Meta(pattern="^(True|False|Unknown)$", max_length=7)]
     reason: Annotated[str, Meta(max_length=1024)]
@@ -296,7 +296,7 @@ Conditions = Annotated[
 ]
 
 
-class RoleStatus(_Resource):
+class RoleStatus(_Resource, frozen=True):
     name: Name
     desired: int = 0
     replicas: int = 0
@@ -308,7 +308,7 @@ class RoleStatus(_Resource):
     draining: int = 0
 
 
-class DisaggDeploymentStatus(_Resource):
+class DisaggDeploymentStatus(_Resource, frozen=True):
     observed_generation: int = 0
     current_revision: Annotated[str, Meta(max_length=63)] = ""
     update_revision: Annotated[str, Meta(max_length=63)] = ""
@@ -325,17 +325,17 @@ class DisaggDeploymentStatus(_Resource):
     conditions: Conditions = ()
 
 
-class RoleReference(_Resource):
+class RoleReference(_Resource, frozen=True):
     deployment: Annotated[str, Meta(min_length=1, max_length=253)]
     role: Name
 
 
-class RoleScalerSpec(_Resource):
+class RoleScalerSpec(_Resource, frozen=True):
     target: Annotated[RoleReference, _rules(_UNCHANGED)]
     replicas: Count = 1
 
 
-class RoleScalerStatus(_Resource):
+class RoleScalerStatus(_Resource, frozen=True):
     observed_generation: int = 0
     replicas: int = 0
     selector: Annotated[str, Meta(max_length=1024)] = ""
@@ -345,13 +345,13 @@ class RoleScalerStatus(_Resource):
     conditions: Conditions = ()
 
 
-class Objective(_Resource):
+class Objective(_Resource, frozen=True):
     ttft_ms: Milliseconds = 2000
     tpot_ms: Milliseconds = 50
     percentile: Annotated[int, Meta(ge=50, le=99)] = 90
 
 
-class RoleBounds(_Resource):
+class RoleBounds(_Resource, frozen=True):
     role: Name
     least: Count = 0
     most: Count = 64
@@ -360,7 +360,7 @@ class RoleBounds(_Resource):
 _BOUNDS = _rules(("self.least <= self.most", "least is more than most"))
 
 
-class ServingPlanSpec(_Resource):
+class ServingPlanSpec(_Resource, frozen=True):
     deployment: Annotated[str, Meta(min_length=1, max_length=253), _rules(_UNCHANGED)]
     mode: PlanMode = PlanMode.SHADOW
     objective: Objective = Objective()
@@ -374,13 +374,13 @@ class ServingPlanSpec(_Resource):
     ] = ()
 
 
-class Recommendation(_Resource):
+class Recommendation(_Resource, frozen=True):
     role: Name
     replicas: int = 0
     reason: Annotated[str, Meta(max_length=1024)] = ""
 
 
-class ServingPlanStatus(_Resource):
+class ServingPlanStatus(_Resource, frozen=True):
     observed_generation: int = 0
     recommendations: Annotated[tuple[Recommendation, ...], Meta(max_length=16)] = ()
     ttft_ms: int = 0
@@ -388,7 +388,7 @@ class ServingPlanStatus(_Resource):
     conditions: Conditions = ()
 
 
-class Hardware(_Resource):
+class Hardware(_Resource, frozen=True):
     gpu: Annotated[str, Meta(min_length=1, max_length=63)]
     """As `fleet hardware list` calls it."""
 
@@ -404,14 +404,14 @@ _WORKLOAD = _rules(
 )
 
 
-class Workload(_Resource):
+class Workload(_Resource, frozen=True):
     prompt_tokens: Annotated[int, Meta(ge=1, le=10_000_000)]
     answer_tokens: Annotated[int, Meta(ge=1, le=1_000_000)]
     requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     concurrency: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
 
-class ServingRequestSpec(_Resource):
+class ServingRequestSpec(_Resource, frozen=True):
     model: ModelSource
     hardware: Hardware
     workload: Annotated[Workload, _WORKLOAD]
@@ -420,7 +420,7 @@ class ServingRequestSpec(_Resource):
     """Make the DisaggDeployment as well, not only the proposal of it in the status."""
 
 
-class ServingRequestStatus(_Resource):
+class ServingRequestStatus(_Resource, frozen=True):
     observed_generation: int = 0
     phase: Annotated[str, Meta(max_length=32)] = ""
     deployment: Annotated[str, Meta(max_length=253)] = ""

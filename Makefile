@@ -21,7 +21,7 @@ VLLM := .venv/.vllm-$(LOCK)
 INSTALLED := $(if $(filter simulated,$(ENGINE)),$(DEV),$(VLLM))
 PROTOS = $(sort $(shell cd proto && find . -name '*.proto' | sed 's|^\./||'))
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
-CODE := fleet kvstore workers tests loadtests
+CODE := fleet kvstore workers operators tests loadtests
 
 .PHONY: up test check proto bench install lock clean
 .DEFAULT_GOAL := up

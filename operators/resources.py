@@ -45,7 +45,7 @@ Milliseconds = Annotated[int, Meta(ge=1, le=600_000)]
 Ratio = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,2}:[1-9][0-9]{0,2}$", max_length=7)]
 """Prefill to decode, as `1:4`."""
 
-Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?$", max_length=20)]
+Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(k|Ki|[MGTPE]i?)?$", max_length=20)]
 OpenObject = Annotated[dict[str, Any], Meta(extra_json_schema={"x-kubernetes-preserve-unknown-fields": True})]
 
 
@@ -75,6 +75,11 @@ class EngineKind(StrEnum):
 class GpuVendor(StrEnum):
     NVIDIA = "nvidia.com/gpu"
     AMD = "amd.com/gpu"
+
+
+class KvPath(StrEnum):
+    DIRECT = "direct"
+    STORE = "store"
 
 
 class Fallback(StrEnum):
@@ -199,12 +204,14 @@ class Role(_Resource, frozen=True):
 
 class KvTransfer(_Resource, frozen=True):
     paths: Annotated[
-        tuple[str, ...], Meta(min_length=1, max_length=2, extra_json_schema={"x-kubernetes-list-type": "set"})
-    ] = ("store",)
-    """In order of preference: `store`, `direct`."""
+        tuple[KvPath, ...],
+        Meta(min_length=1, max_length=2, extra_json_schema={"x-kubernetes-list-type": "set"}),
+    ] = (KvPath.DIRECT,)
+    """How blocks come to a worker. `direct`: from engine to engine, between prefill and decode. `store`: a worker also keeps blocks in memory
+    of its pod, for prompts that begin alike."""
 
     store_memory: Quantity = "8Gi"
-    """Of a worker's pod, for blocks."""
+    """For these blocks."""
 
 
 class InferencePool(_Resource, frozen=True):

@@ -51,7 +51,7 @@ async def open_embedded(
     """
     node = _Node(settings, clock, new_loop())
     ready, ended = asyncio.wrap_future(node.ready), asyncio.wrap_future(node.ended)
-    node.thread.start()
+    node.start()
     try:
         either: list[asyncio.Future[Any]] = [ready, ended]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -81,6 +81,14 @@ class _Node:
         self.ready: Future[StoreEndpoints] = Future()
         self.ended: Future[BaseException | None] = Future()
         """Set last, to what it ended with; None where it was asked to."""
+
+    def start(self) -> None:
+        """Nothing is left where no thread can be had."""
+        try:
+            self.thread.start()
+        except RuntimeError:
+            self._loop.close()
+            raise
 
     def stop(self) -> None:
         """Have it end, if it has not."""

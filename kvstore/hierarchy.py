@@ -32,6 +32,7 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.errors import NamespaceUnknown
 from kvstore.messages import NODE, Address, BlockChanges, BlockKey, Fetched, Outcome, Reservation, ReservationId, Slot
 from kvstore.movement import CopyId, Fetch, Find, Keep, LoadId, Movement, Pinned, TierCounters
+from kvstore.recent import Recent
 
 BATCH_BYTES = 8 << 20
 """That move at a time: enough for a disk's full speed, little enough for the first blocks of a load to be there soon."""
@@ -558,7 +559,7 @@ class _Tier:
         self.pace = Pace()
         self.counters = TierCounters()
         self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # to go down, with the bytes of each
-        self.known: OrderedDict[BlockKey, None] = OrderedDict()  # there, as far as we know
+        self.known: Recent[BlockKey, None] = Recent(rule.remember_blocks)  # there, as far as we know
         self.copying = 0
 
     def enqueue(self, key: BlockKey, size_bytes: int) -> None:
@@ -570,13 +571,10 @@ class _Tier:
         self.queue[key] = size_bytes
 
     def know(self, key: BlockKey) -> None:
-        self.known[key] = None
-        self.known.move_to_end(key)
-        if len(self.known) > self.rule.remember_blocks:
-            self.known.popitem(last=False)
+        self.known.note(key, None)
 
     def forget(self, key: BlockKey) -> None:
-        self.known.pop(key, None)
+        self.known.forget(key)
 
     def failed(self, breaker: Breaker, started: Nanos, now: Nanos) -> None:
         self.counters.failures += 1

@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
@@ -57,7 +58,7 @@ class Lanes:
                 outcome: Callable[[], None] = lambda: done.set_exception(failure)  # noqa: E731
             else:
                 outcome = lambda: done.set_result(result)  # noqa: E731
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed, or just being closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, outcome)
 
         self._tasks.put(task)

@@ -4,10 +4,9 @@ Rules:
 
 1. A plan is made once for each pair of object sets, from their parts alone (`kvstore.shards`); it then serves every
    block. Making it touches no bytes, so a mismatch is refused before anything moves.
-2. `plan_fill` writes every byte of every destination exactly once. `plan_pour` reads every byte of every source exactly
-   once. A plan that cannot is refused, never shortened.
-3. Where several objects hold the same head (replicas), the first that is tried gives it, or takes it. Who begins with
-   another one from rank to rank spreads the load (`kvstore.fingerprint` does).
+2. `plan_fill` writes every byte of every destination exactly once. A plan that cannot is refused, never shortened.
+3. Where several objects hold the same head (replicas), the first that is tried gives it. Who begins with another one from
+   rank to rank spreads the load (`kvstore.fingerprint` does).
 4. Bytes are moved and never changed: every dtype is a number of bytes.
 
 A plan consists of strided copies, one for each pair of objects that have something in common. What is contiguous on
@@ -112,21 +111,7 @@ def plan_fill(shape: BlockShape, sources: Sequence[Part], destinations: Sequence
     copies = [
         _copy(shape, sources, source, destinations, destination, box)
         for destination, part in enumerate(destinations)
-        for source, box in _covering(shape, part.box, sources, "sources", first)
-    ]
-    return _plan(shape, sources, destinations, copies)
-
-
-def plan_pour(shape: BlockShape, sources: Sequence[Part], destinations: Sequence[Part]) -> Plan:
-    """Put every source to where it belongs in the destinations, and leave their other bytes alone: how a rank writes.
-
-    Raises:
-        LayoutMismatch: A layout is none, or the destinations have no place for something that a source holds.
-    """
-    copies = [
-        _copy(shape, sources, source, destinations, destination, box)
-        for source, part in enumerate(sources)
-        for destination, box in _covering(shape, part.box, destinations, "destinations", 0)
+        for source, box in _covering(shape, part.box, sources, first)
     ]
     return _plan(shape, sources, destinations, copies)
 
@@ -140,27 +125,6 @@ def read_share(shape: BlockShape, at_rest: str, into: Sequence[Part]) -> Plan:
     return plan_fill(shape, [Part(at_rest, shape.everything)], into)
 
 
-def write_share(shape: BlockShape, held: Sequence[Part], at_rest: str, *, tp: int, rank: int, turn: int = 0) -> Plan:
-    """From the memory of one rank into its slice of a whole-model block object.
-
-    The plans of all ranks for the same turn write every byte of the object exactly once: of ranks that hold the same
-    head, `turn` says which one writes (any number that they agree on, the first bytes of the block's name for
-    instance), and the others get a plan that does nothing.
-
-    Raises:
-        LayoutMismatch: See `plan_pour` and `BlockShape.share`.
-    """
-    share = shape.share(tp, rank)
-    for part in held:
-        if part.box.overlap(share) != part.box:
-            raise LayoutMismatch("heads", f"heads: {part.box.heads} are not of rank {rank} of {tp}")
-    replicas = shape.replicas(tp)
-    plan = plan_pour(shape, held, [Part(at_rest, shape.everything)])
-    if rank % replicas != turn % replicas:
-        return Plan(source_bytes=plan.source_bytes, destination_bytes=plan.destination_bytes, copies=())
-    return plan
-
-
 def _plan(shape: BlockShape, sources: Sequence[Part], destinations: Sequence[Part], copies: list[Copy]) -> Plan:
     return Plan(
         source_bytes=tuple(shape.bytes_of(part.box) for part in sources),
@@ -169,10 +133,8 @@ def _plan(shape: BlockShape, sources: Sequence[Part], destinations: Sequence[Par
     )
 
 
-def _covering(
-    shape: BlockShape, wanted: Box, parts: Sequence[Part], what: str, first: int
-) -> Iterator[tuple[int, Box]]:
-    """Boxes that make up `wanted` and do not overlap, each with the index of the part that is to give or take it."""
+def _covering(shape: BlockShape, wanted: Box, parts: Sequence[Part], first: int) -> Iterator[tuple[int, Box]]:
+    """Boxes that make up `wanted` and do not overlap, each with the index of the part that is to give it."""
     if wanted.overlap(shape.everything) != wanted:
         raise LayoutMismatch("heads", f"heads: {wanted} is not within {shape.everything}")
     missing = [wanted]
@@ -187,7 +149,7 @@ def _covering(
                 rests.append(box)
         missing = rests
     if missing and wanted:
-        raise LayoutMismatch("heads", f"heads: the {what} do not have {missing[0]}")
+        raise LayoutMismatch("heads", f"heads: the sources do not have {missing[0]}")
 
 
 def _copy(

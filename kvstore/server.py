@@ -5,9 +5,11 @@ import contextlib
 import logging
 import os
 import secrets
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -53,6 +55,8 @@ notice a node that hangs; gRPC's own limit is 5 minutes."""
 
 SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
 
+Result = TypeVar("Result")
+
 log = logging.getLogger(__name__)
 
 
@@ -83,8 +87,13 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
     access.require(settings.listen, settings.data_listen)
     async with contextlib.AsyncExitStack() as stack:
         opened = stack.enter_context(contextlib.ExitStack())
-        tier = await asyncio.to_thread(SharedMemoryTier, settings.capacity_bytes, settings.huge_pages, clock)
-        stack.callback(tier.close)
+        given_up = threading.Event()
+
+        def take_memory() -> SharedMemoryTier:
+            taken = SharedMemoryTier(settings.capacity_bytes, settings.huge_pages, clock, given_up)
+            return opened.enter_context(contextlib.closing(taken))
+
+        tier = await _to_its_end(take_memory, given_up.set)
         savings = Savings(
             seconds_a_token=1 / settings.prefill_tokens_per_second,
             memory_bytes_a_second=settings.memory_bytes_per_second,
@@ -121,8 +130,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket=shm_socket,
             data_address=data_address,
         )
-        backing = await asyncio.to_thread(
-            Backing.open, settings.tiers, machine.namespace, settings.credentials, clock, opened
+        backing = await _to_its_end(
+            lambda: Backing.open(settings.tiers, machine.namespace, settings.credentials, clock, opened)
         )
         hierarchy = Hierarchy(machine, backing.rules, min(BATCH_BYTES, tier.capacity_bytes // BATCHES_A_POOL))
         savings.attach(machine.namespace, hierarchy.seconds_from_below)
@@ -161,6 +170,18 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket=shm_socket,
             data_address=data_address,
         )
+
+
+async def _to_its_end(act: Callable[[], Result], give_up: Callable[[], None] = lambda: None) -> Result:
+    """Have `act` called in a thread. Who is cancelled meanwhile goes on when it has ended: what it opened is known by then."""
+    calling = asyncio.get_running_loop().run_in_executor(None, act)
+    try:
+        return await asyncio.shield(calling)
+    except asyncio.CancelledError:
+        give_up()
+        await asyncio.wait([calling])
+        calling.exception()  # nobody is left to be told
+        raise
 
 
 def _snapshots(look: Callable[[], Snapshot]) -> Callable[[], Snapshot]:

@@ -28,7 +28,7 @@ from kvstore.errors import LayoutMismatch, NamespaceInUse, Restarted, StoreError
 from kvstore.hierarchy import Hierarchy
 from kvstore.layout import Namespace
 from kvstore.machine import BlockMachine
-from kvstore.messages import Claim, Discard, LeaseId, ReservationId, Slot, Stats
+from kvstore.messages import Claim, Discard, ReservationId, Slot, Stats
 from kvstore.metrics import Snapshot
 from kvstore.mover import Mover
 from kvstore.ports import MemoryTier
@@ -233,7 +233,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return wire.match_message(leased, self._hierarchy.coming(digest, split(hashes[held * HASH_BYTES :])))
 
     def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:
-        self._machine.release([LeaseId(lease_id) for lease_id in request.lease_ids], now)
+        self._machine.release(wire.parse_leases(request.lease_ids), now)
         return pb.ReleaseResponse()
 
     def _reserve(self, request: pb.ReserveRequest, now: Nanos) -> pb.ReserveResponse:

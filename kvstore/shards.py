@@ -143,11 +143,6 @@ class BlockShape(Struct, frozen=True, kw_only=True):
         return Box(Span(0, self.layers), Span(rank // replicas * count, count))
 
 
-def one_a_layer(layout: str, box: Box) -> list[Part]:
-    """The pieces of an engine that keeps each layer in a tensor of its own, in order."""
-    return [Part(layout, Box(Span(layer, 1), box.heads)) for layer in range(box.layers.first, box.layers.end)]
-
-
 def one_a_rank(shape: BlockShape, layout: str, tp: int) -> Sequence[Part]:
     """The objects of all ranks of an engine, in order of rank.
 

@@ -41,6 +41,9 @@ from kvstore.v1 import blocks_pb2 as pb
 MAX_HASHES = 65_536
 """In one request: 1 MiB of names, 2 million tokens at 32 a block."""
 
+MAX_LEASES = 1024
+"""Released in one request, each of many blocks perhaps: everybody else waits meanwhile."""
+
 MAX_TEXT = 512  # characters of a name
 MAX_PATIENCE_MS = 60_000
 MAX_MESSAGE_BYTES = 16 << 20
@@ -158,6 +161,17 @@ def parse_lease(lease_ms: int, least_ms: int, limit: Nanos, field: str = "lease_
     if not least_ms <= lease_ms <= limit_ms:
         raise InvalidArgument(field, f"{lease_ms} is not within {least_ms}..{limit_ms}")
     return Nanos(lease_ms * MILLISECOND)
+
+
+def parse_leases(lease_ids: Sequence[int]) -> list[LeaseId]:
+    """What to release.
+
+    Raises:
+        InvalidArgument: Too many at a time.
+    """
+    if len(lease_ids) > MAX_LEASES:
+        raise InvalidArgument("lease_ids", f"{len(lease_ids)} are more than {MAX_LEASES} at a time")
+    return [LeaseId(lease_id) for lease_id in lease_ids]
 
 
 def parse_patience(patience_ms: int) -> Nanos:

@@ -21,6 +21,9 @@ ENGINES = (
     "tests/integration/test_up_simulated",
 )
 
+WITHOUT_ENGINES = tuple(f"tests/integration/test_vllm_{part}" for part in ("blocks", "namespace", "ranks"))
+"""Parts of vLLM's connector, by themselves."""
+
 ON_BOTH_LOOPS = {
     "test_http_connections.py",
     "test_relay.py",
@@ -38,21 +41,24 @@ class EnginesBesideTheRest(LoadScopeScheduling):  # type: ignore[misc]
     """With two processes (`make test`), one takes all that starts engines as large as vLLM, in order; the rest fills the other."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "engines" if file.startswith(ENGINES) else file
+        return "engines" if starts_engines(nodeid) else nodeid.partition("::")[0]
+
+
+def starts_engines(nodeid: str) -> bool:
+    return nodeid.startswith(ENGINES) and not nodeid.startswith(WITHOUT_ENGINES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Engines first, since they take longest."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
+        items.sort(key=lambda item: not starts_engines(item.nodeid))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What runs beside engines leaves them the processor: publishing and loading have deadlines that tests hold them to."""
     if (
         "PYTEST_XDIST_WORKER" in os.environ
-        and not item.nodeid.startswith(ENGINES)
+        and not starts_engines(item.nodeid)
         and os.getpriority(os.PRIO_PROCESS, 0) < 5
     ):
         os.setpriority(os.PRIO_PROCESS, 0, 5)

@@ -29,6 +29,9 @@ from kvstore.ports import BackingTier
 from kvstore.server import serve
 from kvstore.settings import StoreSettings
 
+_forkserver = multiprocessing.get_context("forkserver")  # which has imported all of it: a node takes 0.03 s, not 0.5
+_forkserver.set_forkserver_preload([__name__])
+
 LEASE = Nanos(10 * SECOND)
 BLOCK_BYTES = 2 * PAGE_BYTES
 
@@ -60,6 +63,19 @@ def a_block(seed: int, length: int = BLOCK_BYTES) -> np.ndarray:
 def keep(tier: BackingTier, keys: Sequence[BlockKey], blocks: Sequence[np.ndarray], deadline: Nanos) -> list[bool]:
     """Have a tier keep blocks, under the checksums of what they are now."""
     return tier.put(keys, blocks, deadline, [crc32c([block]) for block in blocks])
+
+
+class HandClock:
+    """A `Clock` that stands still until it is moved."""
+
+    def __init__(self, now: int = SECOND):
+        self._now = now
+
+    def now(self) -> Nanos:
+        return Nanos(self._now)
+
+    def move(self, span: int) -> None:
+        self._now += span
 
 
 class Store:
@@ -116,9 +132,8 @@ class NodeProcess:
         self.start()
 
     def start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        ready, theirs = spawn.Pipe(duplex=False)
-        self.process = spawn.Process(target=_run_node, args=(self.settings, theirs), daemon=True)
+        ready, theirs = _forkserver.Pipe(duplex=False)
+        self.process = _forkserver.Process(target=_run_node, args=(self.settings, theirs), daemon=True)
         self.process.start()
         theirs.close()
         assert ready.poll(20), "the node does not come up"
@@ -164,6 +179,10 @@ def a_short_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
+
+
+def names_in(folder: Path | str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
 
 
 def eventually(condition, timeout_seconds: float = 10.0):

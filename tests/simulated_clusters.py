@@ -14,7 +14,7 @@ from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from kvstore.layout import Namespace
 from tests.kv_builders import a_short_folder
-from tests.worker_processes import a_worker_process
+from tests.worker_processes import WorkerProcess, a_worker_process
 from workers.engines import simulated as engine
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -58,13 +58,19 @@ async def a_router(*told: WorkerSettings, store: str, **fields) -> AsyncIterator
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(a_short_folder())
         processes = [await stack.enter_async_context(a_worker_process(folder, each)) for each in told]
+        yield await stack.enter_async_context(a_router_of(*processes, store=store, **fields))
+
+
+@asynccontextmanager
+async def a_router_of(*processes: WorkerProcess, store: str, **fields) -> AsyncIterator[RouterServer]:
+    async with AsyncExitStack() as stack:
         routing = RouterSettings(store=store, max_reconnect_seconds=0.2, **fields)
         workers = WorkerStreams(routing, addresses=[process.address for process in processes])
         server = RouterServer(RouterMachine(routing, random.Random(0)), workers, SystemClock())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         running = [tasks.create_task(workers.run(server.hear)), tasks.create_task(server.run())]
         async with asyncio.timeout(20):
-            while sum(len(pool.workers) for pool in server.status().pools) < len(told):
+            while sum(len(pool.workers) for pool in server.status().pools) < len(processes):
                 await asyncio.sleep(0.01)
         yield server
         for task in running:

@@ -78,6 +78,7 @@ class WorkerServer:
             adapters=facts.adapters,
             adapter_slots=facts.adapter_slots,
             golden=golden,
+            keeps_forms=facts.keeps_forms,
         )
         self._settings = settings
         self._engine = engine

@@ -9,6 +9,7 @@ Rules:
 3. Reserved huge pages (hugetlb) are used where enough of them are free, since they cannot be had by waiting. Otherwise
    the system is asked for transparent ones, and looked at for what it gave.
 4. The file is sealed, so that no process that maps it can cut it short under the others.
+5. Taking much lasts seconds. Who does not want it any more says so, and what was taken is given back after the chunks at hand.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 
@@ -71,14 +73,19 @@ class Memory:
         """
         self.bytes: ByteArray = np.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=np.uint8)
 
-    def populate(self, limit_bytes: int) -> None:
+    def populate(self, limit_bytes: int, given_up: Event | None = None) -> None:
         """Have the first `limit_bytes` there, and in this process's page tables.
 
         Raises:
             OSError: They cannot be had; EINVAL where the system cannot be asked.
+            StoreNotStarted: Nobody wants them any more (rule 5).
         """
         end = min(limit_bytes, self.bytes.nbytes)
-        _in_chunks(end, lambda start: self._advise(start, min(CHUNK_BYTES, end - start), MADV_POPULATE_WRITE))
+
+        def take(start: int) -> None:
+            self._advise(start, min(CHUNK_BYTES, end - start), MADV_POPULATE_WRITE)
+
+        _in_chunks(end, take, given_up)
 
     def ask_for_huge_pages(self) -> None:
         with contextlib.suppress(OSError):  # a system without them
@@ -95,17 +102,22 @@ class Memory:
             raise OSError(number, os.strerror(number))
 
 
-def take(size: int, huge_pages: HugePages) -> tuple[int, Memory, Pages]:
+def take(size: int, huge_pages: HugePages, given_up: Event | None = None) -> tuple[int, Memory, Pages]:
     """A file of at least `size` bytes, all of them really there: its descriptor, this process's view of it, and what it lies in.
 
+    Args:
+        size: Bytes.
+        huge_pages: What it should lie in.
+        given_up: Set once nobody wants it any more (rule 5).
+
     Raises:
-        StoreNotStarted: That much memory cannot be had, or not in the pages that are required.
+        StoreNotStarted: That much memory cannot be had, or not in the pages that are required; or it was given up.
     """
     if huge_pages is not HugePages.NEVER:
         wanting = _lacking_huge_pages(size)
         if not wanting:
             try:
-                return _taken(_rounded(size, huge_page_bytes()), os.MFD_HUGETLB)
+                return _taken(_rounded(size, huge_page_bytes()), os.MFD_HUGETLB, given_up)
             except OSError as error:  # a control group may have less than the machine
                 wanting = error.strerror or str(error)
         if huge_pages is HugePages.REQUIRE:
@@ -117,7 +129,7 @@ def take(size: int, huge_pages: HugePages) -> tuple[int, Memory, Pages]:
     if size > available:
         raise StoreNotStarted(f"capacity_bytes: {size} bytes are needed, and {available} bytes of memory are available")
     try:
-        file, memory, pages = _taken(size, 0, ask=huge_pages is HugePages.AUTO)
+        file, memory, pages = _taken(size, 0, given_up, ask=huge_pages is HugePages.AUTO)
     except OSError as error:
         raise StoreNotStarted(
             f"capacity_bytes: {size} bytes of shared memory cannot be had: {error.strerror}"
@@ -147,7 +159,7 @@ def _lacking_huge_pages(size: int) -> str:
     return "" if free >= needed else f"{needed} pages are needed, and {free} are free"
 
 
-def _taken(size: int, flags: int, *, ask: bool = False) -> tuple[int, Memory, Pages]:
+def _taken(size: int, flags: int, given_up: Event | None, *, ask: bool = False) -> tuple[int, Memory, Pages]:
     file = _anonymous_file(flags)
     try:
         os.ftruncate(file, size)
@@ -155,14 +167,14 @@ def _taken(size: int, flags: int, *, ask: bool = False) -> tuple[int, Memory, Pa
         if ask:
             memory.ask_for_huge_pages()
         try:
-            memory.populate(size)
+            memory.populate(size, given_up)
         except OSError as error:
             if error.errno != errno.EINVAL or flags:
                 raise
-            _write_zeros(file, size)  # an older kernel, or not Linux
+            _write_zeros(file, size, given_up)  # an older kernel, or not Linux
         if hasattr(os, "memfd_create"):
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError:
+    except (OSError, StoreNotStarted):
         os.close(file)
         raise
     if flags:
@@ -178,7 +190,7 @@ def _anonymous_file(flags: int) -> int:
         return os.dup(temporary.fileno())
 
 
-def _write_zeros(file: int, size: int) -> None:
+def _write_zeros(file: int, size: int, given_up: Event | None) -> None:
     zeros = bytes(ZEROS_BYTES)
 
     def write(start: int) -> None:
@@ -186,13 +198,19 @@ def _write_zeros(file: int, size: int) -> None:
         while start < end:
             start += os.pwrite(file, zeros[: end - start], start)
 
-    _in_chunks(size, write)
+    _in_chunks(size, write, given_up)
 
 
-def _in_chunks(size: int, act: Callable[[int], None]) -> None:
-    """Call with the offset of every chunk, in several threads."""
+def _in_chunks(size: int, act: Callable[[int], None], given_up: Event | None) -> None:
+    """Call with the offset of every chunk, in several threads, until it is given up."""
+
+    def unless_given_up(start: int) -> None:
+        if given_up is not None and given_up.is_set():
+            raise StoreNotStarted("capacity_bytes: given up while the memory was taken")
+        act(start)
+
     with ThreadPoolExecutor(min(TAKING_THREADS, os.cpu_count() or 1), thread_name_prefix="kvstore-pages") as threads:
-        for _ in threads.map(act, range(0, size, CHUNK_BYTES)):
+        for _ in threads.map(unless_given_up, range(0, size, CHUNK_BYTES)):
             pass
 
 

@@ -15,7 +15,6 @@ Rules:
 import logging
 import socket
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Protocol
 
@@ -31,6 +30,7 @@ from kvstore.clock import SECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreError, StoreUnreachable, TierFailed, reason
 from kvstore.layout import Namespace
 from kvstore.messages import GONE, BlockKey, Counters, Fetched, LeaseId, Match, Outcome, TierStatus
+from kvstore.recent import Recent
 from kvstore.tiers.gate import Gate
 from kvstore.tiers.settings import TierSettings
 from kvstore.tiers.tally import Tally
@@ -475,20 +475,17 @@ class Hints:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders: OrderedDict[BlockKey, str] = OrderedDict()
+        self._holders: Recent[BlockKey, str] = Recent(HINTS)
 
     def note(self, keys: Iterable[BlockKey], holder: str) -> None:
         with self._lock:
             for key in keys:
-                self._holders[key] = holder
-                self._holders.move_to_end(key)
-            while len(self._holders) > HINTS:
-                self._holders.popitem(last=False)
+                self._holders.note(key, holder)
 
     def drop(self, keys: Iterable[BlockKey]) -> None:
         with self._lock:
             for key in keys:
-                self._holders.pop(key, None)
+                self._holders.forget(key)
 
     def recall(self, key: BlockKey) -> str | None:
         with self._lock:
@@ -500,18 +497,16 @@ class Doubts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._until: OrderedDict[BlockKey, Nanos] = OrderedDict()
+        self._until: Recent[BlockKey, Nanos] = Recent(DOUBTS)
 
     def note(self, keys: Iterable[BlockKey], now: Nanos) -> None:
         with self._lock:
             for key in keys:
-                self._until[key] = Nanos(now + DOUBTED_FOR)
-                self._until.move_to_end(key)
-            while len(self._until) > DOUBTS:
-                self._until.popitem(last=False)
+                self._until.note(key, Nanos(now + DOUBTED_FOR))
 
     def has(self, key: BlockKey, now: Nanos) -> bool:
-        return bool(self._until) and now < self._until.get(key, 0)
+        until = self._until.get(key)
+        return until is not None and now < until
 
 
 def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:

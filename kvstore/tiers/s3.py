@@ -16,7 +16,6 @@ Rules:
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
@@ -30,6 +29,7 @@ from kvstore.clock import SECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import GONE, BlockKey, Fetched, Outcome, TierStatus
 from kvstore.ports import Codec
+from kvstore.recent import Recent
 from kvstore.tiers.gate import Gate
 from kvstore.tiers.records import HEAD_BYTES, Records, Standing
 from kvstore.tiers.settings import TierSettings
@@ -374,30 +374,25 @@ class Sightings:
         self._known = known
         self._missing = missing
         self._lock = threading.Lock()
-        self._seen: OrderedDict[BlockKey, tuple[bool, Nanos]] = OrderedDict()
-        self._doubtful: OrderedDict[BlockKey, None] = OrderedDict()
+        self._seen: Recent[BlockKey, tuple[bool, Nanos]] = Recent(SEEN_KEYS)
+        self._doubtful: Recent[BlockKey, None] = Recent(SEEN_KEYS)
 
     def note(self, key: BlockKey, now: Nanos, *, is_there: bool) -> None:
         """An object was there, and as good as one can tell, or was not."""
         with self._lock:
-            self._doubtful.pop(key, None)
-            self._seen[key] = (is_there, Nanos(now + (self._known if is_there else self._missing)))
-            self._seen.move_to_end(key)
-            if len(self._seen) > SEEN_KEYS:
-                self._seen.popitem(last=False)
+            self._doubtful.forget(key)
+            self._seen.note(key, (is_there, Nanos(now + (self._known if is_there else self._missing))))
 
     def doubt(self, key: BlockKey) -> None:
         """What lies there is not usable here, or was to be deleted."""
         with self._lock:
-            self._seen.pop(key, None)
-            self._doubtful[key] = None
-            if len(self._doubtful) > SEEN_KEYS:
-                self._doubtful.popitem(last=False)
+            self._seen.forget(key)
+            self._doubtful.note(key, None)
 
     def recall(self, key: BlockKey, now: Nanos) -> bool | None:
         """Whether it is there; None when that has to be asked."""
         with self._lock:
-            is_there, until = self._seen.get(key, (False, now))
+            is_there, until = self._seen.get(key) or (False, now)
             if key in self._doubtful:
                 return False
             return is_there if now < until else None

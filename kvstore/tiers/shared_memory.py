@@ -14,6 +14,7 @@ Rules:
 import contextlib
 import logging
 import os
+from threading import Event
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,21 +66,28 @@ class Mapping:
 class SharedMemoryTier:
     """A `MemoryTier` that other processes can map; see the module."""
 
-    def __init__(self, capacity_bytes: int, huge_pages: HugePages = HugePages.AUTO, clock: Clock | None = None):
+    def __init__(
+        self,
+        capacity_bytes: int,
+        huge_pages: HugePages = HugePages.AUTO,
+        clock: Clock | None = None,
+        given_up: Event | None = None,
+    ):
         """Takes the memory, which lasts 0.1 to 1 s a GiB.
 
         Args:
             capacity_bytes: A rest that fills no page stays unused.
             huge_pages: What the pool should lie in.
             clock: Says how long it lasted; the system's by default.
+            given_up: To be set, from another thread, once nobody wants it any more.
 
         Raises:
-            StoreNotStarted: There is not enough, or not in the pages that are required.
+            StoreNotStarted: There is not enough, or not in the pages that are required; or it was given up.
         """
         clock = clock or MonotonicClock()
         self._capacity_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES
         started = clock.now()
-        self._file, memory, self.pages = pages.take(file_bytes(self._capacity_bytes), huge_pages)
+        self._file, memory, self.pages = pages.take(file_bytes(self._capacity_bytes), huge_pages, given_up)
         lasted_seconds = max(seconds(clock.now() - started), 1e-9)
         self.mapping = Mapping(memory, self._capacity_bytes)
         self._stamps = self.mapping.stamps.data  # the same; one at a time is written faster through it

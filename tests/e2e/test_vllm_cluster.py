@@ -93,7 +93,7 @@ def test_a_killed_decode_worker_comes_back_and_nothing_of_it_stays(tmp_path):
             assert kept.finish is Finish.STOP
         killed = endpoints["pids"]["decode-0"]
         family = group_of(killed)
-        assert len(family) >= 3  # the worker, vLLM's engine core, and its worker
+        assert len(family) >= 2  # the worker, and vLLM's engine core with the model
 
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: alive(family) == [], 30)

@@ -31,7 +31,7 @@ from kvstore.client import StoreClient
 from kvstore.errors import NodeEnded
 from kvstore.settings import StoreSettings
 from tests.engine_driving import Driven, blocks_from, driven, fresh_prompt, split, work
-from tests.kv_builders import a_short_folder
+from tests.kv_builders import a_short_folder, names_in
 from tests.servers import a_free_port
 from tests.shared_memory import segments_of
 from tests.simulated_clusters import BLOCK_TOKENS, namespace, simulated
@@ -69,10 +69,6 @@ def a_worker(folder: Path, *, node: StoreSettings | None = None, **fields) -> Wo
     return msgspec.structs.replace(
         simulated(**fields), embedded_store=node, kv_paths=(KvPath.STORE,), listen=f"unix:{folder}/worker"
     )
-
-
-def names_in(folder: Path | str) -> set[str]:
-    return {path.name for path in Path(folder).iterdir()}
 
 
 def refusal(folder: Path, settings: WorkerSettings) -> str:

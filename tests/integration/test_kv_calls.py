@@ -232,7 +232,7 @@ def test_nobody_waits_for_a_release_and_it_takes_place():
         assert len(client.match(a_chain(1), lease_seconds=0)) == 1, "not the answer to the release"
         client.release(second.lease_id)
         assert client.stats().pinned == 0
-        assert len(client._session.calls._lines) == 1
+        assert len(client._link.session.calls._lines) == 1
 
 
 def test_a_release_that_nobody_answered_costs_the_next_call_its_deadline_and_no_more():
@@ -261,7 +261,7 @@ def test_what_is_released_by_a_client_that_closes_is_released(node):
 
 def test_where_there_is_no_socket_calls_go_by_grpc(node):
     with StoreClient.connect(node.address, NAMESPACE) as client:
-        client._session.calls._path = f"{node.folder}/gone"
+        client._link.session.calls._path = f"{node.folder}/gone"
 
         assert len(client.match(a_chain(2), lease_seconds=0)) == 2
 
@@ -468,7 +468,7 @@ def test_silent_connections_do_not_keep_others_from_the_memory(node):
 
         with StoreClient.connect(node.address, NAMESPACE, prefer=["shm"]) as client:
             assert len(client.match(a_chain(2), lease_seconds=0)) == 2
-            assert client._session.calls._lines, "not by gRPC"
+            assert client._link.session.calls._lines, "not by gRPC"
 
         assert time.monotonic() - started < 0.75 * HANDOUT_SECONDS
         assert is_over(silent[0]), "who was silent for longest has gone"

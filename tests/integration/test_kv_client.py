@@ -16,13 +16,14 @@ import pytest
 
 from kvstore import block, wire
 from kvstore.client import StoreClient
+from kvstore.clock import MILLISECOND, SECOND
 from kvstore.errors import InvalidArgument, LayoutMismatch, StoreUnreachable
 from kvstore.layout import Namespace
 from kvstore.messages import DataPath, Held, Match
 from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
+from tests.kv_builders import BLOCK_BYTES, HandClock, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -115,20 +116,37 @@ def test_shared_memory_that_could_not_be_had_is_taken_later(node):
 
 
 def test_attempts_to_get_at_shared_memory_have_pauses(node, monkeypatch):
-    attempts = []
+    clock, attempts = HandClock(), []
 
     def refuse(*_: object) -> None:
-        attempts.append(time.monotonic())
+        attempts.append((clock.now() - SECOND) // MILLISECOND)
         raise StoreUnreachable("no turn")
 
     Path(node.endpoints.shm_socket).rename(Path(node.folder) / "hidden")
-    monkeypatch.setattr("kvstore.client.with_memory", refuse)
-    with StoreClient.connect(node.address, a_namespace()) as client:
-        over = time.monotonic() + 0.5
-        while time.monotonic() < over:
-            client.stats()
+    monkeypatch.setattr("kvstore.link.with_memory", refuse)
+    with StoreClient.connect(node.address, a_namespace(), clock=clock) as client:
+        for _ in range(80):
+            assert client.stats()
+            eventually(lambda: not client._link._seeking.locked())
+            clock.move(10 * MILLISECOND)
 
-    assert 1 <= len(attempts) <= 4, "0.1 s, then twice as long each time"
+    assert attempts == [0, 100, 300, 700], "0.1 s, then twice as long each time"
+
+
+def test_where_no_thread_can_be_had_calls_go_on_and_shared_memory_is_sought_later(node, monkeypatch):
+    door, hidden = Path(node.endpoints.shm_socket), Path(node.folder) / "hidden"
+    door.rename(hidden)
+    with StoreClient.connect(node.address, a_namespace()) as client:
+        with monkeypatch.context() as crowded:
+            crowded.setattr(threading.Thread, "start", no_thread)
+            assert client.stats()
+        hidden.rename(door)
+
+        eventually(lambda: client.stats() and client.path is DataPath.SHM)
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_no_path_at_all_is_unreachable():
@@ -200,7 +218,7 @@ def test_an_expired_lease_whose_slot_was_given_away_reads_as_a_miss(client):
     old = a_chain(CAPACITY_BLOCKS, "old")
     client.write(old, [a_block(seed) for seed in range(CAPACITY_BLOCKS)])
     match = client.match(old, lease_seconds=0.05)
-    time.sleep(0.06)  # the lease has to end by itself
+    eventually(lambda: client.stats().leases == 0)  # it has to end by itself
     new = [a_block(100 + seed) for seed in range(CAPACITY_BLOCKS)]
     assert client.write(a_chain(CAPACITY_BLOCKS, "new"), new) == CAPACITY_BLOCKS
 
@@ -215,7 +233,7 @@ def test_an_expired_lease_whose_slot_was_given_away_reads_as_a_miss(client):
 def test_an_expired_lease_whose_space_has_another_block_size_by_now_reads_as_a_miss(client, node):
     client.write(a_chain(CAPACITY_BLOCKS), a_block)
     match = client.match(a_chain(CAPACITY_BLOCKS), lease_seconds=0.05)
-    time.sleep(0.06)  # the lease has to end by itself
+    eventually(lambda: client.stats().leases == 0)  # it has to end by itself
     whole = a_namespace(model="big", block_bytes=CAPACITY_BLOCKS * BLOCK_BYTES)
     with StoreClient.connect(node.address, whole) as big:
         assert big.write(a_chain(1), [a_block(99, whole.block_bytes)]) == 1
@@ -224,6 +242,17 @@ def test_an_expired_lease_whose_space_has_another_block_size_by_now_reads_as_a_m
 
     assert good == [False] * CAPACITY_BLOCKS
     assert (client.counters().lost, client.counters().corrupt) == (CAPACITY_BLOCKS, 0)
+
+
+def test_more_leases_than_a_request_may_name_are_released_in_several(client, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_LEASES", 2)  # here, and not in the node
+    client.write(a_chain(1), [a_block(1)])
+    matches = [client.match(a_chain(1), lease_seconds=LEASE_SECONDS) for _ in range(5)]
+    assert client.stats().leases == 5
+
+    client.release(*(match.lease_id for match in matches))
+
+    assert client.stats().leases == 0
 
 
 def test_a_lease_keeps_its_blocks_while_others_write(client):
@@ -334,7 +363,7 @@ def test_a_corrupt_byte_is_never_returned_and_the_block_is_dropped(client, node)
 
 def flip_a_byte(node, namespace: Namespace, offset: int) -> None:
     with StoreClient.connect(node.address, namespace, prefer=("shm",)) as vandal:
-        transport = vandal._session.transport
+        transport = vandal._link.session.transport
         assert isinstance(transport, SharedMemoryTransport)
         transport._mapping.bytes[offset] ^= 0x40
 
@@ -514,6 +543,7 @@ def test_an_impossible_namespace_is_refused_by_field(shared_node):
         ("Hold", "session", lambda i, d: pb.HoldRequest(digest=d, hashes=b"x" * 16, hold_ms=1, incarnation=i)),
         ("Hold", "hold_ms", lambda i, d: pb.HoldRequest(digest=d, hashes=b"x" * 16, session="s", incarnation=i)),
         ("ReleaseHold", "session", lambda i, d: pb.ReleaseHoldRequest(digest=d)),
+        ("Release", "lease_ids", lambda i, d: pb.ReleaseRequest(lease_ids=range(wire.MAX_LEASES + 1))),
         ("Condemn", "generations", lambda i, d: pb.CondemnRequest(digest=d, hashes=b"x" * 16)),
         ("Hello", "namespace.model", lambda i, d: pb.HelloRequest()),
     ],

@@ -20,9 +20,10 @@ from kvstore.embedded import open_embedded
 from kvstore.errors import NodeEnded, StoreNotStarted
 from kvstore.monotonic import MonotonicClock
 from kvstore.settings import StoreSettings
+from kvstore.tiers import pages
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_short_folder
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_short_folder, names_in
 from tests.shared_memory import segments_of
 
 pytestmark = pytest.mark.integration
@@ -45,10 +46,6 @@ def settings(folder: Path, **fields) -> StoreSettings:
 
 def node(folder: Path, **fields):
     return open_embedded(settings(folder, **fields), MonotonicClock(), new_loop=uvloop.new_event_loop)
-
-
-def names_in(folder: str) -> set[str]:
-    return {path.name for path in Path(folder).iterdir()}
 
 
 def node_threads() -> list[str]:
@@ -209,6 +206,55 @@ async def test_what_the_host_raises_comes_out_as_it_is():
                 raise error
         assert raised.value is error
         assert names_in(str(folder)) == set()
+
+
+async def test_a_host_that_is_cancelled_while_much_memory_is_taken_waits_for_a_piece_of_it_and_leaves_nothing(
+    monkeypatch,
+):
+    taking, chunks, in_chunks = threading.Event(), [], pages._in_chunks
+
+    def slowly(size, act, given_up):
+        def one(start):
+            chunks.append(start)
+            taking.set()
+            assert given_up.wait(20)
+            act(start)
+
+        in_chunks(size, one, given_up)
+
+    monkeypatch.setattr(pages, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(pages, "_in_chunks", slowly)
+    with a_short_folder() as folder:
+        files = len(names_in("/proc/self/fd"))
+
+        async def open_it() -> None:
+            async with node(folder, capacity_bytes=64 << 20):
+                raise AssertionError("it started")
+
+        opening = asyncio.ensure_future(open_it())
+        assert await asyncio.to_thread(taking.wait, 20)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+        assert len(chunks) <= pages.TAKING_THREADS
+        assert names_in(folder) == set()
+        assert node_threads() == []
+        assert not pools()
+        assert len(names_in("/proc/self/fd")) <= files
+
+
+async def test_where_no_thread_can_be_had_nothing_is_left_open(monkeypatch):
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    loop = asyncio.new_event_loop()
+    with a_short_folder() as folder, pytest.raises(RuntimeError, match="can't start new thread"):
+        async with open_embedded(settings(folder), MonotonicClock(), new_loop=lambda: loop):
+            raise AssertionError("it started")
+
+    assert loop.is_closed()
 
 
 async def test_a_host_that_is_cancelled_while_the_node_starts_leaves_nothing():

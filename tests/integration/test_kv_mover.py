@@ -14,6 +14,7 @@ from kvstore import breaker, hierarchy, mover
 from kvstore.clock import MILLISECOND, SECOND, Nanos
 from kvstore.errors import TierFailed
 from kvstore.hierarchy import Everything, Hierarchy, TierRule
+from kvstore.lanes import Lanes
 from kvstore.messages import Fetched, Outcome, TierStatus
 from kvstore.monotonic import MonotonicClock
 from kvstore.mover import LANES, Mover
@@ -131,6 +132,25 @@ async def test_what_a_tier_says_after_the_node_has_stopped_is_nobodys_error():
     gc.collect()
 
     assert complaints == []
+
+
+async def test_a_loop_that_closes_while_a_call_ends_takes_no_thread_with_it(monkeypatch):
+    lanes, loop, told = Lanes("lane", 1), asyncio.get_running_loop(), threading.Event()
+
+    def closed(*_):
+        told.set()
+        raise RuntimeError("Event loop is closed")
+
+    with monkeypatch.context() as closing:
+        closing.setattr(loop, "call_soon_threadsafe", closed)
+        lanes.call(lambda: None)
+        async with asyncio.timeout(10):
+            while not told.is_set():
+                await asyncio.sleep(0.001)
+
+    async with asyncio.timeout(10):
+        assert await lanes.call(lambda: 7).outcome == 7
+    lanes.close()
 
 
 async def test_a_disk_that_is_full_and_can_be_read_fails_once_in_the_log(caplog):

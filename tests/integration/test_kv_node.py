@@ -26,7 +26,7 @@ from kvstore.service import CONDEMNED_NAMES
 from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually, names_in
 from tests.shared_memory import segments_of
 
 pytestmark = pytest.mark.integration
@@ -235,7 +235,7 @@ async def test_who_finds_many_blocks_bad_does_not_keep_the_node_for_itself(monke
             client = await asyncio.to_thread(StoreClient.connect, endpoints.listen[0], tiny)
             assert await asyncio.to_thread(client.write, names, lambda _: a_block(1, 64)) == len(names)
             slots = (await asyncio.to_thread(client.match, names, lease_seconds=0)).slots
-            client._session.transport._mapping.bytes[slots[7].offset] ^= 1
+            client._link.session.transport._mapping.bytes[slots[7].offset] ^= 1
             slander = pb.CondemnRequest(
                 digest=tiny.digest,
                 hashes=b"".join(names) * 2,  # each twice
@@ -285,7 +285,3 @@ def test_a_match_and_a_read_are_mostly_copying():
 
 def names(joined: bytes) -> list[bytes]:
     return [joined[start : start + 16] for start in range(0, len(joined), 16)]
-
-
-def names_in(folder: str) -> set[str]:
-    return {path.name for path in Path(folder).iterdir()}

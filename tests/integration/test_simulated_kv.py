@@ -134,7 +134,9 @@ async def test_a_damaged_block_in_the_store_is_computed_again(node, damage):
     async with a_client(node.address, settings(node.address)) as client:
         match = eventually(lambda: client.match(names, lease_seconds=0) or None)  # a busy machine may miss a deadline
         size = client.namespace.block_bytes
-        third, fourth = (client._session.transport._mapping.block(match.slots[index].offset, size) for index in (2, 3))
+        third, fourth = (
+            client._link.session.transport._mapping.block(match.slots[index].offset, size) for index in (2, 3)
+        )
         if damage == "flip":
             third[17] ^= 0x40
         if damage == "swap":

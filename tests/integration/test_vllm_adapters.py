@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,13 +14,19 @@ from fleet.adapters.tiny_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS,
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.ids import ModelName
 from fleet.requests import Source
+from fleet.roles import KvPath, Phase
+from fleet.work import Progress, Rejected, Start
 from kvstore.block import chain, salt_of_adapter
+from kvstore.client import StoreClient
+from tests.builders import token_bytes
 from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
-from tests.vllm_hosting import Hosted, hosted, vllm_worker
-from workers.engines.vllm_adapters import UsedAdapters, adapters_of, engine_arguments
-from workers.settings import WorkerSettings
+from tests.kv_builders import a_node, eventually
+from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from workers.engines.vllm_adapters import AdapterFiles, UsedAdapters, adapters_of, engine_arguments
+from workers.settings import VllmSettings, WorkerSettings
 
 BLOCK, RANK = 32, 8
+SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two long prompts push the others out
 
 with_vllm = [
     pytest.mark.vllm,
@@ -32,7 +39,7 @@ with_vllm = [
 def write_adapter(folder: Path, *, seed: int, rank: int = RANK) -> str:
     """A LoRA of the tiny model's queries and values, large enough to change what it says."""
     rng = np.random.default_rng(seed)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     tensors = {}
     for layer in range(LAYERS):
         for name, rows in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
@@ -45,24 +52,50 @@ def write_adapter(folder: Path, *, seed: int, rank: int = RANK) -> str:
     return str(folder)
 
 
-def a_worker(model_dir: Path, folder: Path) -> WorkerSettings:
+def a_worker(model_dir: Path, folder: Path, store: str) -> WorkerSettings:
     adapters = {
         ModelName(name): write_adapter(folder / name, seed=seed) for seed, name in enumerate(("ada", "bob", "eve"))
     }
-    return structs.replace(vllm_worker(model_dir), adapters=adapters, adapter_slots=2)
+    worker = vllm_worker(model_dir, store=store, kv_paths=(KvPath.STORE,))
+    return structs.replace(worker, adapters=adapters, adapter_slots=2, vllm=SMALL_CACHE)
+
+
+class World(NamedTuple):
+    """An engine with adapters, its store, and a client of that."""
+
+    hosted: Hosted
+    settings: WorkerSettings
+    client: StoreClient
+
+    @property
+    def engine(self) -> Driven:
+        return self.hosted.engines[0]
+
+    def salt(self, name: str) -> bytes:
+        """As a router makes it."""
+        if not name:
+            return b""
+        (adapter,) = [each for each in self.engine.engine.facts.adapters if each.name == name]
+        return salt_of_adapter(adapter.identity)
+
+    def work(self, name: str, prompt: bytes, max_tokens: int = 12, **fields) -> Start:
+        return work(prompt, max_tokens, adapter=name, salt=self.salt(name), **fields)
+
+    def names(self, name: str, prompt: bytes) -> list[bytes]:
+        return chain(prompt, BLOCK, salt=self.salt(name))
+
+    def held(self, name: str, prompt: bytes) -> int:
+        """Blocks of a prompt that the store has for an adapter."""
+        return len(self.client.match(self.names(name, prompt), lease_seconds=0))
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
-    folder = tmp_path_factory.mktemp("adapters")
-    with hosted(a_worker(build_tiny_model(tmp_path_factory.mktemp("models")), folder)) as engines:
-        yield engines
-
-
-def salt(engine: Driven, name: str) -> bytes:
-    """As a router makes it."""
-    (adapter,) = [each for each in engine.engine.facts.adapters if each.name == name]
-    return salt_of_adapter(adapter.identity)
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    model_dir = build_tiny_model(tmp_path_factory.mktemp("models"))
+    with a_node(capacity_bytes=64 << 20) as node:
+        worker = a_worker(model_dir, tmp_path_factory.mktemp("adapters"), node.address)
+        with StoreClient.connect(node.address, tiny_namespace(model_dir)) as client, hosted(worker) as engines:
+            yield World(engines, worker, client)
 
 
 def test_the_revision_is_that_of_the_weights(tmp_path):
@@ -101,20 +134,31 @@ def test_the_adapter_used_longest_ago_is_taken_for_dropped():
     assert used.names == ("a", "c")
 
 
+def test_files_that_change_or_go_are_not_those_that_were_described(tmp_path, caplog):
+    adapters = {ModelName(name): write_adapter(tmp_path / name, seed=1) for name in "abc"}
+    files = AdapterFiles(structs.replace(vllm_worker(tmp_path), adapters=adapters))
+    assert all(files.are_as_described(name) for name in "abc")
+
+    write_adapter(tmp_path / "a", seed=2)
+    (tmp_path / "b" / "adapter_model.safetensors").unlink()
+
+    assert [files.are_as_described(name) for name in "abcab"] == [False, False, True, False, False]
+    assert [record.adapter for record in caplog.records] == ["a", "b"], "once each"
+
+
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
-def test_each_adapter_has_tokens_and_blocks_of_its_own(engines, mark):
+def test_each_adapter_has_tokens_and_blocks_of_its_own(world, mark):
     async def all_of_it() -> None:
-        (engine,) = engines.engines
+        engine = world.engine
         assert [each.name for each in engine.engine.facts.adapters] == ["ada", "bob", "eve"]
         assert engine.engine.facts.adapter_slots == 2
         prompt = fresh_prompt(5 * BLOCK + 3)
         told = {}
         for name in ("", "ada", "bob", "eve", "ada"):
-            salted = {"adapter": name, "salt": salt(engine, name)} if name else {}
-            first, end = await engine.do(work(prompt, 12, **salted))
+            first, end = await engine.do(world.work(name, prompt))
             assert blocks_from(end.kv, Source.ENGINE) == (5 if name in told else 0), "no hit but its own"
             assert told.setdefault(name, first) == first
-            names = set(chain(prompt, BLOCK, salt=salt(engine, name) if name else b""))
+            names = set(world.names(name, prompt))
             await engine.until(lambda names=names: names <= engine.cached)
 
         assert len(set(told.values())) == 4
@@ -127,4 +171,54 @@ def test_each_adapter_has_tokens_and_blocks_of_its_own(engines, mark):
         engine.submit(unsalted)
         assert (await engine.end_of(unsalted)).field == "salt"
 
-    engines.run(all_of_it())
+    world.hosted.run(all_of_it())
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
+def test_blocks_of_an_adapter_come_back_from_the_store_for_it_and_for_nobody_else(world, mark):
+    prompt = fresh_prompt(6 * BLOCK + 3)
+    told = {name: world.hosted.run(world.engine.do(world.work(name, prompt)))[0] for name in ("ada", "bob", "")}
+    assert len(set(told.values())) == 3
+    eventually(lambda: all(world.held(name, prompt) == 6 for name in told), 20)
+    for _ in range(3):  # out of the engine's own cache
+        world.hosted.run(world.engine.do(work(fresh_prompt(2050), 1)))
+
+    for name in ("bob", "", "ada"):
+        again, end = world.hosted.run(world.engine.do(world.work(name, prompt)))
+        assert again == told[name], "KV of another adapter would show"
+        assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (6, 1)
+    _, end = world.hosted.run(world.engine.do(world.work("eve", prompt)))
+    assert blocks_from(end.kv, Source.COMPUTED) == 7
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
+def test_what_is_prefilled_with_an_adapter_lies_in_the_store_when_it_is_handed_off(world, mark):
+    prompt = fresh_prompt(4 * BLOCK + 3)
+    prefill = world.work("ada", prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)
+
+    first, end = world.hosted.run(world.engine.do(prefill))
+
+    assert world.held("ada", prompt) == 4
+    assert world.held("", prompt) == world.held("bob", prompt) == 0
+    decode = world.work("ada", prompt + token_bytes(first), 11, phase=Phase.DECODE, handoff=end.handoff)
+    rest, _ = world.hosted.run(world.engine.do(decode))
+    alone, _ = world.hosted.run(world.engine.do(world.work("ada", prompt)))
+    assert first + rest == alone
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
+def test_an_adapter_whose_files_are_others_by_now_is_refused_and_the_others_are_served(world, mark):
+    """Last, since it changes an adapter that the tests share."""
+    changed = write_adapter(Path(world.settings.adapters[ModelName("eve")]), seed=9)
+    refused, served = world.work("eve", fresh_prompt(40)), world.work("bob", fresh_prompt(40))
+
+    async def both() -> tuple[Progress | Rejected, Progress | Rejected]:
+        world.engine.submit(refused, served)
+        return await world.engine.end_of(refused), await world.engine.end_of(served)
+
+    end, other = world.hosted.run(both())
+
+    assert changed == world.settings.adapters[ModelName("eve")]
+    assert isinstance(end, Rejected)
+    assert (end.reason, end.field) == (Reason.NO_WORKER, "adapter")
+    assert isinstance(other, Progress)

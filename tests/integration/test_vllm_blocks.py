@@ -105,6 +105,17 @@ def test_deferred_blocks_are_what_they_were_when_they_were_offered(client, mover
         assert torch.equal(loaded[:3], kept)
 
 
+def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(client, mover):
+    copy_out = mover._blocks.copy_out
+    mover._blocks.copy_out = lambda block_id, into: copy_out(block_id, into) if block_id != 5 else 1 / 0
+
+    mover.save(work(deferred=[Save("r", a_chain(3), [4, 5, 6]), Save("q", a_chain(5)[3:], [7, 8])]))
+    mover.close()
+
+    assert (len(match(client, a_chain(3))), len(match(client, a_chain(5)[3:]))) == (1, 2)
+    assert mover._keeper._area.free == mover._keeper._area.capacity
+
+
 def test_more_than_the_staging_area_holds_is_dropped_from_the_end(client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm_saves.STAGING_BYTES", 0)
     monkeypatch.setattr("workers.engines.vllm_saves.MIN_STAGED_BLOCKS", 2)

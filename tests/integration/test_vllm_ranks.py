@@ -14,14 +14,15 @@ import pytest
 
 from kvstore.client import StoreClient
 from kvstore.clock import SECOND, Nanos
+from kvstore.extents import PAGE_BYTES
 from kvstore.monotonic import MonotonicClock
 from kvstore.shards import BlockShape
-from tests.kv_builders import NodeProcess, a_chain, a_namespace, a_node, a_short_folder, eventually
+from tests.kv_builders import HandClock, NodeProcess, a_chain, a_namespace, a_node, a_short_folder, eventually
 from workers.engines import vllm_ranks
 from workers.engines.vllm_blocks import BlockMover
 from workers.engines.vllm_memory import HostBlocks
 from workers.engines.vllm_planning import Load, Save, StoreWork
-from workers.engines.vllm_ranks import Follower, Leader, Seat
+from workers.engines.vllm_ranks import Follower, Lane, Leader, Seat
 
 torch = pytest.importorskip("torch")
 
@@ -190,7 +191,7 @@ def test_over_tcp_ranks_read_their_shares_and_write_none(pair, node, client):
     names, empty = a_chain(35), [torch.zeros_like(layer) for layer in a_model(1)]
     pair.save(urgent=[Save("r", names, list(range(35)))])
     found = client.match(names, lease_seconds=10)
-    pair.clients[0]._session.transport._mapping.bytes[found.slots[33].offset] ^= 0x10
+    pair.clients[0]._link.session.transport._mapping.bytes[found.slots[33].offset] ^= 0x10
 
     with an_engine(node, 2, empty, "tcp") as reader:
         assert not reader.clients[0].writes_shares
@@ -319,15 +320,117 @@ def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, cl
     assert client.read(found, range(3), into) == [True] * 3, "it noticed that the places are not its own any more"
     assert into == [bytes(BLOCK_BYTES)] * 3
     pair._step = 1
+    pair.movers[0]._end._answering[0].succeeded()  # the pause is over
     pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
+
+
+def test_a_rank_that_is_silent_is_waited_for_once_and_asked_again_after_a_pause(
+    pair, node, client, monkeypatch, caplog
+):
+    monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(SECOND // 20))
+    leader, clock = pair.movers[0]._end, HandClock()
+    leader._clock, leader._at_once = clock, 1  # an order a block
+
+    for step in (1, 2):
+        pair.movers[0].save(a_step(step, urgent=[Save("r", a_chain(3), [4, 5, 6]), Save("q", a_chain(2, "q"), [7, 8])]))
+
+    assert [(record.message, record.rank) for record in caplog.records] == [
+        ("a rank does not answer; blocks are not kept", 1)
+    ]
+    assert client.stats().reservations == 0
+    monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(4 * SECOND))
+    pair._step = 2
+    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    assert held(client, a_chain(3)) == 0, "the pause is not over"
+    clock.move(SECOND)
+    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    assert_loaded(node, client, a_chain(3), a_model(1), 4)
+
+
+def test_a_first_rank_that_is_silent_is_waited_for_once_a_step(pair, client, monkeypatch, caplog):
+    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(SECOND // 20))
+    saves = [Save("r", a_chain(3), [4, 5, 6]), Save("q", a_chain(2, "q"), [7, 8])]
+
+    pair.movers[1].save(a_step(1, urgent=saves))
+
+    assert [record.message for record in caplog.records] == ["the first rank orders nothing; blocks are not kept"]
+    pair.movers[0]._end._at_once = 2  # several orders, and one that finds nobody for a while
+    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(4 * SECOND))
+    pair._step = 1
+    pair.save(urgent=saves)
+    assert (held(client, a_chain(3)), held(client, a_chain(2, "q"))) == (3, 2)
+
+
+def test_when_the_node_refuses_a_reservation_the_other_ranks_are_told_that_the_save_is_over(
+    pair, client, monkeypatch, caplog
+):
+    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(SECOND // 2))
+
+    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6], tenant=b"no salt")])
+
+    said = [record.message for record in caplog.records]
+    assert said == ["blocks could not be written to the KV store"], "and nobody has waited in vain"
+    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    assert held(client, a_chain(3)) == 3
+
+
+def test_where_the_store_is_full_what_fits_is_written_and_nobody_waits_for_the_rest(monkeypatch, caplog):
+    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(SECOND // 2))
+    with (
+        a_node(capacity_bytes=5 * -(-BLOCK_BYTES // PAGE_BYTES) * PAGE_BYTES) as node,
+        StoreClient.connect(node.address, NAMESPACE) as client,
+        an_engine(node, 2, a_model(1)) as pair,
+    ):
+        pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+        pinned = client.match(a_chain(3), lease_seconds=10)
+        pair.save(urgent=[Save("q", a_chain(4, "q"), [7, 8, 9, 10])])
+        full = client.match(a_chain(4, "q"), lease_seconds=10)
+        pair.save(urgent=[Save("s", a_chain(2, "s"), [11, 12])])
+
+        assert (len(pinned), len(full), held(client, a_chain(2, "s"))) == (3, 2, 0)
+        assert client.stats().reservations == 0
+        assert_loaded(node, client, a_chain(2, "q"), a_model(1), 7)
+    assert caplog.records == []
+
+
+def test_any_number_of_saves_can_be_told_to_be_over_at_once(pair):
+    over = [(step, 0) for step in range(1, 20_001)]
+    keeper = pair.movers[1]._keeper
+
+    pair.movers[0]._end.write(Lane.DEFERRED, [], [], lambda _: None, tenant=b"", ended=over)
+
+    eventually(lambda: keeper._over == set(over))
+    pair.movers[1].save(a_step(20_000))
+    assert keeper._over == set()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(pair, node, client, rank):
+    broken = pair.movers[rank]._keeper._blocks
+    copy_out = broken.copy_out
+
+    def failing(block_id, into):
+        copy_out(block_id, into) if block_id != 6 else 1 / 0
+
+    broken.copy_out = failing
+    pair.save(deferred=[Save("r", a_chain(3), [4, 5, 6]), Save("q", a_chain(2, "q"), [7, 8])])
+
+    eventually(lambda: held(client, a_chain(2, "q")) == 2)
+    eventually(lambda: client.stats().reservations == 0)
+    assert held(client, a_chain(3)) == 2
+    assert_loaded(node, client, a_chain(2), a_model(1), 4)
+    for mover in pair.movers:
+        eventually(lambda mover=mover: mover._keeper._area.free == mover._keeper._area.capacity)
 
 
 def test_a_byte_of_another_ranks_share_that_went_bad_is_seen_by_all_ranks(pair, node, client):
     pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
     with StoreClient.connect(node.address, NAMESPACE, prefer=("shm",)) as vandal:
-        vandal._session.transport._mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= 0x10  # of the second rank
+        vandal._link.session.transport._mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
+            0x10  # of the second rank
+        )
 
     assert pair.load(Load("r", found, 0, [20, 21, 22])) == [[True, False, True]] * 2
     assert held(client, a_chain(3)) == 1, "it is not found any more"
@@ -395,15 +498,17 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_behind(node, clien
         assert held(client, a_chain(3)) == 0
 
 
-def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself(folder):
+def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_others_say_so_once(folder, caplog):
     with (
         a_node(capacity_bytes=4 << 20, reservation_seconds=1) as node,
         StoreClient.connect(node.address, NAMESPACE) as client,
     ):
         with beside_one_that_dies(node, folder, dying=0) as (other, _):
             other.save(a_step(1, urgent=[Save("r", a_chain(3), [4, 5, 6])], deferred=[Save("q", a_chain(1), [1])]))
-            other.save(a_step(2, urgent=[Save("r", a_chain(3), [4, 5, 6])]))
+            for step in (2, 3):
+                other.save(a_step(step, urgent=[Save("r", a_chain(3), [4, 5, 6])]))
 
+        assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
         assert held(client, a_chain(3)) == 0
         eventually(lambda: client.stats().reservations == 0)
         assert client.write(a_chain(3), [bytes(BLOCK_BYTES)] * 3) == 3

@@ -1,20 +1,18 @@
-"""How a vLLM engine starts, is refused, and leaves nothing behind."""
+"""How a vLLM engine starts, and what is refused."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath, Role
-from tests.kv_builders import a_node, a_short_folder
+from tests.kv_builders import a_node
 from tests.vllm_hosting import tiny_namespace, vllm_worker
+from workers.engines import vllm_launch
 from workers.engines.vllm import _store_id, available, open_engine
 from workers.engines.vllm_namespace import weights_revision
 from workers.ports import EngineDied
@@ -26,8 +24,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # vLLM's
 ]
-
-END_SECONDS = 15  # the guard asks after none and kills after 5
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +132,7 @@ def test_the_revision_is_that_of_the_weights_and_not_of_the_folder(model_dir, tm
 
 
 def test_a_large_model_is_told_by_its_headers(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.engines.vllm_namespace.WHOLE_CONTENT_BYTES", 1000)
+    monkeypatch.setattr("workers.engines.weights.WHOLE_CONTENT_BYTES", 1000)
     before = weights_revision(model_dir)
     assert before == weights_revision(model_dir)
 
@@ -148,26 +144,18 @@ def test_a_large_model_is_told_by_its_headers(model_dir, tmp_path, monkeypatch):
     assert weights_revision(copy) != before
 
 
-def test_when_its_process_is_killed_nothing_of_vllm_is_left(model_dir):
-    settings = msgspec.json.encode(vllm_worker(model_dir)).decode()
-    with a_short_folder() as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm_process", settings],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(folder)},
-        )
-        assert process.stdout is not None
-        assert "ready\n" in iter(process.stdout.readline, ""), "it ended before it was ready"
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert {"VLLM::EngineCore", "VLLM::Worker"} <= {child.cmdline()[0] for child in children}
-        shared = {Path(part.path) for child in children for part in child.memory_maps() if "/dev/shm/" in part.path}
-        assert shared
-        assert list(folder.glob("fleet-vllm-*"))
+def test_the_model_has_a_process_of_its_own_where_there_are_several_or_threads_are_bound(
+    model_dir, tmp_path, monkeypatch
+):
+    def backend(worker: WorkerSettings) -> object:
+        return vllm_launch.engine_args(worker, revision="r", scratch=tmp_path).distributed_executor_backend
 
-        process.kill()
-        process.communicate()
+    one = vllm_worker(model_dir)
+    two, other = (
+        msgspec.structs.replace(one, vllm=VllmSettings(extra_args={name: value}))
+        for name, value in (("tensor_parallel_size", 2), ("distributed_executor_backend", "mp"))
+    )
+    assert [backend(each) for each in (one, two, other)] == [vllm_launch.IN_PROCESS, None, "mp"]
 
-        assert psutil.wait_procs(children, timeout=END_SECONDS)[1] == []
-        assert [file for file in shared if file.exists()] == []
-        assert list(folder.glob("fleet-vllm-*")) == []
+    monkeypatch.setenv(vllm_launch.THREADS_BIND, "0-1")
+    assert backend(one) is None

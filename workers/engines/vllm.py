@@ -34,7 +34,7 @@ from workers.engines import vllm_launch, vllm_requests
 from workers.engines.cache_books import CacheBooks
 from workers.engines.event_health import NEVER, Alert, EventHealth
 from workers.engines.event_stream import Heard, read_events
-from workers.engines.vllm_adapters import UsedAdapters, adapters_of, lora_request
+from workers.engines.vllm_adapters import AdapterFiles, UsedAdapters, adapters_of, lora_request
 from workers.engines.vllm_launch import available
 from workers.engines.vllm_namespace import namespace_of, weights_revision
 from workers.engines.vllm_planning import Counts
@@ -102,6 +102,8 @@ async def _start(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM, En
 def _import_vllm() -> None:
     """Apart from the start: vLLM keeps tracebacks of its imports, and with them whatever their callers hold."""
     import vllm.v1.engine.async_llm  # noqa: F401, PLC0415 - takes seconds, and only this worker needs it
+
+    vllm_launch.end_quickly()
 
 
 def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM, EngineFacts, int]":
@@ -192,7 +194,6 @@ class _InFlight:
         self.start = start
         self.generated = 0
         self.cancelled = False
-        self.kv: KvReport | None = None  # as known with the first token
 
 
 class VllmEngine:
@@ -211,6 +212,7 @@ class VllmEngine:
         self._facts = facts
         self._settings = settings
         self._adapters = UsedAdapters(self._facts.adapter_slots)
+        self._adapter_files = AdapterFiles(settings)
         self._role = settings.role
         self._block_bytes = block_bytes
         self._scratch = scratch
@@ -306,6 +308,8 @@ class VllmEngine:
         if int(np.frombuffer(start.tokens, dtype="<u4").max()) >= self._vocab_size:
             # Such a token would end the engine, not only the request.
             return _rejected(start, Reason.INVALID_ARGUMENT, "tokens", f"the vocabulary has {self._vocab_size} tokens")
+        if start.adapter and not self._adapter_files.are_as_described(start.adapter):
+            return _rejected(start, Reason.NO_WORKER, "adapter", f"the files of {start.adapter!r} have changed here")
         return None
 
     async def _serve(self, request: _InFlight) -> None:
@@ -350,15 +354,13 @@ class VllmEngine:
         start = request.start
         (completion,) = output.outputs
         stats = self._prefilled.pop(start.request_id, None)  # there with the first tokens
-        if stats is not None:
-            request.kv = self._report_at_start(start, stats)
         request.generated += len(completion.token_ids)
         if completion.finish_reason is None:
             return Progress(
                 request_id=start.request_id,
                 token_ids=tuple(completion.token_ids),
                 logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
-                kv=None if stats is None else request.kv,
+                kv=None if stats is None else self._report_at_start(start, stats),
             )
         finish = vllm_requests.FINISHES.get(completion.finish_reason)
         if finish is None and start.sampling.form is not None and not request.generated:
@@ -373,18 +375,12 @@ class VllmEngine:
             token_ids=tuple(completion.token_ids),
             logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
             finish=finish,
-            kv=self._last_report(request, output),
+            kv=self._report(start, vllm_requests.counts_at_end(output)),
             handoff=vllm_requests.handoff_of(start, output, self._facts) if start.phase is Phase.PREFILL else None,
         )
 
     def _report_at_start(self, start: Start, stats: "PrefillStats") -> KvReport:
         return self._report(start, vllm_requests.counts_at_start(start, stats, self._facts.block_tokens))
-
-    def _last_report(self, request: _InFlight, output: "RequestOutput") -> KvReport:
-        """As the connector counted; where it does not follow a request (one with an adapter), what vLLM said at first."""
-        if request.kv is not None and request.start.adapter:
-            return request.kv
-        return self._report(request.start, vllm_requests.counts_at_end(output))
 
     def _report(self, start: Start, counts: Counts) -> KvReport:
         return vllm_requests.report_of(start, counts, self._facts, self._block_bytes)

@@ -1,18 +1,21 @@
 """Adapters (LoRA) of a vLLM engine: what its settings name, in its terms."""
 
-import hashlib
 import json
-from collections import OrderedDict
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName
 from fleet.work import Adapter
+from kvstore.recent import Recent
+from workers.engines.weights import revision_of
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+
+log = logging.getLogger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be told (its `MaxLoRARanks`)."""
@@ -22,18 +25,35 @@ class UsedAdapters:
     """The adapters that vLLM has loaded, as far as can be told from outside: it drops the one used longest ago."""
 
     def __init__(self, slots: int) -> None:
-        self._slots = slots
-        self._used: OrderedDict[str, None] = OrderedDict()
+        self._used: Recent[str, None] = Recent(slots)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._used)
 
     def use(self, name: str) -> None:
-        self._used[name] = None
-        self._used.move_to_end(name)
-        if len(self._used) > self._slots:
-            self._used.popitem(last=False)
+        self._used.note(name, None)
+
+
+class AdapterFiles:
+    """The folders of the adapters, as they were when this worker described them.
+
+    vLLM reads an adapter when work for it comes, perhaps days later and more than once. Blocks that other weights made must not
+    go by the name of those that were described: in a store, every worker would get them.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._folders = {name: Path(folder) for name, folder in settings.adapters.items()}
+        self._described = {name: _stamps(folder) for name, folder in self._folders.items()}
+        self._changed: set[ModelName] = set()
+
+    def are_as_described(self, name: str) -> bool:
+        """As far as sizes and times of change tell."""
+        model = ModelName(name)
+        if model not in self._changed and _stamps(self._folders[model]) != self._described[model]:
+            log.error("an adapter's files have changed; restart the worker to serve it again", extra={"adapter": name})
+            self._changed.add(model)
+        return model not in self._changed
 
 
 def adapters_of(settings: WorkerSettings) -> tuple[Adapter, ...]:
@@ -75,12 +95,20 @@ def lora_request(name: str, settings: WorkerSettings) -> "LoRARequest | None":
 
 def _revision(name: str, folder: str) -> str:
     _rank(name, folder)
-    digest = hashlib.sha256()
-    for file in sorted([Path(folder) / "adapter_config.json", *Path(folder).glob("*.safetensors")]):
-        with file.open("rb") as content:
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()[:32]
+    return revision_of(_files(Path(folder)))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted([folder / "adapter_config.json", *folder.glob("*.safetensors")])
+
+
+def _stamps(folder: Path) -> list[tuple[str, int, int, int]]:
+    """What changes with a file's content; empty where one is not there any more."""
+    try:
+        found = [(file.name, file.stat()) for file in _files(folder)]
+    except OSError:
+        return []
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
 def _rank(name: str, folder: str) -> int:

@@ -41,6 +41,7 @@ from kvstore.errors import LayoutMismatch
 from kvstore.layout import Namespace
 from kvstore.messages import Match
 from kvstore.monotonic import MonotonicClock
+from workers.engines import vllm_launch
 from workers.engines.vllm_blocks import BlockMover
 from workers.engines.vllm_memory import DeviceBlocks, HostBlocks
 from workers.engines.vllm_namespace import check_groups, namespace_of
@@ -127,6 +128,8 @@ class _ClientStore:
 class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
         super().__init__(vllm_config, role, kv_cache_config)
+        if multiprocessing.parent_process() is not None:
+            vllm_launch.end_quickly()
         settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, ConnectorSettings)
         self._namespace = settings.namespace(vllm_config)
         self._client = (
@@ -333,11 +336,13 @@ def _worst(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 
 
 def _is_beyond_tokens(request: "Request") -> bool:
-    """Whether its blocks depend on more than tokens, and so stay in the engine's own cache.
+    """Whether its blocks depend on more than their names say here, and so stay in the engine's own cache.
 
-    Names could have adapters and images in them (rules 3 and 4 of `kvstore.block`); such requests are not followed here yet.
+    An adapter is in the salt (ADR 13); workers take no work with one and without a salt. Names could have images in them as
+    well (rule 4 of `kvstore.block`); such requests are not followed here yet.
     """
-    return bool(request.mm_features) or request.lora_request is not None or request.prompt_embeds is not None
+    nameless_adapter = request.lora_request is not None and not request.cache_salt
+    return bool(request.mm_features) or nameless_adapter or request.prompt_embeds is not None
 
 
 def _end_with_parent(scratch: str) -> None:

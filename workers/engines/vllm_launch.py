@@ -1,5 +1,7 @@
 """From our settings to vLLM's: environment, engine arguments, connectors; and what is checked before vLLM starts."""
 
+import atexit
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -22,12 +24,18 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 GIB = 1 << 30
-ENGINE_OVERHEAD_BYTES = 2 * GIB  # three processes with torch in them, without weights and KV cache; measured 2.0 GiB
+ENGINE_OVERHEAD_BYTES = 2 * GIB  # without weights and KV cache; three processes with torch took it, two take less
 RANK_OVERHEAD_BYTES = GIB  # of each further rank
 
 CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs take multiples of this
 
 NIXL_LEASE_SECONDS = 30  # how long a prefill engine keeps blocks that nobody fetched; vLLM's own default
+
+THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+
+IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The model beside the scheduler, as on one accelerator: a process less, and a third of an engine's start. By its short name vLLM
+takes it for "mp" on CPUs, since only a process of its own can have its threads bound to cores; ours are not (`_for_cpu`)."""
 
 UNSHARED = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size", "nnodes")
 """Ways to spread an engine that leave no process with whole layers of some heads, or put ranks on other hosts."""
@@ -227,9 +235,29 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
 
 
+def _binds_threads() -> bool:
+    """Whether the operator has vLLM bind its threads to cores."""
+    told = os.environ.get(THREADS_BIND, NO_BIND)  # noqa: TID251 - see `prepare_environment`
+    return told != NO_BIND
+
+
+def end_quickly() -> None:
+    """Have this process end without a last look for garbage among all that vLLM and torch have made.
+
+    It takes seconds, vLLM kills its processes after 5, and the system takes the memory back anyway.
+    """
+    atexit.unregister(_leave)  # once is enough
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    gc.freeze()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # triton lists in dozens of lines what it finds not freed
+
+
 def _for_cpu(settings: WorkerSettings) -> dict[str, str]:
     wanted = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
+        THREADS_BIND: NO_BIND,  # several engines share the cores
         "OMP_NUM_THREADS": str(settings.vllm.omp_threads),
     }
     if settings.vllm.enforce_eager:
@@ -268,6 +296,8 @@ def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "A
     }
     if built_for_cpu():
         arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(settings)  # of each
+        if ranks_of(settings) == 1 and not _binds_threads():
+            arguments["distributed_executor_backend"] = IN_PROCESS
     if settings.store:
         arguments["disable_hybrid_kv_cache_manager"] = True  # the store holds blocks of one kind
     arguments |= vllm_adapters.engine_arguments(settings)

@@ -7,39 +7,18 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import LayoutMismatch
 from kvstore.layout import Namespace
+from workers.engines.weights import revision_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-WHOLE_CONTENT_BYTES = 1 << 30  # SHA-256 reads about 1.5 GB a second; above this, headers stand for the content
-CHUNK_BYTES = 1 << 20
-
 
 def weights_revision(model_dir: Path) -> str:
-    """Digest of a model folder's configuration and weights, 32 hex digits.
-
-    Folders of up to 1 GiB are read in full. Of larger ones each weight file counts by its name, size, modification time
-    and header (which lists every tensor's type, shape and place): two copies of one model then share blocks only if
-    they were copied with their times, but two models never do.
-    """
-    files = sorted(
+    """Digest of a model folder's configuration and weights; see `workers.engines.weights.revision_of`."""
+    return revision_of(
         [model_dir / "config.json", *model_dir.glob("*.safetensors"), *model_dir.glob("*.safetensors.index.json")]
     )
-    whole = sum(file.stat().st_size for file in files) <= WHOLE_CONTENT_BYTES
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as content:
-            if whole or file.suffix == ".json":
-                while chunk := content.read(CHUNK_BYTES):
-                    digest.update(chunk)
-            else:
-                digest.update(str(file.stat().st_mtime_ns).encode())
-                header_bytes = int.from_bytes(content.read(8), "little")
-                digest.update(content.read(header_bytes))
-    return digest.hexdigest()[:32]
 
 
 def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> Namespace:

@@ -17,7 +17,6 @@ Rules:
    own cache, blocks loaded (as the worker side confirmed them), blocks pulled directly. The rest was computed.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
@@ -29,6 +28,7 @@ from msgspec import Struct
 from kvstore import block
 from kvstore.block import ChainHash, HashAlgorithm
 from kvstore.messages import LeaseId, Match
+from kvstore.recent import Recent
 from workers.engines.prefill_pace import PrefillPace
 
 LEASE_SECONDS = 30.0  # as vLLM's NIXL connector holds handed-off blocks
@@ -164,11 +164,10 @@ class StorePlanner:
         self._algorithm = algorithm
         self._store = store
         self._pace = PrefillPace()
-        self._remember = remember
         self._now = now
         self._tracked: dict[str, _Tracked] = {}
         self._queued: dict[str, EngineRequest] = {}  # never looked up, the oldest first
-        self._offered: OrderedDict[ChainHash, None] = OrderedDict()
+        self._offered: Recent[ChainHash, None] = Recent(remember)
         self._loads: list[Load] = []
         self._releases: list[LeaseId] = []
         self._steps = 0
@@ -364,6 +363,4 @@ class StorePlanner:
             first = fresh[0]
             work.deferred.append(Save(request_id, names[first:], list(block_ids[first:full]), tracked.salt))
         for index in fresh:
-            self._offered[names[index]] = None
-        while len(self._offered) > self._remember:
-            self._offered.popitem(last=False)
+            self._offered.note(names[index], None)

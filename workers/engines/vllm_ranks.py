@@ -10,7 +10,8 @@ Rules:
    same orders from the scheduler. So a rank that missed one is not confused by it: it answers that it has nothing.
 4. Urgent blocks and deferred ones have a lane each, a socket of their own in a folder that only this engine's processes
    can enter. On each lane there is one order at a time. Orders wait for answers, and followers for orders, up to a
-   deadline; saves that run into it are lost, which is a later miss.
+   deadline; saves that run into it are lost, which is a later miss. A rank that leaves an order unanswered is given no
+   more of that save, and then nothing for a pause (`kvstore.breaker`): the others have better to do than to wait for it.
 5. Where several ranks hold the same head, they take turns: one of them writes it, the others add nothing.
 """
 
@@ -27,6 +28,7 @@ import msgspec
 from msgspec import Struct
 
 from kvstore.block import ChainHash
+from kvstore.breaker import Breaker
 from kvstore.buffers import Block
 from kvstore.client import WRITE_BATCH, StoreClient
 from kvstore.clock import SECOND, Clock, Nanos, seconds
@@ -41,6 +43,7 @@ LEAD = Nanos(2 * SECOND)  # for the answers to an order
 FOLLOW = Nanos(4 * SECOND)  # for the next order of a save: the leader may wait for the node, and for another rank
 
 ORDER_BLOCKS = 256  # of one order at most, which is then 10 KB
+ENDED_SAVES = 1024  # of one message, likewise
 ORDER_BYTES = 256 << 20  # of one order's blocks, unless one is larger: a fraction of `LEAD` on any machine
 MESSAGE_BYTES = 64 << 10
 
@@ -136,7 +139,8 @@ class Leader:
         self._listener.listen(len(Lane) * seat.ranks)
         self._turns = [threading.Lock() for _ in Lane]
         self._numbers = [0 for _ in Lane]
-        self._followers: list[list[socket.socket]] = [[] for _ in Lane]
+        self._followers: list[dict[int, socket.socket]] = [{} for _ in Lane]  # by rank
+        self._answering = [Breaker() for _ in Lane]  # whether all of them do
         self._lost = False
         self._at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
 
@@ -147,12 +151,15 @@ class Leader:
             TimeoutError: One has not.
         """
         deadline = Nanos(self._clock.now() + JOIN)
-        for _ in range(len(Lane) * (self.seat.ranks - 1)):
+        while any(len(lane) < self.seat.ranks - 1 for lane in self._followers):
             self._listener.settimeout(_left(deadline, self._clock))
             follower, _ = self._listener.accept()
             follower.settimeout(_left(deadline, self._clock))
             hello = msgspec.msgpack.decode(follower.recv(MESSAGE_BYTES), type=Hello)
-            self._followers[hello.lane].append(follower)
+            lane = self._followers[hello.lane]
+            assert 0 < hello.rank < self.seat.ranks, hello
+            assert hello.rank not in lane, hello
+            lane[hello.rank] = follower
 
     def write(
         self,
@@ -178,65 +185,76 @@ class Leader:
             grant: Grant | None = None
             checksums: dict[int, int] = {}
             try:
-                if names and not self._lost:
+                if names and not self._lost and self._answering[lane].allows(self._clock.now()):
                     grant = self._client.reserve(names, tenant=tenant)
                 if grant is not None:
-                    for first in range(0, len(grant.places), self._at_once):
-                        part = grant.some(first, first + self._at_once)
-                        of = tuple([blocks[index] for index in part.places.indices])
-                        order = Order(self._number(lane), part, first, of)
-                        checksums.update((first + at, crc32c) for at, crc32c in self._have(lane, order, source).items())
+                    self._have(lane, grant, blocks, source, checksums)
             finally:
-                self._order(lane, Order(self._number(lane), ended=tuple(ended)))
+                for first in range(0, len(ended), ENDED_SAVES):
+                    self._order(lane, Order(self._number(lane), ended=tuple(ended[first : first + ENDED_SAVES])))
                 published = self._client.publish(grant, checksums) if grant is not None else 0
         return published
 
     def close(self) -> None:
         """Followers learn it."""
-        for follower in [*self._followers[Lane.URGENT], *self._followers[Lane.DEFERRED]]:
-            follower.close()
+        for lane in self._followers:
+            for follower in lane.values():
+                follower.close()
         self._listener.close()
         self._path.unlink(missing_ok=True)
 
-    def _have(self, lane: Lane, order: Order, source: Source) -> Mapping[int, int]:
-        """Checksums of those blocks of an order that all ranks have written, by place."""
-        deadline = Nanos(self._clock.now() + LEAD)
-        self._order(lane, order)
-        told = [_put(self._client, self.seat, order, source)]
-        told += [self._answer(follower, order.number, deadline) for follower in self._followers[lane]]
-        return together(self.seat.share.block_bytes, told)
+    def _have(
+        self, lane: Lane, grant: Grant, blocks: Sequence[BlockOf], source: Source, checksums: dict[int, int]
+    ) -> None:
+        """Have blocks written, order by order until a rank leaves one unanswered; adds the checksums of what all have written."""
+        for first in range(0, len(grant.places), self._at_once):
+            part = grant.some(first, first + self._at_once)
+            order = Order(self._number(lane), part, first, tuple([blocks[index] for index in part.places.indices]))
+            started = self._clock.now()
+            self._order(lane, order)
+            told = [_put(self._client, self.seat, order, source)]
+            for rank, follower in self._followers[lane].items():
+                sums = self._answer(rank, follower, order.number, Nanos(started + LEAD))
+                if sums is None:
+                    self._answering[lane].failed(started, self._clock.now())
+                    return
+                told.append(sums)
+            self._answering[lane].succeeded()
+            written = together(self.seat.share.block_bytes, told)
+            checksums.update((first + at, crc32c) for at, crc32c in written.items())
 
     def _order(self, lane: Lane, order: Order) -> None:
         message = msgspec.msgpack.encode(order)
-        for follower in self._followers[lane]:
+        for rank, follower in self._followers[lane].items():
             try:
                 follower.settimeout(seconds(LEAD))
                 follower.send(message)
             except OSError as error:
-                self._lose(error)
+                self._lose(rank, error)
 
-    def _answer(self, follower: socket.socket, number: int, deadline: Nanos) -> Mapping[int, int]:
+    def _answer(self, rank: int, follower: socket.socket, number: int, deadline: Nanos) -> Mapping[int, int] | None:
+        """What it adds to the checksums; None if it does not say."""
         while not self._lost:
             try:
                 follower.settimeout(_left(deadline, self._clock))
                 message = follower.recv(MESSAGE_BYTES)
             except TimeoutError:
-                log.warning("a rank does not answer; blocks are not kept")
+                log.warning("a rank does not answer; blocks are not kept", extra={"rank": rank})
                 break
             except OSError as error:
-                self._lose(error)
+                self._lose(rank, error)
                 break
             if not message:
-                self._lose(EOFError("it closed its end"))
+                self._lose(rank, EOFError("it closed its end"))
                 break
             told = msgspec.msgpack.decode(message, type=Told)
             if told.number == number:
                 return told.sums
-        return {}
+        return None
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, rank: int, error: Exception) -> None:
         if not self._lost:
-            log.warning("a rank is gone; blocks are not kept any more", extra={"cause": str(error)})
+            log.warning("a rank is gone; blocks are not kept any more", extra={"rank": rank, "cause": str(error)})
         self._lost = True
 
     def _number(self, lane: Lane) -> int:
@@ -260,8 +278,8 @@ class Follower:
         self._lanes = [_join(path, Hello(seat.rank, lane), deadline, clock) for lane in Lane]
         self._early: Order | None = None  # of a save to come
 
-    def follow(self, save: SaveKey, source: Source) -> None:
-        """Write this rank's share of an urgent save, as it is ordered to.
+    def follow(self, save: SaveKey, source: Source) -> bool:
+        """Write this rank's share of an urgent save, as it is ordered to; False: no order came, and none is likely to in this step.
 
         Raises:
             LeaderLost: Nobody orders anything any more.
@@ -271,14 +289,14 @@ class Follower:
             order, self._early = self._early or self._next(Lane.URGENT, deadline), None
             if order is None:
                 log.warning("the first rank orders nothing; blocks are not kept")
-                return
+                return False
             if order.save > save:
                 self._early = order
-                return
+                return True
             if order.blocks:
                 self._do(Lane.URGENT, order, source if order.save == save else _nothing)
             if save in order.ended:
-                return
+                return True
 
     def orders(self, source: Source) -> Iterator[Sequence[SaveKey]]:
         """Write this rank's share of deferred blocks, as it is ordered to, until the leader is gone: saves that are over."""

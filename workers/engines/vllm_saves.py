@@ -28,7 +28,7 @@ from kvstore.client import StoreClient
 from workers.engines import vllm_ranks
 from workers.engines.vllm_memory import EngineBlocks, Source
 from workers.engines.vllm_planning import Save, StoreWork
-from workers.engines.vllm_ranks import BlockOf, Follower, Lane, Leader, SaveKey
+from workers.engines.vllm_ranks import BlockOf, Follower, Lane, Leader, LeaderLost, SaveKey
 
 log = logging.getLogger(__name__)
 
@@ -96,16 +96,23 @@ class StagingArea:
         return self._free.qsize()
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Copy blocks of the engine; the slots of as many as there was room for."""
+        """Copy blocks of the engine; the slots of as many as there was room for, and as could be copied. Never raises."""
         slots: list[int] = []
+        full = False
         for block_id in block_ids:
             try:
                 slot = self._free.get_nowait()
             except queue.Empty:
+                full = True
                 break
-            self._blocks.copy_out(block_id, self._rows[slot])
+            try:
+                self._blocks.copy_out(block_id, self._rows[slot])
+            except Exception:  # supervisor: a block that is not kept is a later miss
+                log.exception("blocks of the engine could not be copied")
+                self._free.put(slot)
+                break
             slots.append(slot)
-        if (full := len(slots) < len(block_ids)) and not self._full:
+        if full and not self._full:
             log.warning("the KV store is slower than the engine; blocks are not kept")
         self._full = full
         return slots
@@ -254,18 +261,28 @@ class FollowingKeeper:
     def keep(self, work: StoreWork) -> None:
         if self._lost:
             return
-        try:
-            for at, save in enumerate(work.urgent):
-                self._follower.follow((work.step, at), _by_block(self._blocks.source(save.block_ids)))
-            for at, save in enumerate(work.deferred):
-                self._stage((work.step, at), save)
-            self._forget(work.step)
-        except Exception:  # supervisor: a block that is not kept is a later miss
-            log.exception("blocks could not be written to the KV store")
+        for at, save in enumerate(work.urgent):
+            if not self._write((work.step, at), save):
+                break  # whatever is ordered of the others is answered in the next step
+        for at, save in enumerate(work.deferred):
+            self._stage((work.step, at), save)
+        self._forget(work.step)
 
     def close(self) -> None:
         self._follower.close()
         self._writer.join(timeout=CLOSE_SECONDS)
+
+    def _write(self, key: SaveKey, save: Save) -> bool:
+        """Write an urgent save as the first rank orders; False where it orders nothing."""
+        try:
+            return self._follower.follow(key, _by_block(self._blocks.source(save.block_ids)))
+        except LeaderLost:
+            log.warning("the first rank is gone; blocks are not kept any more")
+            self._lost = True
+            return False
+        except Exception:  # supervisor: a block that is not kept is a later miss
+            log.exception("blocks could not be written to the KV store")
+            return True
 
     def _stage(self, key: SaveKey, save: Save) -> None:
         slots = self._area.take(save.block_ids)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from kvstore.floats import Half
 from kvstore.native import kernels, twin
 from kvstore.repack import plan_fill
-from kvstore.shards import BlockShape, one_a_layer, one_a_rank
-from tests.kv_shapes import a_shape
+from kvstore.shards import BlockShape, one_a_rank
+from tests.kv_shapes import a_shape, one_a_layer
 from tests.native_kernels import native_kernels
 
 seeds = st.integers(0, 2**32 - 1)

@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -84,6 +85,30 @@ def test_more_than_there_is_is_refused_before_anything_is_taken(monkeypatch):
 
     with pytest.raises(StoreNotStarted, match=r"^capacity_bytes: 12288 bytes are needed, and 12287 bytes"):
         take(SIZE, HugePages.AUTO)
+
+
+@pytest.mark.parametrize("advice", [pages.MADV_POPULATE_WRITE, 9999], ids=["populated", "written"])
+def test_a_pool_that_is_given_up_is_not_taken_to_its_end_and_leaves_no_file(monkeypatch, advice):
+    before, given_up, chunks = len(list(FILES.iterdir())), Event(), []
+    monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(pages, "CHUNK_BYTES", PAGE_BYTES)
+    in_chunks = pages._in_chunks
+
+    def noted(size, act, given_up_too):
+        def and_give_up(start):
+            act(start)
+            chunks.append(start)
+            given_up.set()
+
+        in_chunks(size, and_give_up, given_up_too)
+
+    monkeypatch.setattr(pages, "_in_chunks", noted)
+
+    with pytest.raises(StoreNotStarted, match="given up while the memory was taken"):
+        take(1000 * PAGE_BYTES, HugePages.NEVER, given_up)
+
+    assert 1 <= len(chunks) <= pages.TAKING_THREADS
+    assert len(list(FILES.iterdir())) == before
 
 
 @pytest.mark.skipif(pages._meminfo("HugePages_Free") < 2, reason="no huge pages are reserved on this machine")

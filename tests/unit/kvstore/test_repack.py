@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kvstore.errors import LayoutMismatch
 from kvstore.layout import ELEMENT_BYTES
-from kvstore.repack import plan_fill, plan_pour, read_share, write_share
-from kvstore.shards import BlockShape, Box, Part, Span, one_a_layer, one_a_rank
-from tests.kv_shapes import a_shape
+from kvstore.repack import plan_fill, read_share
+from kvstore.shards import BlockShape, Box, Part, Span, one_a_rank
+from tests.kv_shapes import a_shape, one_a_layer
 
 LAYOUTS = ["LHND", "LNHD", "HLND", "NLHD", "LKHND", "LKNHD", "KLNHD", "LHKND", "LHDN"]
 TP_PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (1, 1), (8, 2), (2, 8)]
@@ -65,31 +65,6 @@ def test_ranks_of_another_number_and_layout_get_exactly_their_bytes_and_back(tp,
         assert np.array_equal(found, index_by_index(shape, block, part))
     for sent, returned in zip(written, back, strict=True):
         assert np.array_equal(sent, returned)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    shape=shapes,
-    at_rest=st.sampled_from(LAYOUTS),
-    layout=st.sampled_from(LAYOUTS),
-    tp=st.sampled_from([1, 2, 4, 8]),
-    turn=st.integers(0, 9),
-)
-def test_ranks_write_their_slices_of_one_block_and_each_byte_once(shape, at_rest, layout, tp, turn):
-    block = a_whole_block(shape)
-    whole = index_by_index(shape, block, Part(at_rest, shape.everything))
-    stored = np.full(shape.bytes_of(shape.everything), 0xEE, np.uint8)
-    times_written = np.zeros(stored.nbytes, int)
-
-    for rank in range(tp):
-        held = one_a_layer(layout, shape.share(tp, rank))
-        plan = write_share(shape, held, at_rest, tp=tp, rank=rank, turn=turn)
-        plan.perform([index_by_index(shape, block, part) for part in held], [stored])
-        for _, _, _, offset, length in plan.runs():
-            times_written[offset : offset + length] += 1
-
-    assert np.array_equal(stored, whole)
-    assert set(times_written) == {1}
 
 
 @settings(max_examples=100, deadline=None)
@@ -152,20 +127,6 @@ def test_replicated_heads_are_taken_from_the_replica_that_is_tried_first():
     assert {copy.source for copy in plan.copies} == {6}
 
 
-def test_of_ranks_with_the_same_head_one_writes_and_another_next_time():
-    shape = a_shape(kv_heads=2)
-    wrote = [
-        [
-            rank
-            for rank in range(4)
-            if write_share(shape, [Part("LHND", shape.share(4, rank))], "LHND", tp=4, rank=rank, turn=turn).bytes
-        ]
-        for turn in range(3)
-    ]
-
-    assert wrote == [[0, 2], [1, 3], [0, 2]]
-
-
 def test_an_odd_number_of_elements_is_moved_undivided():
     shape = BlockShape(layers=2, kv_heads=1, block_tokens=3, head_dim=5, element_bytes=2)
     whole = a_whole_block(shape)
@@ -210,17 +171,8 @@ def test_what_no_source_holds_is_refused_before_anything_moves():
 
     with pytest.raises(LayoutMismatch, match="sources do not have"):
         plan_fill(shape, one_a_rank(shape, "LHND", 4)[:3], [Part("LHND", shape.everything)])
-    with pytest.raises(LayoutMismatch, match="destinations do not have"):
-        plan_pour(shape, [Part("LHND", shape.everything)], one_a_rank(shape, "LHND", 4)[1:])
     with pytest.raises(LayoutMismatch, match="is not within"):
         plan_fill(shape, [Part("LHND", shape.everything)], [Part("LHND", Box(Span(0, shape.layers + 1), Span(0, 4)))])
-
-
-def test_heads_of_another_rank_cannot_be_written():
-    shape = a_shape(kv_heads=4)
-
-    with pytest.raises(LayoutMismatch, match="not of rank 1 of 4"):
-        write_share(shape, [Part("LHND", shape.share(4, 2))], "LHND", tp=4, rank=1)
 
 
 @pytest.mark.parametrize("which", ["sources", "destinations"])

@@ -1,4 +1,4 @@
-# One line each: make up | test | check | proto | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
+# One line each: make up | test | kube-test | check | proto | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
 ENGINE ?= vllm
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 50051
@@ -15,15 +15,16 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for each in python3.11 python3.12 python3.13 python3; do command -v $$each && break; done 2>/dev/null)
 BIN := .venv/bin
 PIP := PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
-LOCK := $(shell cat constraints.txt pyproject.toml | cksum | tr -d ' ')
+LOCK := $(shell cat constraints.txt constraints-kube.txt pyproject.toml | cksum | tr -d ' ')
 DEV := .venv/.dev-$(LOCK)
 VLLM := .venv/.vllm-$(LOCK)
+KUBE := .venv/.kube-$(LOCK)
 INSTALLED := $(if $(filter simulated,$(ENGINE)),$(DEV),$(VLLM))
 PROTOS = $(sort $(shell cd proto && find . -name '*.proto' | sed 's|^\./||'))
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 CODE := fleet kvstore workers operators tests loadtests
 
-.PHONY: up test check proto bench install lock clean
+.PHONY: up test kube-test check proto bench install lock clean
 .DEFAULT_GOAL := up
 
 up: $(INSTALLED)
@@ -31,6 +32,9 @@ up: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(BIN)/pytest -n 2 --no-loadscope-reorder $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TESTS)
+
+kube-test: $(KUBE)
+	@$(BIN)/pytest tests/kube $(TESTS)
 
 check: $(DEV)
 	@$(BIN)/ruff check $(CODE)
@@ -54,7 +58,7 @@ install: $(INSTALLED)
 # After a change of dependencies: install them by hand, see the tests pass, then write down what is there.
 lock:
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip list --format=freeze --disable-pip-version-check | \
-	grep -viE '^(fleet-serving|pip|torch|torchvision|torchaudio|torchcodec)=='; } > constraints.new
+	grep -viE '^(fleet-serving|pip|torch|torchvision|torchaudio|torchcodec)==' | grep -vxFf constraints-kube.txt; } > constraints.new
 	@mv constraints.new constraints.txt
 
 clean:
@@ -71,6 +75,10 @@ $(DEV): | $(BIN)/python
 	@echo "installing Fleet and the development tools" >&2
 	@$(PIP) install --prefer-binary -c constraints.txt -e '.[dev]'
 	@rm -f .venv/.dev-*; touch $@
+
+$(KUBE): $(DEV)
+	@$(PIP) install --prefer-binary -c constraints.txt -c constraints-kube.txt -e '.[kube-tests]'
+	@rm -f .venv/.kube-*; touch $@
 
 # torch: the plain index carries the CUDA build, so the CPU build comes from a configured wheel folder, or through uv, which
 # knows PyTorch's own CPU index. The rest is the locked list as it stands (--no-deps): resolving would bring torchvision,

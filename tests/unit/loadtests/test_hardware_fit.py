@@ -1,15 +1,19 @@
 """The fit of hardware coefficients: what it recovers, what it leaves alone, and that it repeats."""
 
+from itertools import product as product_of
+
+import msgspec
 import numpy as np
 import pytest
 
+from fleet.adapters.aiconfigurator import Sample
 from fleet.hardware.coefficients import NAMES, Coefficients, Provenance
 from fleet.hardware.gpus import Number, gpu
 from fleet.hardware.measurements import Phase, Side
 from fleet.hardware.placement import Parallelism
 from fleet.hardware.prediction import predict
 from loadtests.hardware.campaign import campaign
-from loadtests.hardware.fit import START
+from loadtests.hardware.fit import START, Fitting
 from loadtests.hardware.operators import aiter_operators, operators
 from loadtests.hardware.regression import Level, fit
 from tests.model_shapes import a_model
@@ -95,6 +99,39 @@ def test_what_is_fitted_is_what_is_predicted(phase):
     one_by_one = np.array([predict(each, models, known) for each in measurements])
     assert together.ttft * 1e3 == pytest.approx(one_by_one[:, 0], rel=1e-9)
     assert together.tpot * 1e3 == pytest.approx(one_by_one[:, 1], rel=1e-9)
+
+
+SPLIT = [
+    a_measurement(
+        gpu=gpu_, prompt_tokens=prompt_tokens, concurrency=concurrency, ttft_ms=60.0 + each, tpot_ms=9.0 + each
+    )
+    for each, (gpu_, prompt_tokens, concurrency) in enumerate(product_of(("h100",), range(500, 1500, 100), (1, 16)))
+]
+
+
+def the_fit_of(measurements):
+    sample = Sample(
+        rows=len(measurements), measurements=tuple(measurements), models={"llama-3.1-70b": a_model()}, left_out=0
+    )
+    return Fitting(sample).committed()
+
+
+def spoilt(measurement):
+    return msgspec.structs.replace(measurement, ttft_ms=measurement.ttft_ms * 7, tpot_ms=measurement.tpot_ms / 3)
+
+
+def test_what_is_held_out_has_no_part_in_what_is_written_down():
+    held_out = sum(each.held_out for each in SPLIT)
+    assert 0 < held_out < len(SPLIT) / 2
+    assert held_out == sum(spoilt(each).held_out for each in SPLIT)
+
+    found = the_fit_of(SPLIT)
+    beside = the_fit_of([spoilt(each) if each.held_out else each for each in SPLIT])
+    within = the_fit_of([each if each.held_out else spoilt(each) for each in SPLIT])
+
+    assert found.rows["all", ""] == len(SPLIT) - held_out
+    assert all((beside.deviations[level] == found.deviations[level]).all() for level in found.deviations)
+    assert any((within.deviations[level] != found.deviations[level]).any() for level in found.deviations)
 
 
 def test_what_matrix_products_reach_is_found_again():

@@ -1,0 +1,143 @@
+"""DistServe's self-check: OPT-13B, prompts on two A100 with tensor parallelism, answers on one, 1.56 requests a second and GPU.
+
+Its simulator halves an interval from 0 to 5 requests a second and GPU until that is a quarter wide, with 300 requests and one seed: 1.56
+was kept and 1.72 was not, so the truth lies between them. Here the same steps, times and limits (90 % of first tokens within 200 ms,
+90 % within 100 ms a token), with lengths of Azure's conversations below 2,048 tokens: ShareGPT's, which it takes, are not public numbers, and
+have nearly the same means. Its first token is there when the prefill ends; a client of Fleet has it a hand-off and a step later.
+Both are counted.
+"""
+
+import tomllib
+from functools import cache
+
+from msgspec import Struct, structs
+
+from fleet.clock import Nanos
+from fleet.sim.results import Ended
+from fleet.sim.run import Plan
+from kvstore.replay import Request
+from loadtests.studies import recorded_lengths
+from loadtests.studies.findings import Finding, Report, Table
+from loadtests.studies.runs import FOLDER, Effort, planned_of, read, simulated, spread
+
+THEIRS = 1.5625
+GPUS = 3
+LONGEST = 2048
+TTFT_MS, TPOT_MS, SHARE = 200.0, 100.0, 0.9
+MANY = 95  # sequences, from which on other values count
+OVERHEAD_MS, OVERHEAD_TOKEN_MS = 2.0, 1e-4  # of each step, there
+PIPELINE_MS = 1.0  # of each prefill step, there
+HANDED_OVER = 16  # prompt tokens of a step that are last tokens of hand-offs, and not prompts
+CLOSE = 0.05  # requests a second and GPU
+
+FOUND = {"prefill": (1.1, 1.45), "client": (0.4, 0.65)}
+"""Rates when this was written, over DistServe's."""
+
+
+class Fitted(Struct, frozen=True):
+    """DistServe's closed forms."""
+
+    prefill: tuple[float, float, float]
+    decode: tuple[float, float, float]
+    decode_many: tuple[float, float, float]
+    kv_tokens: int
+
+    def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
+        if prefill_tokens >= HANDED_OVER:
+            base, token, square = self.prefill
+            taken = base + token * prefill_tokens + square * 2 * prefill_pairs + PIPELINE_MS
+            return (taken + OVERHEAD_MS + OVERHEAD_TOKEN_MS * prefill_tokens) / 1000
+        sequences, context = decodes + prefill_tokens, decode_context + prefill_pairs
+        base, token, sequence = self.decode if sequences < MANY else self.decode_many
+        taken = base + token * context + sequence * sequences
+        return (taken + OVERHEAD_MS + OVERHEAD_TOKEN_MS * context) / 1000
+
+
+@cache
+def fitted(name: str) -> Fitted:
+    row = tomllib.loads((FOLDER / "profiles/distserve.toml").read_text())[name]
+    return Fitted(tuple(row["prefill"]), tuple(row["decode"]), tuple(row["decode_many"]), row["kv_tokens"])
+
+
+def plan_of() -> Plan:
+    """The scenario with DistServe's times, and hand-offs that take none, as in its simulator."""
+    scenario = read("distserve")
+    planned = planned_of(scenario)
+    pools = tuple(
+        structs.replace(
+            pool,
+            times=times,
+            limits=structs.replace(pool.limits, kv_blocks=times.kv_tokens // scenario.engine.block_tokens),
+            bandwidth=1e15,
+            link_latency=Nanos(0),
+            front=Nanos(0),
+            front_per_token=0.0,
+        )
+        for pool, times in zip(planned.pools, (fitted("tp2"), fitted("tp1")), strict=True)
+    )
+    return structs.replace(planned, pools=pools, message_delay=Nanos(0))
+
+
+class Shares(Struct, frozen=True):
+    """Of the requests, in time."""
+
+    client: float  # first tokens
+    prefill: float  # ends of prefills
+    tokens: float
+
+
+def shares(rate: float, requests: int, seed: int) -> Shares:
+    planned = structs.replace(plan_of(), seed=seed)
+    drawn = recorded_lengths.no_longer_than(LONGEST, requests, rate * GPUS, seed)
+    whole: list[Ended] = []
+    simulated(planned, drawn, whole.append)
+    prompts: list[Ended] = []  # alone: answers of one token end where the prompt is computed
+    simulated(planned, [Request(each.arrival, each.prompt_tokens, each.chain, 1) for each in drawn], prompts.append)
+    return Shares(
+        client=sum(each.ttft_ms < TTFT_MS for each in whole) / len(whole),
+        prefill=sum(each.ttft_ms < TTFT_MS for each in prompts) / len(prompts),
+        tokens=sum(each.tpot_ms < TPOT_MS for each in whole) / len(whole),
+    )
+
+
+def kept(task: tuple[str, int, int]) -> float:
+    """The highest rate a GPU that keeps both limits, by halving from 0 to 5."""
+    which, requests, seed = task
+    low, high = 0.0, 5.0
+    while high - low > CLOSE:
+        middle = (low + high) / 2
+        found = shares(middle, requests, seed)
+        first = found.prefill if which == "prefill" else found.client
+        low, high = (middle, high) if min(first, found.tokens) >= SHARE else (low, middle)
+    return low
+
+
+def study(effort: Effort) -> Report:
+    counts = (effort.requests,) if effort.requests else (300, 1500)
+    tasks = [(which, count, seed) for which in FOUND for count in counts for seed in effort.seeds]
+    found = dict(zip(tasks, spread(kept, tasks, effort.processes), strict=True))
+    rows = [
+        (which, count, *(found[which, count, seed] for seed in effort.seeds)) for which in FOUND for count in counts
+    ]
+    findings = []
+    for which, (low, high) in FOUND.items():
+        rates = [found[which, counts[-1], seed] for seed in effort.seeds]
+        findings.append(
+            Finding(
+                claim=f"rate a GPU, first tokens counted at the {which}, over DistServe's {THEIRS}",
+                figure=sum(rates) / len(rates) / THEIRS,
+                low=low,
+                high=high,
+            )
+        )
+    return Report(
+        study="distserve",
+        tables=(
+            Table(
+                title=f"Highest rate, requests a second and GPU (DistServe's simulator: {THEIRS}, with 300 requests)",
+                columns=("counted at", "requests", *(f"seed {seed}" for seed in effort.seeds)),
+                rows=rows,
+            ),
+        ),
+        findings=tuple(findings),
+    )

@@ -1,0 +1,77 @@
+"""What a study says: tables, and findings that can be checked."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+Cell = str | float | int
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One thing that was found, as a figure and the range in which it was."""
+
+    claim: str
+    figure: float
+    low: float = float("-inf")
+    high: float = float("inf")
+    target: str = ""
+    """What was wanted, where something was; empty: nothing."""
+
+    met: bool | None = None
+    """Whether the target is met; None: there is none."""
+
+    @property
+    def holds(self) -> bool:
+        return self.low <= self.figure <= self.high
+
+    def line(self) -> str:
+        target = "" if self.met is None else f"  (target {self.target}: {'met' if self.met else 'missed'})"
+        expected = f"{_bound(self.low)} … {_bound(self.high)}"
+        return f"{'holds' if self.holds else 'FAILS'}  {self.figure:8.3f} in {expected:>15}  {self.claim}{target}"
+
+
+def _bound(value: float) -> str:
+    return "" if value in (float("inf"), float("-inf")) else f"{value:g}"
+
+
+class Table(Struct, frozen=True, kw_only=True):
+    """Rows under a title."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[Cell, ...]]
+
+    def lines(self) -> list[str]:
+        """For a terminal: the first column to the left, all others to the right."""
+        cells = [self.columns, *(tuple(_shown(cell) for cell in row) for row in self.rows)]
+        widths = [max(len(row[place]) for row in cells) for place in range(len(self.columns))]
+        shown = [
+            "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in pairs).rstrip()
+            for pairs in (list(enumerate(zip(row, widths, strict=True))) for row in cells)
+        ]
+        return [self.title, *shown]
+
+
+def _shown(cell: Cell) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.3f}" if abs(cell) < 100 else f"{cell:,.0f}"
+    return str(cell)
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What a study came to."""
+
+    study: str
+    tables: tuple[Table, ...]
+    findings: tuple[Finding, ...]
+    cpu_seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        return all(finding.holds for finding in self.findings)
+
+    def lines(self) -> list[str]:
+        told: list[str] = []
+        for table in self.tables:
+            told += [*table.lines(), ""]
+        return [*told, *(finding.line() for finding in self.findings)]

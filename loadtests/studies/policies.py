@@ -1,0 +1,267 @@
+"""Which policy, on recorded traffic: attainment by load, and where each begins to be late.
+
+Conversation: the second half of Mooncake's trace on 16 workers that do everything; split: the same on 10 for prompts and 6 for answers;
+agentic: 192 sessions that nobody was tuned with, on 8 workers. A load of 1 is what the workers could do if every prefix were cached
+everywhere and nothing were uneven. Ours, Dynamo's and Mooncake's rule are tuned with the same
+number of trials on other requests; all others have their defaults.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from msgspec import Struct, structs
+
+from loadtests.studies.contestants import LANES, PEERS, POLICIES, Contestant, published, tuned
+from loadtests.studies.findings import Cell, Finding, Report, Table
+from loadtests.studies.runs import Case, Effort, Part, Ran, planned_of, read, run_all
+
+LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+WANTED = 0.9
+OURS = "fleet"
+
+Held = dict[str, tuple[float, float]]
+"""Ranges of figures, by their names."""
+
+
+class Traffic(Struct, frozen=True, kw_only=True):
+    """Requests that no parameter was chosen with."""
+
+    name: str
+    scenario: str
+    tuned_as: str
+    """Whose parameters count, in `tuned.toml`."""
+
+    changes: dict[str, Any] = {}
+    part: Part
+    requests: int = 0
+    loads: tuple[float, ...] = LOADS
+    edge: tuple[float, ...] = (0.6, 0.7, 0.8)
+    """Loads for all others, around the one where the better ones begin to be late."""
+
+
+TRAFFIC = (
+    Traffic(name="conversation", scenario="policies-conversation", tuned_as="conversation", part=Part.SECOND),
+    Traffic(
+        name="split",
+        scenario="policies-split",
+        tuned_as="split",
+        part=Part.SECOND,
+        loads=(0.55, 0.6, 0.65, 0.7, 0.8),
+        edge=(0.65, 0.7),
+    ),
+    Traffic(
+        name="agentic",
+        scenario="policies-agentic",
+        tuned_as="agentic",
+        part=Part.ALL,
+        requests=2500,
+        loads=(0.1, 0.2, 0.3),
+        edge=(0.2,),
+    ),
+)
+WIDE = Traffic(name="wide", scenario="policies-wide", tuned_as="conversation", part=Part.SECOND, loads=(0.7,))
+
+
+class Curve(Struct, frozen=True, kw_only=True):
+    """One contestant over all loads, seeds averaged."""
+
+    contestant: Contestant
+    loads: tuple[float, ...]
+    runs: tuple[tuple[Ran, ...], ...]  # by load
+
+    def mean(self, place: int, field: str) -> float:
+        return fmean(float(getattr(ran.outcome, field)) for ran in self.runs[place])
+
+    @property
+    def attained(self) -> list[float]:
+        return [self.mean(place, "attainment") for place in range(len(self.loads))]
+
+    def capacity(self, wanted: float = WANTED) -> float:
+        """The load at which so many are just in time, on a straight line between two that were run.
+
+        Below the first one, that line begins with everybody in time at no load.
+        """
+        earlier, before = 0.0, 1.0
+        for load, attained in zip(self.loads, self.attained, strict=True):
+            if attained < wanted:
+                return earlier + (load - earlier) * (before - wanted) / (before - attained)
+            earlier, before = load, attained
+        return self.loads[-1]
+
+    def first_miss(self, wanted: float = WANTED) -> int | None:
+        """Place of the lowest load at which it has fewer in time."""
+        return next((place for place, attained in enumerate(self.attained) if attained < wanted), None)
+
+
+def contest(traffic: Traffic, contestants: Sequence[Contestant], effort: Effort) -> list[Curve]:
+    """All contestants at all loads, with the same requests and seeds."""
+    cases = [
+        Case(
+            scenario=traffic.scenario,
+            changes={**traffic.changes, **contestant.changes()},
+            part=traffic.part,
+            requests=effort.requests or traffic.requests,
+            load=load,
+            seed=seed,
+        )
+        for contestant in contestants
+        for load in traffic.loads
+        for seed in effort.seeds
+    ]
+    ran = iter(run_all(cases, effort))
+    return [
+        Curve(
+            contestant=contestant,
+            loads=traffic.loads,
+            runs=tuple(tuple(next(ran) for _ in effort.seeds) for _ in traffic.loads),
+        )
+        for contestant in contestants
+    ]
+
+
+def contestants_of(traffic: Traffic) -> list[Contestant]:
+    planned = planned_of(read(traffic.scenario, traffic.changes))
+    return [tuned(policy, traffic.tuned_as, planned) for policy in POLICIES]
+
+
+def in_our_order(traffic: Traffic) -> list[Contestant]:
+    """What part the order of prompts has, and what the choice of workers: the peers' rules with our lanes, and ours without."""
+    planned = planned_of(read(traffic.scenario, traffic.changes))
+    ours = tuned(OURS, traffic.tuned_as, planned)
+    order = {name: value for name, value in ours.settings.items() if name in LANES}
+    without = Contestant(
+        name="fleet, no lanes",
+        policy=OURS,
+        parameters=ours.parameters,
+        settings={**ours.settings, "prefill_window_tokens": 0, "prefill_size_seconds": 0.0},
+    )
+    plain = published(OURS, planned)
+    untuned = Contestant(name="fleet, defaults", policy=OURS, parameters=plain.parameters, settings=plain.settings)
+    return [
+        without,
+        untuned,
+        *(
+            Contestant(
+                name=f"{peer}, our lanes",
+                policy=peer,
+                parameters=each.parameters,
+                settings={**each.settings, **order},
+            )
+            for peer in PEERS
+            for each in [tuned(peer, traffic.tuned_as, planned)]
+        ),
+    ]
+
+
+def attainments(traffic: Traffic, curves: Sequence[Curve]) -> Table:
+    rows: list[tuple[Cell, ...]] = [("bound", *(ran.bound for (ran, *_) in curves[0].runs), "")]
+    rows.extend((each.contestant.name, *each.attained, each.capacity()) for each in curves)
+    return Table(
+        title=f"{traffic.name}: share in time, by load",
+        columns=("policy", *(f"{load:g}" for load in traffic.loads), "90 % at"),
+        rows=rows,
+    )
+
+
+def details(traffic: Traffic, curves: Sequence[Curve], place: int) -> Table:
+    load = traffic.loads[place]
+    rows = []
+    for each in curves:
+        first = [ran.outcome.ttft_ms for ran in each.runs[place]]
+        rows.append(
+            (
+                each.contestant.name,
+                each.mean(place, "goodput_rps"),
+                each.mean(place, "attainment"),
+                each.mean(place, "hit_rate"),
+                each.mean(place, "imbalance"),
+                fmean(told["p50"] for told in first) / 1000,
+                fmean(told["p90"] for told in first) / 1000,
+                fmean(ran.outcome.tpot_ms["p90"] for ran in each.runs[place]),
+            )
+        )
+    return Table(
+        title=f"{traffic.name} at a load of {load:g}",
+        columns=("policy", "goodput", "in time", "hits", "imbalance", "TTFT p50 s", "TTFT p90 s", "TPOT p90 ms"),
+        rows=rows,
+    )
+
+
+def compared(traffic: Traffic, curves: Sequence[Curve], held: Held) -> tuple[list[Finding], int]:
+    """Ours beside the better of the peers, where that one first misses; and the place of that load."""
+    by_name = {each.contestant.name: each for each in curves}
+    ours = by_name[OURS]
+    peers = [by_name[name] for name in PEERS]
+    better = max(peers, key=lambda each: each.capacity())
+    place = better.first_miss()
+    place = len(traffic.loads) - 1 if place is None else place
+    best_there = max(each.mean(place, "attainment") for each in peers)
+    goodput = ours.mean(place, "attainment") / best_there
+    carried = ours.capacity() / better.capacity()
+    bound = ours.mean(place, "attainment") / ours.runs[place][0].bound
+    load = traffic.loads[place]
+
+    def finding(name: str, claim: str, figure: float, target: str, *, met: bool) -> Finding:
+        low, high = held.get(name, (float("-inf"), float("inf")))
+        return Finding(claim=f"{traffic.name}: {claim}", figure=figure, low=low, high=high, target=target, met=met)
+
+    return [
+        finding(
+            "goodput",
+            f"goodput beside the better of {' and '.join(PEERS)} at a load of {load:g}, where that first misses 90 %",
+            goodput,
+            "1.3",
+            met=goodput >= 1.3,
+        ),
+        finding("carried", "load carried at 90 %, beside the same", carried, "1.3", met=carried >= 1.3),
+        finding("bound", f"in time at a load of {load:g}, of what could be", bound, "0.85", met=bound >= 0.85),
+    ], place
+
+
+HELD: dict[str, Held] = {
+    "conversation": {"goodput": (1.12, 1.31), "carried": (1.05, 1.25), "bound": (0.88, 1.0)},
+    "split": {"goodput": (1.3, 2.2), "carried": (1.08, 1.3), "bound": (0.9, 1.0)},
+    "agentic": {"goodput": (1.0, 1.3), "bound": (0.8, 1.0)},
+}
+"""What was found; docs/studies.md has the tables."""
+
+
+def study(effort: Effort) -> Report:
+    tables: list[Table] = []
+    findings: list[Finding] = []
+    for traffic in TRAFFIC:
+        everybody = contestants_of(traffic)
+        curves = contest(traffic, [each for each in everybody if each.name in (OURS, *PEERS)], effort)
+        found, place = compared(traffic, curves, HELD[traffic.name])
+        near = structs.replace(traffic, loads=traffic.edge)
+        others = [each for each in everybody if each.name not in (OURS, *PEERS)]
+        beside = contest(near, [*others, *in_our_order(traffic)], effort)
+        tables += [attainments(traffic, curves), details(traffic, curves, place), attainments(near, beside)]
+        findings += found
+    return Report(study="policies", tables=tuple(tables), findings=tuple(findings))
+
+
+WIDE_IMBALANCE = (1.0, 1.3)
+
+
+def wide(effort: Effort) -> Report:
+    """How even sixty-four workers are."""
+    names = (OURS, "dynamo", "mooncake", "llm_d", "smg", "aibrix")
+    curves = contest(WIDE, [each for each in contestants_of(WIDE) if each.policy in names], effort)
+    ours = next(each for each in curves if each.contestant.name == OURS).mean(0, "imbalance")
+    low, high = WIDE_IMBALANCE
+    return Report(
+        study="wide",
+        tables=(details(WIDE, curves, 0),),
+        findings=(
+            Finding(
+                claim="the busiest of 64 workers over their mean, by time spent in steps",
+                figure=ours,
+                low=low,
+                high=high,
+                target="1.3",
+                met=ours <= 1.3,
+            ),
+        ),
+    )

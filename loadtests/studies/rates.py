@@ -1,0 +1,64 @@
+"""The highest rate at which a scenario keeps its SLO, for studies that compare clusters: one number for each."""
+
+from typing import Any
+
+from msgspec import Struct, structs
+
+from fleet.sim.scenario import PoolSection, Scenario
+from fleet.sim.workloads import Drawn
+from loadtests.studies.runs import capacity, planned_of, read, requests_in, simulated
+
+WANTED = 0.9
+NONE = 0.02  # requests a second: below that a cluster is said to carry nothing
+
+
+class Cluster(Struct, frozen=True, kw_only=True):
+    """A scenario with other pools."""
+
+    scenario: str
+    pools: tuple[PoolSection, ...]
+    changes: dict[str, Any] = {}  # of the scenario
+    requests: int = 0  # at most; 0: as the scenario says
+    seed: int = 1
+    first: float = 1.0  # requests a second, where to begin the search
+
+    @property
+    def gpus(self) -> int:
+        return sum(pool.gpus for pool in self.pools)
+
+
+class Carried(Struct, frozen=True, kw_only=True):
+    rate: float  # requests a second
+    dollars_per_hour: float  # of all its GPUs
+    gpus: int
+    handed_over: float  # share of the requests that two workers served, at that rate
+
+
+def carried(cluster: Cluster) -> Carried:
+    """By search; runs wherever it is called."""
+    scenario = structs.replace(read(cluster.scenario, cluster.changes), pools=cluster.pools, seed=cluster.seed)
+    planned = planned_of(scenario)
+    shares: dict[float, float] = {}
+
+    def attained(rate: float) -> float:
+        if rate < NONE:
+            return 1.0
+        requests = requests_in(_at(scenario, rate, cluster.requests))
+        outcome = simulated(planned, requests)
+        shares[rate] = outcome.disaggregated / outcome.requests
+        return outcome.attainment
+
+    rate = capacity(attained, wanted=WANTED, first=cluster.first)
+    dollars = sum(pool.workers * pool.gpus * pool.dollars_per_hour for pool in planned.pools)
+    return Carried(
+        rate=0.0 if rate < NONE else rate,
+        dollars_per_hour=dollars,
+        gpus=cluster.gpus,
+        handed_over=shares.get(rate, 0.0),
+    )
+
+
+def _at(scenario: Scenario, rate: float, most: int) -> Scenario:
+    assert isinstance(scenario.workload, Drawn), "a drawn workload"
+    requests = min(most or scenario.workload.requests, scenario.workload.requests)
+    return structs.replace(scenario, workload=structs.replace(scenario.workload, rate=rate, requests=requests))

@@ -1,0 +1,58 @@
+"""How many of sixteen workers should compute prompts: the highest rate with 90 % in time, by ratio, for three mixtures of lengths."""
+
+from fleet.roles import Role
+from fleet.sim.scenario import PoolSection
+from loadtests.studies.findings import Cell, Finding, Report, Table
+from loadtests.studies.rates import Cluster, carried
+from loadtests.studies.runs import Effort, spread
+
+WORKERS = 16
+TP = 4
+PREFILLS = (2, 4, 6, 8, 10, 12)
+TRAFFIC = {"chat": (1000, 400), "documents": (4000, 400), "summaries": (8000, 150)}
+"""Mean tokens of prompt and answer."""
+
+FOUND: dict[str, tuple[float, float]] = {"chat": (8, 12), "documents": (8, 12), "summaries": (10, 12)}
+"""Workers for prompts in the best ratio, when this was written."""
+
+
+def _cluster(name: str, prefill: int, effort: Effort) -> Cluster:
+    prompt, answer = TRAFFIC[name]
+    return Cluster(
+        scenario="ratio",
+        pools=(
+            PoolSection(role=Role.PREFILL, gpu="h100", gpus=prefill * TP, tp=TP),
+            PoolSection(role=Role.DECODE, gpu="h100", gpus=(WORKERS - prefill) * TP, tp=TP),
+        ),
+        changes={"workload.prompt_tokens": prompt, "workload.output_tokens": answer},
+        requests=effort.requests,
+        seed=effort.seeds[0],
+        first=min(prefill * 12_000 / prompt, (WORKERS - prefill) * 1500 / answer),
+    )
+
+
+def study(effort: Effort) -> Report:
+    places = [(name, prefill) for name in TRAFFIC for prefill in PREFILLS]
+    clusters = [_cluster(*place, effort) for place in places]
+    found = dict(zip(places, spread(carried, clusters, effort.processes), strict=True))
+    rows: list[tuple[Cell, ...]] = []
+    findings = []
+    for name, (prompt, answer) in TRAFFIC.items():
+        rates = {prefill: found[name, prefill].rate for prefill in PREFILLS}
+        best = max(rates, key=lambda each: rates[each])
+        rows.append((name, f"{prompt}/{answer}", *rates.values(), f"{best}:{WORKERS - best}"))
+        low, high = FOUND.get(name, (float("-inf"), float("inf")))
+        findings.append(
+            Finding(claim=f"{name}: workers for prompts in the best ratio", figure=float(best), low=low, high=high)
+        )
+    return Report(
+        study="ratio",
+        tables=(
+            Table(
+                title="Highest rate on 64 H100, requests a second, by workers for prompts and for answers",
+                columns=("traffic", "tokens", *(f"{each}:{WORKERS - each}" for each in PREFILLS), "best"),
+                rows=rows,
+            ),
+        ),
+        findings=tuple(findings),
+    )

@@ -1,0 +1,42 @@
+"""Prompts and answers as long as those of Azure's conversations, arriving by chance."""
+
+import csv
+import gzip
+from collections.abc import Sequence
+from functools import cache
+from random import Random
+
+from fleet.clock import SECOND, Nanos
+from kvstore.replay import Request
+from loadtests.studies.runs import FOLDER
+
+
+@cache
+def pairs() -> tuple[tuple[int, int], ...]:
+    """Tokens of prompt and answer of each recorded request."""
+    with gzip.open(FOLDER / "traces/azure2023_conv.csv.gz", "rt", encoding="utf-8") as file:
+        return tuple((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file))
+
+
+def independent(requests: int, rate: float, seed: int) -> list[Request]:
+    """Lengths of prompts and answers drawn apart from each other, as Splitwise's simulator does."""
+    chance = Random(seed)
+    recorded = pairs()
+    lengths = [(chance.choice(recorded)[0], chance.choice(recorded)[1]) for _ in range(requests)]
+    return poisson(lengths, rate, chance)
+
+
+def no_longer_than(most: int, requests: int, rate: float, seed: int) -> list[Request]:
+    """Pairs that have fewer than so many tokens together."""
+    chance = Random(seed)
+    fitting = [pair for pair in pairs() if sum(pair) < most]
+    return poisson([chance.choice(fitting) for _ in range(requests)], rate, chance)
+
+
+def poisson(lengths: Sequence[tuple[int, int]], rate: float, chance: Random) -> list[Request]:
+    """Requests that have no prefix in common."""
+    now, requests = 0.0, []
+    for prompt, answer in lengths:
+        now += chance.expovariate(rate)
+        requests.append(Request(Nanos(round(now * SECOND)), prompt, (), max(1, answer)))
+    return requests

@@ -1,0 +1,180 @@
+"""Runs of the simulator that a study puts together: scenarios with changes, parts of traces, loads, and all of it on several cores.
+
+A *load* is the offered work over what the workers could do at most (`loadtests.studies.bound`): at 1 they would all be busy
+all the time if every prefix were cached everywhere and nothing were ever uneven.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct, structs
+
+from fleet.clock import SECOND, Nanos
+from fleet.sim.results import Ended, Outcome
+from fleet.sim.run import Plan, simulate
+from fleet.sim.scenario import Scenario, plan, read_scenario
+from fleet.sim.workloads import requests_of
+from kvstore.replay import Request
+from loadtests.studies.bound import Bound, bound_of
+
+FOLDER = Path(__file__).parent
+CLOSE = 0.03  # of two rates between which a capacity lies: seeds differ by more
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Effort(Struct, frozen=True, kw_only=True):
+    """How much a study may take."""
+
+    seeds: tuple[int, ...] = (1,)
+    processes: int = 1
+    requests: int = 0
+    """Of each run, at most; 0: all. With fewer than all of them findings need not hold."""
+
+
+class Part(StrEnum):
+    """Which requests of a workload."""
+
+    ALL = "all"
+    FIRST = "first"  # half, to choose parameters with
+    SECOND = "second"  # half, to report
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    scenario: str
+    """Name of a file in this folder, without its ending."""
+
+    changes: dict[str, Any] = {}
+    part: Part = Part.ALL
+    requests: int = 0
+    load: float = 0.0
+    """At which requests come; 0: as the scenario says."""
+
+    seed: int = 1
+
+
+class Ran(Struct, frozen=True, kw_only=True):
+    """What became of it."""
+
+    case: Case
+    outcome: Outcome
+    rate: float  # requests a second that came
+    bound: float  # attainment that nobody could have passed
+
+
+def run(case: Case) -> Ran:
+    """One run; needs nothing but its case, so that it can be anywhere."""
+    planned = structs.replace(planned_of(read(case.scenario, case.changes)), seed=case.seed)
+    wanted = {path: value for path, value in case.changes.items() if not path.startswith("router.")}
+    requests, limit = _offered(case.scenario, msgspec.json.encode(wanted, order="sorted"), case.part, case.requests)
+    speed = case.load / limit.load if case.load else 1.0
+    outcome = simulated(planned, faster(requests, speed))
+    seconds = requests[-1].arrival / SECOND / speed
+    return Ran(
+        case=case,
+        outcome=outcome,
+        rate=len(requests) / seconds if seconds else 0.0,
+        bound=limit.attainment(speed),
+    )
+
+
+def simulated(plan: Plan, requests: Iterable[Request], told: Callable[[Ended], None] | None = None) -> Outcome:
+    """Requests that come when they come, on a plan."""
+    return simulate(plan, iter(requests), told=told).outcome
+
+
+def run_all(cases: Sequence[Case], effort: Effort, told: Callable[[Ran], None] | None = None) -> list[Ran]:
+    """All of them, in their order."""
+    ran = []
+    for each in spread(run, cases, effort.processes):
+        if told is not None:
+            told(each)
+        ran.append(each)
+    return ran
+
+
+def spread(work: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Iterator[Result]:
+    """`map`, on several cores; results come in the order of the items."""
+    if processes == 1:
+        yield from map(work, items)
+        return
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        yield from pool.map(work, items)
+
+
+def read(name: str, changes: dict[str, Any] | None = None) -> Scenario:
+    """A scenario of this folder."""
+    return read_scenario(FOLDER / f"{name}.toml", changes or {})
+
+
+def planned_of(scenario: Scenario) -> Plan:
+    return plan(scenario, FOLDER)
+
+
+def requests_in(scenario: Scenario, part: Part = Part.ALL, most: int = 0) -> list[Request]:
+    """Those of a scenario's workload, or a part of them, whose arrivals then begin anew."""
+    drawn = requests_of(scenario.workload, FOLDER, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
+    requests = list(drawn)
+    half = len(requests) // 2
+    match part:
+        case Part.FIRST:
+            requests = requests[:half]
+        case Part.SECOND:
+            requests = requests[half:]
+        case Part.ALL:
+            pass
+    requests = requests[: most or None]
+    first = requests[0].arrival
+    return [_at(each, Nanos(each.arrival - first)) for each in requests] if first else requests
+
+
+def faster(requests: Iterable[Request], speed: float) -> Iterator[Request]:
+    """The same requests, so many times as fast."""
+    for each in requests:
+        yield each if speed == 1 else _at(each, Nanos(round(each.arrival / speed)))
+
+
+def _at(request: Request, arrival: Nanos) -> Request:
+    return Request(arrival, request.prompt_tokens, request.chain, request.output_tokens, request.session)
+
+
+@lru_cache(maxsize=4)
+def _offered(name: str, changes: bytes, part: Part, most: int) -> tuple[list[Request], Bound]:
+    """What is asked for, which does not depend on who routes it, and the bound for it."""
+    scenario = read(name, msgspec.json.decode(changes))
+    requests = requests_in(scenario, part, most)
+    return requests, bound_of(requests, planned_of(scenario))
+
+
+def capacity(
+    attained: Callable[[float], float], *, wanted: float = 0.9, first: float = 1.0, close: float = CLOSE
+) -> float:
+    """The highest load (or rate) at which so large a share is in time, found by doubling and halving.
+
+    Args:
+        attained: Attainment at a load.
+        wanted: Of it.
+        first: Where to begin.
+        close: Relative distance of the two between which the answer lies; the lower one is returned.
+    """
+    low, high = first, first
+    if attained(first) >= wanted:
+        while attained(high := low * 1.5) >= wanted:
+            low = high
+    else:
+        while attained(low := high / 1.5) < wanted:
+            high = low
+    while high / low > 1 + close:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if attained(middle) >= wanted else (low, middle)
+    return low

@@ -1,0 +1,119 @@
+"""Parameters for a contest: the same number of trials for each policy, on requests that no figure is of.
+
+A trial draws each parameter from a short list. The first one has the published defaults, so that nobody gets worse by being tuned. What is
+sought is attainment at a load where things have begun to come late. Agentic sessions are not tuned for: everybody has defaults there.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from loadtests.studies.contestants import Contestant, chosen, published
+from loadtests.studies.findings import Finding, Report, Table
+from loadtests.studies.runs import Case, Effort, Part, planned_of, read, run_all
+
+TRIALS = 8
+LOADS = {"conversation": (0.75,), "split": (0.7,)}
+
+GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
+    "fleet": {
+        "decode_weight": (0.03, 0.1, 0.3),
+        "others_weight": (0.3, 1.0, 2.0),
+        "stall_weight": (0.03, 0.1, 0.3),
+        "prefill_window_tokens": (8192, 16384, 32768),
+        "prefill_size_seconds": (1.0, 3.0, 10.0, 30.0),
+    },
+    "dynamo": {
+        "overlap_score_credit": (0.75, 1.0, 1.5, 2.0),
+        "overlap_score_credit_decay": (0.0, 0.5),
+        "prefill_load_scale": (1.0, 2.0, 4.0, 8.0),
+        "decode_active_request_weight": (0.0, 1.0, 4.0),
+        "router_temperature": (0.0, 0.02),
+    },
+    "mooncake": {
+        "prefill_seconds_per_token": (0.5, 0.75, 1.0, 1.5, 2.0),  # times the engine's own
+        "quadratic_seconds": (0.0, 0.5, 1.0, 2.0, 4.0),
+    },
+}
+"""What may be drawn."""
+
+WORKLOADS: dict[str, tuple[str, dict[str, Any], Part]] = {
+    "conversation": ("policies-conversation", {}, Part.FIRST),
+    "split": ("policies-split", {}, Part.FIRST),
+}
+"""Scenario, changes and part of the requests that parameters are chosen with."""
+
+REQUESTS = {"conversation": 4000, "split": 0}
+"""Of a run; 0: all."""
+
+
+def trials(policy: str, count: int) -> list[dict[str, float]]:
+    """Values of each, the first none: the defaults."""
+    chance = Random(policy)
+    grid = GRIDS[policy]
+    drawn: list[dict[str, float]] = [{}]
+    while len(drawn) < count:
+        values = {name: chance.choice(each) for name, each in grid.items()}
+        if values not in drawn:
+            drawn.append(values)
+    return drawn
+
+
+def search(
+    workload: str, policy: str, effort: Effort, *, count: int = TRIALS, told: Callable[[str], None] = print
+) -> list[tuple[float, Contestant, dict[str, float]]]:
+    """All trials, the best first: mean attainment, contestant, values."""
+    scenario, changes, part = WORKLOADS[workload]
+    loads = LOADS[workload]
+    planned = planned_of(read(scenario, changes))
+    tried = [
+        (published(policy, planned) if not values else chosen(policy, values, planned), values)
+        for values in trials(policy, count)
+    ]
+    cases = [
+        Case(
+            scenario=scenario,
+            changes={**changes, **contestant.changes()},
+            part=part,
+            requests=effort.requests or REQUESTS[workload],
+            load=load,
+            seed=effort.seeds[0],
+        )
+        for contestant, _ in tried
+        for load in loads
+    ]
+    ran = run_all(cases, effort)
+    found = []
+    for place, (contestant, values) in enumerate(tried):
+        attained = [each.outcome.attainment for each in ran[place * len(loads) : (place + 1) * len(loads)]]
+        mean = sum(attained) / len(attained)
+        found.append((mean, contestant, values))
+        told(f"{policy:10} {mean:.4f} {' '.join(f'{each:.3f}' for each in attained)} {values}")
+    return sorted(found, key=lambda each: -each[0])
+
+
+def study(effort: Effort) -> Report:
+    """What a search finds, beside the defaults and what `tuned.toml` has."""
+    tables, findings = [], []
+    for workload in WORKLOADS:
+        rows = []
+        for policy in GRIDS:
+            found = search(workload, policy, effort)
+            best, _, values = found[0]
+            default = next(mean for mean, _, each in found if not each)
+            rows.append((policy, default, best, " ".join(f"{name}={value:g}" for name, value in values.items())))
+            findings.append(
+                Finding(
+                    claim=f"{workload}: what tuning gives {policy}, in attainment on the first half",
+                    figure=best - default,
+                    low=0.0,
+                )
+            )
+        tables.append(
+            Table(
+                title=f"{workload}: best of {TRIALS} trials each, mean attainment at loads {LOADS[workload]}",
+                columns=("policy", "default", "best", "values"),
+                rows=rows,
+            )
+        )
+    return Report(study="tuning", tables=tuple(tables), findings=tuple(findings))

@@ -112,6 +112,7 @@ class AccuracyRow(Struct, frozen=True, kw_only=True):
     system: str  # "all": every GPU
     backend: str  # "all": every engine
     phase: Phase
+    model: str = "all"  # "all": every model; else as `fleet.adapters.aiconfigurator` calls it
     accuracy: Accuracy
     fitted_on: str
     tested_on: str
@@ -277,6 +278,6 @@ def _errors(rows: Sequence[AccuracyRow], basis: Basis, gpu: str, backend: str) -
     for system, engine in ((gpu, backend), ("all", backend), ("all", "all")):
         for row in rows:
             found = (row.basis, row.phase, row.system, row.backend) == (basis, Phase.AGGREGATED, system, engine)
-            if found and row.accuracy.rows >= LEAST_ROWS:
+            if found and row.model == "all" and row.accuracy.rows >= LEAST_ROWS:
                 return row.accuracy.ttft_median, row.accuracy.tpot_median
     return 1.0, 1.0

@@ -67,7 +67,8 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: Link
     gpus_per_node: Annotated[int, Meta(ge=1)]
     watts: Positive  # the board's limit
-    idle_watts: Positive
+    idle_watts: Positive  # with a model loaded, and nothing running
+    idle_source: str  # where that is from; says so where it is an assumption
     source: str
     price: Price | None = None
 
@@ -80,10 +81,6 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if stored in self.flops:
             return stored
         return Number.FP8 if stored is Number.FP4 and Number.FP8 in self.flops and self.maker == "amd" else Number.BF16
-
-    def power(self, utilisation: float) -> float:
-        """Watts at a share of the time at work; a straight line from idle to the limit, as an upper estimate."""
-        return self.idle_watts + (self.watts - self.idle_watts) * min(max(utilisation, 0.0), 1.0)
 
 
 @cache

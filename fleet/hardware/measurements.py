@@ -19,6 +19,9 @@ from msgspec import Struct
 from fleet.hardware.models import Precision
 from fleet.hardware.placement import Parallelism
 
+ALL = "all"
+"""Whatever it is."""
+
 HELD_OUT_OF = 5
 """One curve in so many is not used to fit."""
 
@@ -105,3 +108,35 @@ def accuracy(
         tpot_mape=fmean(each),
         tpot_median=median(each),
     )
+
+
+class Cell(Struct, frozen=True, order=True):
+    """A set of measurements that errors are told of: one system, engine, phase and model, or all of them."""
+
+    system: str
+    backend: str
+    phase: Phase
+    model: str = ALL
+
+    def holds(self, measured: Measurement) -> bool:
+        return measured.phase is self.phase and all(
+            wanted in (ALL, of)
+            for wanted, of in (
+                (self.system, measured.gpu),
+                (self.backend, measured.backend),
+                (self.model, measured.model),
+            )
+        )
+
+
+def cells(measurements: Iterable[Measurement]) -> list[Cell]:
+    """All together, each engine, each GPU with each engine, each model."""
+    found: set[Cell] = set()
+    for each in measurements:
+        found |= {
+            Cell(ALL, ALL, each.phase),
+            Cell(ALL, each.backend, each.phase),
+            Cell(each.gpu, each.backend, each.phase),
+            Cell(ALL, ALL, each.phase, each.model),
+        }
+    return sorted(found, key=lambda cell: (cell.model != ALL, cell))

@@ -15,7 +15,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.errors import ConfigurationRefused
-from fleet.hardware.gpus import GIB, Gpu
+from fleet.hardware.gpus import GIB, Gpu, gpus
 from fleet.hardware.models import Attention, Model, stored_bytes
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -25,6 +25,9 @@ MEMORY_SHARE = 0.9
 
 RESERVE_BYTES = 3.5 * GIB
 """For activations, graphs and the runtime on each GPU; aiconfigurator 0.12 assumes as much (`other_mem` of its systems)."""
+
+MOST_TRIED = 64
+"""GPUs of one replica, when looking for what would hold a model: beyond that, nobody asks for it by accident."""
 
 
 class Parallelism(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +92,7 @@ def place(model: Model, gpu: Gpu, parallelism: Parallelism, *, share: float = ME
     """Put a model on GPUs.
 
     Raises:
-        ConfigurationRefused: The model cannot be cut like that, or does not fit; names the field of the parallelism.
+        ConfigurationRefused: The model cannot be cut like that, or does not fit; names the field, and what would do.
     """
     for field, cause in _obstacles(model, gpu, parallelism):
         raise ConfigurationRefused(f"{model.name}: parallelism.{field}: {cause}")
@@ -98,7 +101,7 @@ def place(model: Model, gpu: Gpu, parallelism: Parallelism, *, share: float = ME
         needed = (placement.weights_bytes + RESERVE_BYTES) / GIB
         raise ConfigurationRefused(
             f"{model.name}: gpu: does not fit: {needed:.1f} GiB on each of {parallelism.gpus} GPUs before any KV, and "
-            f"{gpu.name} has {gpu.memory_gib * share:.1f} GiB to give; take a larger tp or pp, or a narrower precision"
+            f"{gpu.name} has {gpu.memory_gib * share:.1f} GiB to give; {_remedy(placement, share)}"
         )
     return placement
 
@@ -113,12 +116,34 @@ def feasible(
     for size in (1 << power for power in range(most_gpus.bit_length())):
         for tp in (1 << power for power in range(size.bit_length())):
             for way in _ways(model, gpu, size, tp):
-                try:
-                    placement = place(model, gpu, way, share=share)
-                except ConfigurationRefused:
-                    continue
-                if placement.kv_capacity_tokens(share) >= room_tokens:
+                placement = Placement(model=model, gpu=gpu, parallelism=way)
+                possible = next(_obstacles(model, gpu, way), None) is None
+                if possible and placement.kv_capacity_tokens(share) >= room_tokens:
                     yield placement
+
+
+def _remedy(tried: Placement, share: float) -> str:
+    """What would hold the model: more of the same GPUs, else narrower weights, and larger GPUs cut the same way."""
+    model, way = tried.model, tried.parallelism
+    larger = [
+        other.id
+        for other in gpus().values()
+        if Placement(model=model, gpu=other, parallelism=way).kv_room_bytes(share) > 0
+        and next(_obstacles(model, other, way), None) is None
+    ]
+    ways = [each.parallelism for each in feasible(model, tried.gpu, MOST_TRIED, share=share)]
+    if ways:
+        fewest = [each for each in ways if each.gpus == ways[0].gpus]
+        within = [each for each in fewest if each.tp <= tried.gpu.gpus_per_node]
+        said = f"it fits with {_in_words(max(within or fewest, key=lambda each: each.tp))}"
+    else:
+        said = f"no {MOST_TRIED} of them would do; take narrower weights (fp8, fp4)"
+    return said + (f", or cut like that on {', '.join(larger)}" if larger else "")
+
+
+def _in_words(way: Parallelism) -> str:
+    chosen = ((name, getattr(way, name)) for name in way.__struct_fields__)
+    return " ".join(f"{name}={degree}" for name, degree in chosen if degree > 1)
 
 
 def _ways(model: Model, gpu: Gpu, size: int, tp: int) -> Iterator[Parallelism]:

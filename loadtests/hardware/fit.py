@@ -39,8 +39,8 @@ from fleet.hardware.coefficients import (
     Provenance,
     coefficients,
 )
-from fleet.hardware.measurements import Accuracy, Measurement, Phase
-from fleet.hardware.prediction import subject
+from fleet.hardware.measurements import Accuracy, Measurement, Phase, cells
+from fleet.hardware.prediction import can_be_placed, subject
 from loadtests.hardware.campaign import Campaign, campaign
 from loadtests.hardware.operators import aiter_operators, wheel_operators
 from loadtests.hardware.regression import Fitted, Floats, Level, fit
@@ -158,8 +158,9 @@ class Fitting:
     """All measurements, ready to be fitted to in part."""
 
     def __init__(self, sample: Sample) -> None:
+        phases = {each.phase for each in sample.measurements if can_be_placed(each, sample.models)}
         self._campaigns: list[Campaign] = [
-            each for phase in Phase if (each := campaign(sample.measurements, sample.models, phase)).measurements
+            campaign(sample.measurements, sample.models, phase) for phase in Phase if phase in phases
         ]
         self._measurements: list[Measurement] = [each for campaign in self._campaigns for each in campaign.measurements]
         subjects = [subject(each, sample.models) for each in self._measurements]
@@ -170,7 +171,7 @@ class Fitting:
 
     def run(self, wheel: Path, operators: Sequence[Operators]) -> Coefficients:
         held_out = self._where(lambda each: each.held_out)
-        best = self._fit(~held_out, "curves")
+        best = self.committed()
         accuracy = list(self._rows(best, held_out, Basis.MODEL, "four of five curves", "the fifth curve"))
         crossed = self._crossed(lambda each: each.model, sorted({each.model for each in self._measurements}))
         accuracy += _report(crossed, self._measurements, Basis.GPU, "all other models", "each model in turn")
@@ -189,6 +190,10 @@ class Fitting:
             operators=tuple(operators),
             accuracy=tuple(accuracy),
         )
+
+    def committed(self) -> Fitted:
+        """The fit that is written down: to four fifths of all curves, and nothing of the others."""
+        return self._fit(~self._where(lambda each: each.held_out), "curves")
 
     def _where(self, holds: Callable[[Measurement], bool]) -> NDArray[np.bool_]:
         return np.array([holds(each) for each in self._measurements])
@@ -238,28 +243,21 @@ class Fitting:
 def _report(
     errors: Floats, measurements: Sequence[Measurement], basis: Basis, fitted_on: str, tested_on: str
 ) -> list[AccuracyRow]:
-    """Of all together, of each engine, and of each GPU and engine; rows of NaN are left out."""
+    """Of all together, of each engine, of each GPU and engine, and of each model; rows of NaN are left out."""
     rows = []
     tested = ~np.isnan(errors[:, 0])
-    cells = {("all", "all", each.phase) for each in measurements}
-    cells |= {("all", each.backend, each.phase) for each in measurements}
-    cells |= {(each.gpu, each.backend, each.phase) for each in measurements}
-    for system, backend, phase in sorted(cells):
-        inside = tested & np.array(
-            [
-                each.phase is phase and system in ("all", each.gpu) and backend in ("all", each.backend)
-                for each in measurements
-            ]
-        )
+    for cell in cells(measurements):
+        inside = tested & np.array([cell.holds(each) for each in measurements])
         if not inside.any():
             continue
         means, medians = errors[inside].mean(axis=0), np.median(errors[inside], axis=0)
         rows.append(
             AccuracyRow(
                 basis=basis,
-                system=system,
-                backend=backend,
-                phase=phase,
+                system=cell.system,
+                backend=cell.backend,
+                phase=cell.phase,
+                model=cell.model,
                 accuracy=Accuracy(
                     rows=int(inside.sum()),
                     ttft_mape=_short(means[0]),

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from fleet.hardware.measurements import accuracy, distinct
+from fleet.hardware.measurements import accuracy, cells, distinct
 from tests.unit.hardware.measured import a_measurement
 
 
@@ -44,6 +44,23 @@ def test_errors_are_shares_of_what_was_measured():
     assert found.ttft_mape == pytest.approx((0.5 + 0.25) / 2)
     assert found.ttft_median == pytest.approx(0.375)
     assert found.tpot_mape == found.tpot_median == pytest.approx(0.1)
+
+
+def test_errors_are_told_of_all_and_of_each_engine_gpu_and_model():
+    measured = [a_measurement(), a_measurement(gpu="b200", model="another"), a_measurement(backend="sglang")]
+
+    found = {(cell.system, cell.backend, cell.model): sum(map(cell.holds, measured)) for cell in cells(measured)}
+
+    assert found == {
+        ("all", "all", "all"): 3,
+        ("all", "vllm", "all"): 2,
+        ("all", "sglang", "all"): 1,
+        ("h100", "vllm", "all"): 1,
+        ("b200", "vllm", "all"): 1,
+        ("h100", "sglang", "all"): 1,
+        ("all", "all", "llama-3.1-70b"): 2,
+        ("all", "all", "another"): 1,
+    }
 
 
 def test_there_is_no_error_of_nothing():

@@ -1,6 +1,7 @@
 """What fits where, and what is said when it does not."""
 
 import pytest
+from msgspec import structs
 
 from fleet.errors import ConfigurationRefused
 from fleet.hardware.gpus import GIB, gpu
@@ -58,6 +59,30 @@ def test_what_is_impossible_names_the_field(config, on, cuts, field, said):
 
     assert str(refused.value).startswith(f"a-model: {field}: ")
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "on", "cuts", "said"),
+    [
+        (LLAMA_70B, "h100", {"tp": 1}, "it fits with tp=2, or cut like that on b200, b300, gb200, gb300, mi300x"),
+        (LLAMA_70B, "l40s", {"tp": 2}, "it fits with tp=4, or cut like that on h100, h200, b200"),
+        (DEEPSEEK_V3, "l40s", {"tp": 8}, "it fits with tp=8 pp=4, or cut like that on h200, b200"),
+        (DEEPSEEK_V3, "a100", {"tp": 1}, "it fits with tp=8 pp=2"),
+    ],
+)
+def test_what_does_not_fit_is_told_what_would_do(config, on, cuts, said):
+    with pytest.raises(ConfigurationRefused) as refused:
+        place(a_model(config), gpu(on), Parallelism(**cuts))
+
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_fits_nowhere_is_told_so():
+    huge = structs.replace(a_model(), layers=80_000, full_layers=80_000)
+
+    with pytest.raises(ConfigurationRefused, match="no 64 of them would do; take narrower weights"):
+        place(huge, gpu("h100"), Parallelism(tp=8))
 
 
 def test_an_unknown_gpu_is_refused_with_those_that_are_known():

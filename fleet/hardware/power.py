@@ -1,0 +1,72 @@
+"""What GPUs draw while engines run on them: a closed form, and how far to trust it.
+
+Rules:
+
+1. A GPU draws `idle_watts` while nothing runs (with a model loaded: its memory is refreshed, its clocks are up), and a share (`load`)
+   of what lies between that and the board's limit while a step runs.
+2. The share grows with the logarithm of the step's tokens: one sequence's decoding waits for memory, a full chunk of a prompt
+   keeps all units at work. `ALONE` and `DOUBLED` are drawn through published figures (`PUBLISHED`), not fitted to each GPU.
+3. It is of the GPU's board alone: hosts, switches and cooling come on top (a tenth to a half, says who runs data centres).
+
+Arithmetic only, as in `steps`.
+"""
+
+from math import log2
+
+from msgspec import Struct
+
+from fleet.hardware.gpus import Gpu
+
+ALONE = 0.28
+"""Of the range, while one sequence is decoded."""
+
+DOUBLED = 0.064
+"""More for every doubling of the step's tokens."""
+
+MOST = 0.90
+"""MI300X under prompts of 8,192 tokens: 662 to 671 of 750 W (InferenceX, issue 828, 2026-03)."""
+
+ERROR = 0.30
+"""Relative; all of `PUBLISHED` lie within it. Small models on one GPU draw less than any of these: 137 to 300 W on an H200 while
+decoding (arXiv 2605.11999)."""
+
+
+class Draw(Struct, frozen=True, kw_only=True):
+    """A published figure."""
+
+    gpu: str
+    tokens: float  # of a step, about
+    watts: float  # of one GPU, while it is at work
+    source: str
+
+
+PUBLISHED = (
+    Draw(
+        gpu="h100",
+        tokens=1,
+        watts=300,
+        source="ML.ENERGY Benchmark 3.0, as vLLM Semantic Router's power model cites it",
+    ),
+    Draw(gpu="h100", tokens=128, watts=600, source="the same"),
+    Draw(gpu="h100", tokens=64, watts=480, source="Llama-3.3-70B in fp8, tp 4, vLLM 0.6.6: gist lhl/bf81a9c7, 2025-01"),
+    Draw(gpu="h100", tokens=128, watts=520, source="the same"),
+    Draw(gpu="h100", tokens=4, watts=317, source="InferenceX, pull request 2323, 2026-07: 8k + 1k tokens, 4 at once"),
+    Draw(gpu="h200", tokens=4, watts=298, source="the same"),
+    Draw(gpu="a100", tokens=48, watts=272, source="InternLM, issue 248, 2023-08: 48 at once, three GPUs"),
+    Draw(
+        gpu="mi300x",
+        tokens=16,
+        watts=400,
+        source="InferenceX, issue 828, 2026-03: 356 W on average, 79 % of the time at work",
+    ),
+)
+
+
+def load(tokens: float) -> float:
+    """The share of its range that a GPU draws during a step of so many tokens, prompts and answers together."""
+    return min(MOST, ALONE + DOUBLED * log2(max(1.0, tokens)))
+
+
+def watts(gpu: Gpu, share: float) -> float:
+    """At a share of its range; 0 is idle."""
+    return gpu.idle_watts + (gpu.watts - gpu.idle_watts) * share

@@ -1,0 +1,36 @@
+"""What GPUs draw: published figures are met, and every figure says where it is from."""
+
+import pytest
+
+from fleet.hardware.gpus import gpu, gpus
+from fleet.hardware.power import ERROR, MOST, PUBLISHED, load, watts
+
+
+@pytest.mark.parametrize("drawn", PUBLISHED, ids=lambda drawn: f"{drawn.gpu}-{drawn.tokens}-{drawn.watts}")
+def test_published_figures_lie_within_the_error_that_is_told(drawn):
+    assert watts(gpu(drawn.gpu), load(drawn.tokens)) == pytest.approx(drawn.watts, rel=ERROR)
+
+
+def test_larger_steps_draw_more_up_to_a_limit():
+    drawn = [load(tokens) for tokens in (0, 1, 2, 16, 128, 8192, 1 << 20)]
+
+    assert drawn == sorted(drawn)
+    assert drawn[0] == drawn[1] > 0
+    assert drawn[-1] == MOST < 1
+
+
+@pytest.mark.parametrize("name", list(gpus()))
+def test_idle_power_is_below_the_limit_and_says_where_it_is_from(name):
+    device = gpu(name)
+
+    assert 0.1 * device.watts < device.idle_watts < 0.35 * device.watts
+    assert watts(device, 0.0) == device.idle_watts
+    assert device.idle_source.startswith(("assumption: ", f"{device.idle_watts:g} W "))
+
+
+@pytest.mark.parametrize("name", [name for name, device in gpus().items() if device.price is not None])
+def test_a_price_says_whose_it_is_and_of_when(name):
+    price = gpu(name).price
+
+    assert price.source
+    assert len(price.date) == len("2025-06")

@@ -1,81 +1,89 @@
-"""Recorded requests from files, as chains of blocks. Plain JSON lines, or the same compressed by gzip.
+"""Recorded requests from files, as chains of blocks. Plain lines, or the same compressed by gzip.
 
-Two formats are told apart by their first row:
+Formats are told apart by their first line:
 
 - *mooncake*: a request a line, `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids`: one id for each
   512 tokens begun, equal ids for equal prefixes. From the paper "Mooncake" (FAST 2025).
-- *agentic*: a session a line, in `requests` its requests and those of its sub-agents with `t` (seconds from the start),
-  `in`, `out` (tokens) and `hash_delta`: how many ids are `keep`t from the request before, and which runs of new ones
-  (`add`: first, count) follow. An id stands for `block_size` tokens and is known in its session only; ids are gathered
-  into blocks of 512 tokens, the last one possibly partly filled. So many sessions are kept running at a time; when one
-  has ended, the next begins.
+- *agentic*: a session a line; see `fleet.adapters.agentic_traces`.
+- *azure*: CSV of times and lengths; see `fleet.adapters.azure_traces`.
+- *records*: what `fleet sim run --requests` writes, a request a line: `arrival` (ns), `prompt_tokens`, `max_tokens` or
+  `output_tokens`, `session`, and with `--with-blocks` also `block_tokens` and `hash_ids`. They come in the order of their
+  ends, so that all of them are in memory while they are read.
+- *recording*: of a live router; see `fleet.adapters.recorded_traffic`.
+
+Rows are read one after the other, in memory that does not grow with the file, unless they have to be sorted.
 """
 
-import gzip
-import heapq
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain as chained
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
-from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.adapters import agentic_traces, azure_traces, recorded_traffic
+from fleet.adapters.agentic_traces import Session, Turn
+from fleet.adapters.trace_rows import (
+    Count,
+    Cut,
+    Line,
+    Time,
+    Tokens,
+    TraceRefused,
+    decoded,
+    keys_of,
+    lines_of,
+    rows_of,
+)
+from fleet.clock import MILLISECOND, Nanos
 from kvstore.block import blocks_for
 from kvstore.replay import Request
 
-BLOCK_TOKENS = 512
+__all__ = ["Cut", "Session", "Trace", "TraceFile", "TraceRefused", "Turn", "open_trace", "read_trace"]
+
+BLOCK_TOKENS = agentic_traces.BLOCK_TOKENS
 LIVE_SESSIONS = 64
-GZIP_MAGIC = b"\x1f\x8b"
-LONGEST_NUMBER = 1 << 40  # tokens, ids, milliseconds: beyond that, a row is nonsense
+UNSHARED = 1 << 62
+"""From here on blocks are named of which nothing is known: above all names that a trace may use."""
 
-T = TypeVar("T")
-Count = Annotated[int, Meta(ge=0, le=LONGEST_NUMBER)]
-Time = Annotated[float, Meta(ge=0, le=LONGEST_NUMBER)]
+WHOLE = Cut()
+
+Instant = Annotated[int, Meta(ge=0, lt=UNSHARED)]
 
 
-class TraceRefused(Exception):
-    """A trace cannot be read; the message names the file, the line and the field."""
+class TraceFile(Struct, frozen=True, kw_only=True):
+    """A trace whose first row has been looked at. Each call reads it anew, and may raise `TraceRefused` at any row."""
+
+    format: str  # "mooncake", "agentic", "azure", "records" or "recording"
+    block_tokens: int
+    requests: Callable[[], Iterator[Request]]  # in the order of their arrival
+    sessions: Callable[[], Iterator[Session]] | None  # None: the format knows none
+    count: Callable[[], int] | None  # requests, without looking into rows; None: a row is more than one
 
 
 class Trace(Struct, frozen=True, kw_only=True):
     """Requests in the order of their arrival."""
 
-    format: str  # "mooncake" or "agentic"
+    format: str
     block_tokens: int
     requests: list[Request]
 
 
 class _MooncakeRow(Struct, frozen=True):
     timestamp: Time
-    input_length: Count
+    input_length: Tokens
     output_length: Count
     hash_ids: tuple[Count, ...]
 
 
-class _Delta(Struct, frozen=True):
-    keep: Count
-    add: tuple[tuple[Count, Count], ...] = ()
-
-
-class _AgenticRequest(Struct, frozen=True, rename={"prompt_tokens": "in", "output_tokens": "out"}):
-    """A request; or a sub-agent, which has requests of its own."""
-
-    t: Time
-    prompt_tokens: Count = 0
+class _Record(Struct, frozen=True):
+    arrival: Instant
+    prompt_tokens: Tokens
     output_tokens: Count = 0
-    hash_delta: _Delta | None = None
-    requests: "tuple[_AgenticRequest, ...] | None" = None
-
-
-class _AgenticRow(Struct, frozen=True):
-    block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS)]
-    requests: Annotated[tuple[_AgenticRequest, ...], Meta(min_length=1)]
-
-
-_Session = list[Request]
-"""Of one session, arrivals counted from its first request."""
+    max_tokens: Count = 0  # what the answer was to have
+    session: Count = 0
+    block_tokens: Tokens | None = None
+    hash_ids: tuple[Instant, ...] | None = None
 
 
 def read_trace(path: Path, *, live_sessions: int = LIVE_SESSIONS) -> Trace:
@@ -88,137 +96,173 @@ def read_trace(path: Path, *, live_sessions: int = LIVE_SESSIONS) -> Trace:
     Raises:
         TraceRefused: It cannot be read, or a row is wrong.
     """
-    lines = _lines(path)
+    file = open_trace(path, live_sessions=live_sessions)
+    return Trace(format=file.format, block_tokens=file.block_tokens, requests=list(file.requests()))
+
+
+def open_trace(
+    path: Path,
+    *,
+    live_sessions: int = LIVE_SESSIONS,
+    cut: Cut = WHOLE,
+    sort: bool = False,
+    block_tokens: int = BLOCK_TOKENS,
+) -> TraceFile:
+    """Look at a trace.
+
+    Args:
+        path: Of the file.
+        live_sessions: Kept running at a time, where the format knows sessions.
+        cut: Which of its rows count. Where some at its start do not, arrivals are counted from the first that does.
+        sort: Whether rows may be in any order; all of them are then in memory while they are read.
+        block_tokens: Of a block, where the format names none.
+
+    Raises:
+        TraceRefused: It cannot be read, or the first row is wrong.
+    """
+    lines = lines_of(path)
     first = next(lines, None)
+    del lines  # and with it the file is closed
     if first is None:
         raise TraceRefused(f"{path}: is empty")
-    number, text = first
-    row = _decode(path, number, text, dict[str, Any])
-    if "hash_ids" in row:
-        return Trace(
-            format="mooncake", block_tokens=BLOCK_TOKENS, requests=list(_mooncake(path, _chained(first, lines)))
+    if azure_traces.is_header(first[1]):
+        return _of_requests(
+            "azure",
+            block_tokens,
+            rows=lambda: rows_of(path, cut, header=1),
+            read=lambda rows: azure_traces.requests_of(path, first, rows, _Names(block_tokens), ordered=not sort),
+            sort=sort,
+            from_first=sort or cut.begin > 0,
         )
-    if "requests" in row:
-        sessions = _sessions(path, _chained(first, lines))
-        return Trace(format="agentic", block_tokens=BLOCK_TOKENS, requests=list(_interleaved(sessions, live_sessions)))
-    raise TraceRefused(f"{path}:{number}: has neither hash_ids (mooncake) nor requests (agentic)")
+    keys = keys_of(path, *first)
+    if "hash_ids" in keys and "arrival" not in keys:
+        return _of_requests(
+            "mooncake",
+            BLOCK_TOKENS,
+            rows=lambda: rows_of(path, cut),
+            read=lambda rows: _mooncake(path, rows, ordered=not sort),
+            sort=sort,
+            from_first=cut.begin > 0,
+        )
+    if "recording" in keys:
+        return _of_recording(path, cut, block_tokens)
+    if "requests" in keys:
+        return TraceFile(
+            format="agentic",
+            block_tokens=BLOCK_TOKENS,
+            requests=lambda: agentic_traces.requests_of(path, rows_of(path, cut), live_sessions),
+            sessions=lambda: agentic_traces.sessions_of(path, rows_of(path, cut)),
+            count=None,
+        )
+    if "arrival" in keys and "prompt_tokens" in keys:
+        size = decoded(path, *first, _Record).block_tokens or block_tokens
+        return _of_requests(
+            "records",
+            size,
+            rows=lambda: rows_of(path, cut),
+            read=lambda rows: _records(path, rows, size),
+            sort=True,
+            from_first=cut.begin > 0,
+        )
+    raise TraceRefused(
+        f"{path}:{first[0]}: has neither hash_ids (mooncake) nor requests (agentic), nor arrival (records of a simulation),"
+        f" nor recording, and no column {azure_traces.TIME} (azure)"
+    )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, with their numbers from 1."""
-    try:
-        with path.open("rb") as file:
-            is_compressed = file.read(2) == GZIP_MAGIC
-        with gzip.open(path) if is_compressed else path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise TraceRefused(f"{path}: {reason}") from error
+def _of_requests(
+    format_: str,
+    block_tokens: int,
+    *,
+    rows: Callable[[], Iterator[Line]],
+    read: Callable[[Iterator[Line]], Iterator[Request]],
+    sort: bool,
+    from_first: bool,
+) -> TraceFile:
+    """A format in which a row is a request."""
+
+    def requests() -> Iterator[Request]:
+        each = read(rows())
+        ordered = iter(sorted(each, key=_arrival)) if sort else each
+        return _from_first(ordered) if from_first else ordered
+
+    return TraceFile(
+        format=format_,
+        block_tokens=block_tokens,
+        requests=requests,
+        sessions=None,
+        count=lambda: sum(1 for _ in rows()),
+    )
 
 
-def _chained(first: tuple[int, bytes], rest: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    yield first
-    yield from rest
-
-
-def _decode(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
-    try:
-        return msgspec.json.decode(line, type=as_type)
-    except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$")
-        field = place.rstrip("`").lstrip(".")
-        raise TraceRefused(f"{path}:{number}: {field + ': ' if field else ''}{what}") from error
-    except msgspec.DecodeError as error:
-        raise TraceRefused(f"{path}:{number}: is no JSON object: {error}") from error
-
-
-def _mooncake(path: Path, lines: Iterator[tuple[int, bytes]]) -> Iterator[Request]:
-    latest = 0.0
-    for number, line in lines:
-        row = _decode(path, number, line, _MooncakeRow)
-        if row.timestamp < latest:
-            raise TraceRefused(f"{path}:{number}: timestamp: {row.timestamp:g} is before that of the row above")
-        latest = row.timestamp
-        if len(row.hash_ids) > blocks_for(row.input_length, BLOCK_TOKENS):
-            raise TraceRefused(
-                f"{path}:{number}: hash_ids: {len(row.hash_ids)} blocks are more than {row.input_length} tokens fill"
-            )
-        if len(set(row.hash_ids)) < len(row.hash_ids):
-            raise TraceRefused(f"{path}:{number}: hash_ids: an id is there twice, so it cannot name a prefix")
-        yield Request(Nanos(round(row.timestamp * MILLISECOND)), row.input_length, row.hash_ids, row.output_length)
-
-
-def _sessions(path: Path, lines: Iterator[tuple[int, bytes]]) -> Iterator[_Session]:
-    for session, (number, line) in enumerate(lines, 1):
-        row = _decode(path, number, line, _AgenticRow)
-        if BLOCK_TOKENS % row.block_size:
-            raise TraceRefused(f"{path}:{number}: block_size: {row.block_size} does not divide {BLOCK_TOKENS}")
-        try:
-            requests = sorted(_unfolded(row.requests, "requests", 0.0, session, row.block_size), key=_arrival)
-        except ValueError as error:
-            raise TraceRefused(f"{path}:{number}: {error}") from error
-        if not requests:
-            raise TraceRefused(f"{path}:{number}: requests: none of them has a hash_delta")
-        yield requests
+def _of_recording(path: Path, cut: Cut, block_tokens: int) -> TraceFile:
+    if not cut.is_whole:
+        raise TraceRefused(f"{path}: part and sample are of rows, and lines of a recording are events: cut by its time")
+    size = recorded_traffic.block_tokens_of(path) or block_tokens
+    return TraceFile(
+        format="recording",
+        block_tokens=size,
+        requests=lambda: recorded_traffic.requests_of(path, size, _Names(size)),
+        sessions=None,
+        count=None,
+    )
 
 
 def _arrival(request: Request) -> Nanos:
     return request.arrival
 
 
-def _unfolded(
-    rows: tuple[_AgenticRequest, ...], field: str, start: float, session: int, block_size: int
-) -> Iterator[Request]:
-    """The requests of an agent and of its sub-agents.
-
-    Raises:
-        ValueError: A row is wrong; says in which field.
-    """
-    gathered = BLOCK_TOKENS // block_size
-    scope = session << 48  # ids are below 2⁴⁰
-    names: list[int] = []  # of the last request, one for each block_size tokens
-    for index, row in enumerate(rows):
-        if row.requests is not None:
-            yield from _unfolded(row.requests, f"{field}[{index}].requests", start + row.t, session, block_size)
-            continue
-        delta = row.hash_delta
-        if delta is None:
-            raise ValueError(f"{field}[{index}].hash_delta: is missing")
-        if delta.keep > len(names):
-            raise ValueError(f"{field}[{index}].hash_delta.keep: {delta.keep} of {len(names)} ids")
-        if delta.keep + sum(count for _, count in delta.add) > row.prompt_tokens // block_size:
-            raise ValueError(f"{field}[{index}].hash_delta: more ids than {row.prompt_tokens} tokens fill")
-        names = names[: delta.keep]
-        for first, count in delta.add:
-            names.extend(range(scope + first, scope + first + count))
-        chain = names[gathered - 1 :: gathered]
-        if len(names) % gathered:
-            chain.append(names[-1])
-        if len(set(chain)) < len(chain):
-            raise ValueError(f"{field}[{index}].hash_delta: an id is there twice, so it cannot name a prefix")
-        arrival = Nanos(round((start + row.t) * SECOND))
-        yield Request(arrival, row.prompt_tokens, tuple(chain), row.output_tokens, session)
+def _from_first(requests: Iterator[Request]) -> Iterator[Request]:
+    first = next(requests, None)
+    if first is None:
+        return
+    for each in chained((first,), requests):
+        arrival = Nanos(each.arrival - first.arrival)
+        yield Request(arrival, each.prompt_tokens, each.chain, each.output_tokens, each.session)
 
 
-def _interleaved(sessions: Iterator[_Session], live: int) -> Iterator[Request]:
-    """The requests of all sessions, so many of which run at a time."""
-    upcoming: list[tuple[int, int, int, int, _Session]] = []  # arrival, session's number, index, begin, session
+class _Names:
+    """Names for blocks that no other prompt has."""
 
-    def begin(now: int) -> None:
-        session = next(sessions, None)
-        if session is not None:
-            first = session[0]
-            heapq.heappush(upcoming, (now, first.session, 0, now - first.arrival, session))
+    def __init__(self, block_tokens: int):
+        self._block_tokens = block_tokens
+        self._next = UNSHARED
 
-    for _ in range(live):
-        begin(0)
-    while upcoming:
-        now, number, index, began, session = heapq.heappop(upcoming)
-        request = session[index]
-        yield Request(Nanos(now), request.prompt_tokens, request.chain, request.output_tokens, number)
-        if index + 1 < len(session):
-            heapq.heappush(upcoming, (began + session[index + 1].arrival, number, index + 1, began, session))
+    def __call__(self, tokens: int) -> tuple[int, ...]:
+        first = self._next
+        self._next += blocks_for(tokens, self._block_tokens)
+        return tuple(range(first, self._next))
+
+
+def _mooncake(path: Path, lines: Iterator[Line], *, ordered: bool) -> Iterator[Request]:
+    latest = 0.0
+    for number, line in lines:
+        row = decoded(path, number, line, _MooncakeRow)
+        if ordered and row.timestamp < latest:
+            raise TraceRefused(f"{path}:{number}: timestamp: {row.timestamp:g} is before that of the row above")
+        latest = row.timestamp
+        _check_chain(path, number, row.hash_ids, row.input_length, BLOCK_TOKENS)
+        yield Request(Nanos(round(row.timestamp * MILLISECOND)), row.input_length, row.hash_ids, row.output_length)
+
+
+def _records(path: Path, lines: Iterator[Line], block_tokens: int) -> Iterator[Request]:
+    names = _Names(block_tokens)
+    for number, line in lines:
+        row = decoded(path, number, line, _Record)
+        if row.hash_ids is None:
+            chain = names(row.prompt_tokens)
+        elif row.block_tokens == block_tokens:
+            chain = row.hash_ids
+            _check_chain(path, number, chain, row.prompt_tokens, block_tokens)
         else:
-            begin(now)
+            raise TraceRefused(
+                f"{path}:{number}: block_tokens: {row.block_tokens} is not {block_tokens}, as in the first row"
+            )
+        yield Request(Nanos(row.arrival), row.prompt_tokens, chain, row.max_tokens or row.output_tokens, row.session)
+
+
+def _check_chain(path: Path, number: int, chain: tuple[int, ...], tokens: int, block_tokens: int) -> None:
+    if len(chain) > blocks_for(tokens, block_tokens):
+        raise TraceRefused(f"{path}:{number}: hash_ids: {len(chain)} blocks are more than {tokens} tokens fill")
+    if len(set(chain)) < len(chain):
+        raise TraceRefused(f"{path}:{number}: hash_ids: an id is there twice, so it cannot name a prefix")

@@ -8,14 +8,23 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.local_processes import ClusterFailed, LocalProcesses, runtime_folder
 from fleet.adapters.local_topology import Plan, plan
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.client import AsyncClient, FleetError
-from fleet.config import TINY, Topology, child_environment, default_cache_dir, model_folder, served_name
+from fleet.config import (
+    SIMULATED,
+    TINY,
+    Topology,
+    adapter_folders,
+    child_environment,
+    default_cache_dir,
+    model_folder,
+    served_name,
+)
 from fleet.errors import ConfigurationRefused
 
 SEEN_WITHIN = 30.0  # seconds from the last worker's readiness to the router's knowing it; less than one is usual
@@ -74,7 +83,7 @@ async def with_cluster(
         ConfigurationRefused: Something in the topology cannot be obeyed.
         ClusterFailed: A process failed before the cluster was ready, or over and over.
     """
-    simulated = topology.cluster.engine == "simulated"
+    simulated = topology.cluster.engine == SIMULATED
     tiny = Path()
     if topology.cluster.model == TINY:
         try:
@@ -82,6 +91,8 @@ async def with_cluster(
         except OSError as error:
             raise ConfigurationRefused(f"the tiny model cannot be built in {default_cache_dir()}: {error}") from error
     folder = model_folder(topology.cluster, tiny, surroundings.relative_to)
+    adapters = adapter_folders(topology.cluster, surroundings.relative_to)
+    topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))
     with runtime_folder() as runtime:
         planned = plan(topology, folder=runtime, model_dir=folder, model=served_name(topology.cluster, folder))
         processes = LocalProcesses(

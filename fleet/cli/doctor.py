@@ -174,13 +174,13 @@ def _service(module: str, extra: str, port: int) -> Probe:
     return probe
 
 
-def _library(module: str, distribution: str, fix: str) -> Probe:
+def _library(module: str, distribution: str, fix: str, use: str = UNUSED) -> Probe:
     """A library that needs nothing besides itself."""
 
     def probe() -> Verdict:
         if importlib.util.find_spec(module) is None:
-            return Verdict(False, f"not installed; {UNUSED}", fix)
-        return Verdict(True, f"{_version_of(distribution)}; {UNUSED}")
+            return Verdict(False, f"not installed; {use}", fix)
+        return Verdict(True, f"{_version_of(distribution)}; {use}")
 
     return probe
 
@@ -265,7 +265,8 @@ PROBES: Sequence[tuple[str, Probe]] = (
     ("gds", _gds),
     ("etcd", _service("aetcd", "etcd", 2379)),
     ("redis", _service("redis", "redis", 6379)),
-    ("ray", _library("ray", "ray", "pip install 'fleet-serving[ray]'")),
+    ("ray", _library("ray", "ray", "pip install 'fleet-serving[ray]'", "for fleet sim sweep --ray")),
+    ("parquet", _library("pyarrow", "pyarrow", "pip install 'fleet-serving[parquet]'", "for fleet sim run --requests")),
     ("kubernetes", _kubernetes),
 )
 

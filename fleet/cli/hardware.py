@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fleet.hardware.coefficients import AccuracyRow
     from fleet.hardware.models import Model, Precision
     from fleet.hardware.placement import Placement
+    from fleet.hardware.steps import StepModel
 
 NUMBERS = ("bf16", "fp8", "fp4", "int4")
 LARGEST = 1 << 30
@@ -94,13 +95,14 @@ def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
             continue
         lines += ["", title] if lines else [title]
         lines.append(
-            f"  {'system':7} {'engine':7} {'phase':14} {'rows':>5}  {'TTFT mean':>9} {'median':>7}  {'TPOT mean':>9} {'median':>7}"
+            f"  {'system':7} {'engine':7} {'phase':14} {'model':14} {'rows':>5}  {'TTFT mean':>9} {'median':>7}"
+            f"  {'TPOT mean':>9} {'median':>7}"
         )
         for row in shown:
             of = row.accuracy
             lines.append(
-                f"  {row.system:7} {row.backend:7} {row.phase:14} {of.rows:5}  {of.ttft_mape:9.1%} {of.ttft_median:7.1%}"
-                f"  {of.tpot_mape:9.1%} {of.tpot_median:7.1%}"
+                f"  {row.system:7} {row.backend:7} {row.phase:14} {row.model:14} {of.rows:5}  {of.ttft_mape:9.1%}"
+                f" {of.ttft_median:7.1%}  {of.tpot_mape:9.1%} {of.tpot_median:7.1%}"
             )
             answer.append(_flat(row))
     return answer, lines
@@ -110,7 +112,7 @@ def _predicted(wheel: Path) -> "list[AccuracyRow]":
     """The held-out measurements of a wheel, predicted with the coefficients of this version."""
     from fleet.adapters.aiconfigurator import read_sample  # noqa: PLC0415
     from fleet.hardware.coefficients import AccuracyRow, Basis, coefficients  # noqa: PLC0415
-    from fleet.hardware.measurements import accuracy  # noqa: PLC0415
+    from fleet.hardware.measurements import accuracy, cells  # noqa: PLC0415
     from fleet.hardware.prediction import can_be_placed, predict  # noqa: PLC0415
 
     known, sample = coefficients(), read_sample(wheel)
@@ -121,24 +123,17 @@ def _predicted(wheel: Path) -> "list[AccuracyRow]":
         file=sys.stderr,
     )
     predicted = {each: predict(each, sample.models, known) for each in tested}
-    cells = {("all", "all", each.phase) for each in tested}
-    cells |= {("all", each.backend, each.phase) for each in tested}
-    cells |= {(each.gpu, each.backend, each.phase) for each in tested}
     rows = []
-    for system, backend, phase in sorted(cells):
-        inside = [
-            each
-            for each in tested
-            if each.phase is phase and system in ("all", each.gpu) and backend in ("all", each.backend)
-        ]
-        found = accuracy(inside, predicted.__getitem__)
+    for cell in cells(tested):
+        found = accuracy([each for each in tested if cell.holds(each)], predicted.__getitem__)
         assert found is not None, "every cell has a measurement"
         rows.append(
             AccuracyRow(
                 basis=Basis.MODEL,
-                system=system,
-                backend=backend,
-                phase=phase,
+                system=cell.system,
+                backend=cell.backend,
+                phase=cell.phase,
+                model=cell.model,
                 accuracy=found,
                 fitted_on="four of five curves",
                 tested_on="the fifth curve",
@@ -155,6 +150,7 @@ def _flat(row: "AccuracyRow") -> dict[str, Any]:
         "system": row.system,
         "backend": row.backend,
         "phase": row.phase,
+        "model": row.model,
         "basis": row.basis,
         **figures,
         "fitted_on": row.fitted_on,
@@ -168,6 +164,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
     from fleet.hardware.coefficients import estimate  # noqa: PLC0415
     from fleet.hardware.gpus import GIB, gpu  # noqa: PLC0415
     from fleet.hardware.placement import Parallelism, place  # noqa: PLC0415
+    from fleet.hardware.power import ERROR  # noqa: PLC0415
     from fleet.hardware.prediction import BUDGET_TOKENS  # noqa: PLC0415
 
     device = gpu(arguments.gpu, "--gpu")
@@ -185,6 +182,8 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
         budget_tokens=BUDGET_TOKENS,
     )
     rate = arguments.concurrency / (seen.ttft + arguments.answer * seen.tpot)  # requests a second
+    drawn = _watts(placement, estimated.step, arguments.prompt, arguments.concurrency / way.dp, rate / way.dp)
+    joules = drawn / (rate * arguments.answer)
     answer = {
         "model": model.name,
         "parameters": model.parameters,
@@ -197,6 +196,10 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
         "tpot_ms": round(seen.tpot * 1e3, 2),
         "answer_tokens_per_second": round(rate * arguments.answer, 1),
         "dollars_per_million_answer_tokens": _cost(placement, rate * arguments.answer),
+        "price": f"{device.price.source}, {device.price.date}" if device.price is not None else None,
+        "watts": round(drawn),
+        "joules_per_answer_token": round(joules, 3),
+        "power_error": ERROR,
         "basis": estimated.basis,
         "measurements": estimated.rows,
         "ttft_error": estimated.ttft_error,
@@ -221,6 +224,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
             f"{seen.ttft * 1e3:.0f} ms (± {estimated.ttft_error:.0%}), then {seen.tpot * 1e3:.1f} ms each "
             f"(± {estimated.tpot_error:.0%}); {rate * arguments.answer:,.0f} tokens/s"
         ),
+        f"{drawn:,.0f} W (± {ERROR:.0%}, boards alone), {joules:.2g} J an answer token{_cost_in_words(answer)}",
         f"rests on {rests}; ± is the median error of such estimates",
     ]
     return answer, lines
@@ -237,6 +241,23 @@ def _stored(model: "Model", weights: str | None, kv: str | None) -> "Model":
     if kv is not None:
         precision = msgspec.structs.replace(precision, kv=Number(kv))
     return msgspec.structs.replace(model, precision=precision)
+
+
+def _watts(placement: "Placement", step: "StepModel", prompt: int, running: float, rate: float) -> float:
+    """Of all GPUs of a replica whose attention groups each take so many requests a second, so many at once."""
+    from fleet.hardware.power import load, watts  # noqa: PLC0415
+    from fleet.hardware.prediction import BUDGET_TOKENS  # noqa: PLC0415
+    from fleet.hardware.steps import pairs  # noqa: PLC0415
+
+    prompts = min(1.0, rate * step.seconds(prompt, pairs(prompt, 0.0), 0.0, 0.0))  # of the time
+    share = prompts * load(min(prompt, BUDGET_TOKENS)) + (1 - prompts) * load(running)
+    return placement.parallelism.gpus * watts(placement.gpu, share)
+
+
+def _cost_in_words(answer: Mapping[str, Any]) -> str:
+    if answer["price"] is None:
+        return "; no price is known"
+    return f", ${answer['dollars_per_million_answer_tokens']:.3g} a million of them ({answer['price']})"
 
 
 def _cost(placement: "Placement", tokens_per_second: float) -> float | None:

@@ -8,9 +8,11 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fleet.adapters.process_group import die_with_parent
 from fleet.cli.exits import DONE, FAILED
+from fleet.config import changes_of
 from fleet.errors import ConfigurationRefused
 
 PARTS = ("router", "worker", "kvstore")
@@ -32,10 +34,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of a router: so many, behind the same ports (default: 1)",
     )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="of a router: write down what it hears and decides, for `fleet sim replay`",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, as in worker_id=$(POD_NAME)"
+    )
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process, the parent, does")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.record is not None and arguments.part != "router":
+        raise ConfigurationRefused(f"--record: a {arguments.part} records nothing; only a router does")
     if arguments.parent is not None:
         die_with_parent(arguments.parent)
     # Until the part listens for it, a request to end ends the process at once; Ctrl-C is the supervisor's to handle.
@@ -53,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     from workers.ports import EngineDied  # noqa: PLC0415
 
     try:
-        serve(arguments.part, arguments.config, _announcer(arguments.ready_fd))
+        serve(arguments.part, arguments.config, _announcer(arguments.ready_fd), _changes(arguments))
     except (EngineDied, NodeEnded, StoreUnreachable) as error:
         print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
@@ -73,7 +86,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
 
     if arguments.part != "router":
         raise ConfigurationRefused(f"--processes: a {arguments.part} is one process; start it several times instead")
-    settings = load(arguments.config, RouterSettings)
+    settings = load(arguments.config, RouterSettings, _changes(arguments))
     announce = _announcer(arguments.ready_fd)
     try:
         with runtime_folder() as folder:
@@ -97,6 +110,12 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
         say(str(error))
         return FAILED
     return DONE
+
+
+def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What options say in place of the settings file."""
+    changes = changes_of(arguments.set)
+    return changes if arguments.record is None else changes | {"record": str(arguments.record.absolute())}
 
 
 def _count(text: str) -> int:

@@ -18,7 +18,7 @@ class KvBudget:
     def __init__(self, blocks: int):
         assert blocks >= 1, blocks
         self._free = blocks
-        self._held: dict[int, int] = {}  # sequences that hold a named block
+        self._users: dict[int, int] = {}  # sequences that hold a named block; 0: it is idle
         self._idle: OrderedDict[int, None] = OrderedDict()  # released longest ago first
         self._stored: list[int] = []
         self._removed: list[int] = []
@@ -36,32 +36,35 @@ class KvBudget:
 
     def leading(self, keys: Sequence[int]) -> int:
         """How many blocks of a chain are here, from its first on."""
-        held, idle = self._held, self._idle
-        for index, key in enumerate(keys):
-            if key not in held and key not in idle:
-                return index
-        return len(keys)
+        users = self._users
+        if not keys or keys[0] not in users:
+            return 0
+        here = list(map(users.__contains__, keys))
+        return here.index(False) if False in here else len(here)
 
     def idle_among(self, keys: Sequence[int]) -> int:
-        return sum(key in self._idle for key in keys)
+        return sum(map(self._idle.__contains__, keys))
 
     def hold(self, keys: Sequence[int]) -> None:
         """Hold blocks that are here."""
+        users, idle = self._users, self._idle
         for key in keys:
-            if key in self._idle:
-                del self._idle[key]
-                self._held[key] = 1
-            else:
-                self._held[key] += 1
+            if not (before := users[key]):
+                del idle[key]
+            users[key] = before + 1
 
     def take(self, blocks: int) -> None:
         """Own so many blocks without a name; there must be room (`available`)."""
         assert blocks <= self.available, (blocks, self.available)
-        while self._free < blocks:
-            key, _ = self._idle.popitem(last=False)
-            self._removed.append(key)
-            self._free += 1
-        self._free -= blocks
+        if (missing := blocks - self._free) > 0:
+            forget, users = self._idle.popitem, self._users
+            gone = [forget(False)[0] for _ in range(missing)]
+            for key in gone:
+                del users[key]
+            self._removed += gone
+            self._free = 0
+        else:
+            self._free -= blocks
 
     def give(self, blocks: int) -> None:
         """Own so many blocks less."""
@@ -72,32 +75,41 @@ class KvBudget:
 
         The first of equal blocks takes the name; another one stays what it is until its sequence ends.
         """
-        held, idle = self._held, self._idle
-        named = [key for key in keys if key not in held and key not in idle]
-        held.update(dict.fromkeys(named, 1))
+        users = self._users
+        named = [key for key in keys if key not in users]
+        users.update(dict.fromkeys(named, 1))
         self._stored += named
         return named
 
     def release(self, keys: Sequence[int]) -> None:
         """Hold named blocks no longer."""
-        held, idle = self._held, self._idle
+        users, idle = self._users, self._idle
         for key in reversed(keys):
-            if (users := held[key]) > 1:
-                held[key] = users - 1
-            else:
-                del held[key]
+            left = users[key] - 1
+            users[key] = left
+            if not left:
                 idle[key] = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether `changes` has something to tell."""
+        return bool(self._stored or self._removed)
 
     def changes(self) -> tuple[list[int], list[int]]:
         """Names that came and are here, and names that went, since the last call. Some may be in both: they went first."""
         stored, removed = self._stored, self._removed
         if removed:
-            stored = [key for key in stored if key in self._held or key in self._idle]
+            users = self._users
+            stored = [key for key in stored if key in users]
         self._stored, self._removed = [], []
         return stored, removed
+
+    def names(self) -> list[int]:
+        """Of all blocks that can be found here."""
+        return list(self._users)
 
     def check(self) -> None:
         """Assert rule 1."""
         assert 0 <= self._free <= self.blocks
-        assert not self._held.keys() & self._idle.keys()
-        assert all(users >= 1 for users in self._held.values())
+        assert all(users >= 0 for users in self._users.values())
+        assert {key for key, users in self._users.items() if not users} == self._idle.keys()

@@ -1,26 +1,36 @@
-"""The highest rate of arrivals at which a scenario keeps its SLO.
+"""The highest load at which a scenario keeps its SLO.
 
-Attainment falls as the rate grows, but for noise. So: double the rate until it is missed, then halve the distance between the
-highest rate that kept it and the lowest that did not, until they are `CLOSE`. Every try has the same requests in the same order.
+Attainment falls as the load grows, but for noise. So: double the load until it is missed, then halve the distance between the
+highest load that kept it and the lowest that did not, until they are `CLOSE`. The load is the rate of arrivals; of clients that
+wait for answers it is their number. Every try has the same requests in the same order, and is a point of the curve.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused
-from fleet.sim.run import simulate
-from fleet.sim.scenario import Scenario, plan
-from fleet.sim.workloads import Drawn, Workload, requests_of
-from kvstore.replay import Request
+from fleet.sim.load_curve import Arrivals
+from fleet.sim.scenario import Scenario, run_scenario, scaled, waiting_users
 
 CLOSE = 0.02
-"""Relative distance of the two rates between which the answer lies."""
+"""Relative distance of the two loads between which the answer lies."""
 
 MOST_DOUBLINGS = 20
 MOST_HALVINGS = 8  # at so low a rate requests are alone
+
+
+class Point(Struct, frozen=True, kw_only=True):
+    """One load that was tried."""
+
+    rate: float  # requests a second
+    users: int  # clients that wait for answers; 0: they do not
+    attainment: float
+    goodput_rps: float
+    ttft_ms: float  # p90
+    tpot_ms: float
+    cost_per_million_tokens: float
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
@@ -28,96 +38,109 @@ class Capacity(Struct, frozen=True, kw_only=True):
 
     rate: float  # requests a second
     rate_per_gpu: float
+    users: int
     attainment: float  # at that rate
     wanted: float
     goodput_rps: float
     tries: int
+    curve: tuple[Point, ...]  # attainment over load: all that was tried, by load
 
 
 def capacity(
-    scenario: Scenario, folder: Path, wanted: float, *, tried: Callable[[float, float], None] | None = None
+    scenario: Scenario,
+    folder: Path,
+    wanted: float,
+    *,
+    points: int = 0,
+    tried: Callable[[Point], None] | None = None,
 ) -> Capacity:
     """Search.
 
     Args:
-        scenario: Its own rate, or its trace's, is the first that is tried.
+        scenario: Its own rate, its trace's, or its number of users is the first that is tried.
         folder: That its paths are relative to.
         wanted: Share of requests that keep the SLO.
-        tried: Told of each try: rate, attainment.
+        points: So many loads more are tried, at equal distances up to one and a half times the answer.
+        tried: Told of each try.
 
     Raises:
-        ConfigurationRefused: The scenario cannot be run; or no rate keeps its SLO, however low, or every one does.
+        ConfigurationRefused: The scenario cannot be run; or no load keeps its SLO, however low, or every one does.
     """
-    planned = plan(scenario, folder)
-    gpus = sum(pool.workers * pool.gpus for pool in planned.pools)
-    tries = 0
-    kept: Capacity | None = None
-
-    def keeps(speed: float) -> bool:
-        nonlocal tries, kept
-        tries += 1
-        workload = _faster(scenario.workload, speed)
-        requests = _Watched(
-            requests_of(workload, folder, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
-        )
-        outcome = simulate(planned, requests).outcome
-        rate = outcome.requests / (requests.last_arrival / SECOND) if requests.last_arrival else 0.0
-        if tried is not None:
-            tried(rate, outcome.attainment)
-        if outcome.attainment < wanted:
-            return False
-        kept = Capacity(
-            rate=rate,
-            rate_per_gpu=rate / gpus,
-            attainment=outcome.attainment,
-            wanted=wanted,
-            goodput_rps=outcome.goodput_rps,
-            tries=tries,
-        )
-        return True
-
-    low, high = _bracket(keeps)
-    while high / low > 1 + CLOSE:
+    search = _Search(scenario, folder, wanted, tried)
+    low, high = _bracket(search)
+    while high / low > 1 + CLOSE and not search.same(low, high):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if keeps(middle) else (low, middle)
-    assert kept is not None
-    return structs.replace(kept, tries=tries)
-
-
-class _Watched(Iterator[Request]):
-    """Requests, and when the latest of them came."""
-
-    def __init__(self, requests: Iterator[Request]):
-        self._requests = requests
-        self.last_arrival = Nanos(0)
-
-    def __next__(self) -> Request:
-        request = next(self._requests)
-        self.last_arrival = request.arrival
-        return request
-
-
-def _bracket(keeps: Callable[[float], bool]) -> tuple[float, float]:
-    """Two speeds, one twice the other, of which the lower keeps the SLO."""
-    speed = 1.0
-    if keeps(speed):
-        for _ in range(MOST_DOUBLINGS):
-            if not keeps(2 * speed):
-                return speed, 2 * speed
-            speed *= 2
-        raise ConfigurationRefused(
-            f"slo: is kept at {speed:g} times the rate as well: the workload is too short to tell"
-        )
-    for _ in range(MOST_HALVINGS):
-        if keeps(speed / 2):
-            return speed / 2, speed
-        speed /= 2
-    raise ConfigurationRefused(
-        "slo: is kept at no rate: too many requests take longer even alone; raise it, or take faster workers"
+        if search.same(low, middle) or search.same(middle, high):
+            break  # there is no number of users in between
+        low, high = (middle, high) if search.keeps(middle) else (low, middle)
+    best = search.at(low)
+    for number in range(1, points + 1):
+        search.at(1.5 * low * number / points)
+    gpus = sum(pool.gpus for pool in scenario.pools)
+    return Capacity(
+        rate=best.rate,
+        rate_per_gpu=best.rate / gpus,
+        users=best.users,
+        attainment=best.attainment,
+        wanted=wanted,
+        goodput_rps=best.goodput_rps,
+        tries=len(search.points),
+        curve=tuple(search.points[load] for load in sorted(search.points)),
     )
 
 
-def _faster(workload: Workload, speed: float) -> Workload:
-    if isinstance(workload, Drawn):
-        return structs.replace(workload, rate=workload.rate * speed)
-    return structs.replace(workload, speed=workload.speed * speed)
+class _Search:
+    """Loads that have been tried, in units of the scenario's own."""
+
+    def __init__(self, scenario: Scenario, folder: Path, wanted: float, tried: Callable[[Point], None] | None):
+        self._scenario, self._folder, self._wanted, self._tried = scenario, folder, wanted, tried
+        self.points: dict[float, Point] = {}
+
+    def keeps(self, load: float) -> bool:
+        return self.at(load).attainment >= self._wanted
+
+    def same(self, load: float, other: float) -> bool:
+        """Whether two loads are the same number of users."""
+        users = waiting_users(scaled(self._scenario, load))
+        return 0 < users == waiting_users(scaled(self._scenario, other))
+
+    def at(self, load: float) -> Point:
+        if (known := self.points.get(load)) is not None:
+            return known
+        loaded, arrivals = scaled(self._scenario, load), Arrivals()
+        outcome = run_scenario(loaded, self._folder, told=arrivals.add).outcome
+        point = Point(
+            rate=arrivals.rate,
+            users=waiting_users(loaded),
+            attainment=outcome.attainment,
+            goodput_rps=outcome.goodput_rps,
+            ttft_ms=outcome.ttft_ms["p90"],
+            tpot_ms=outcome.tpot_ms["p90"],
+            cost_per_million_tokens=outcome.cost_per_million_tokens,
+        )
+        self.points[load] = point
+        if self._tried is not None:
+            self._tried(point)
+        return point
+
+
+def _bracket(search: _Search) -> tuple[float, float]:
+    """Two loads, one twice the other, of which the lower keeps the SLO."""
+    load = 1.0
+    if search.keeps(load):
+        for _ in range(MOST_DOUBLINGS):
+            if not search.keeps(2 * load):
+                return load, 2 * load
+            load *= 2
+        raise ConfigurationRefused(
+            f"slo: is kept at {load:g} times the load as well: the workload is too short to tell"
+        )
+    for _ in range(MOST_HALVINGS):
+        if search.same(load / 2, load):
+            break  # one user
+        if search.keeps(load / 2):
+            return load / 2, load
+        load /= 2
+    raise ConfigurationRefused(
+        "slo: is kept at no rate: too many requests take longer even alone; raise it, or take faster workers"
+    )

@@ -1,17 +1,32 @@
-"""Line charts as SVG, for pages that must open anywhere: no script, no font, nothing fetched."""
+"""Line charts as SVG, for pages that must open anywhere: no script, no font, nothing fetched.
 
-from collections.abc import Sequence
-from html import escape
+Rules:
+
+1. Whatever a chart is told is text: names go through `Markup`, which escapes them.
+2. Colours and dashes are classes (`line-0` …) that the page defines, for a light and for a dark ground. Lines differ in both.
+3. Every point can be read: by pointing at it (`title`), and in a table below the chart, for those who cannot see or point.
+4. Words never overlap: labels of an axis that would are left out.
+"""
+
+from collections.abc import Callable, Sequence
 from math import ceil, floor, log10
 
+from markupsafe import Markup
 from msgspec import Struct
 
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 44
-COLOURS = ("#1f6f8b", "#c8553d", "#588b3b", "#7d5ba6")  # told apart by colour-blind readers too
+LEFT, RIGHT, TOP, BOTTOM = 62, 16, 16, 46
 TICKS = 5
+LINES = 6
+"""Of one chart, at most: so many colours can be told apart."""
+
+FEW, DENSE = 12, 210
+"""Points of a line: up to the one they are all marked, beyond the other the line is thinner."""
+
+CHARACTER = 6.4  # pixels that one takes in a label, at most
+ROUND: tuple[float, ...] = (1, 2, 5, 10)
 
 
 class Line(Struct, frozen=True, kw_only=True):
@@ -20,10 +35,11 @@ class Line(Struct, frozen=True, kw_only=True):
 
 
 class Mark(Struct, frozen=True, kw_only=True):
-    """A vertical line, as for a promised limit."""
+    """A limit, drawn across the chart."""
 
     at: float
     name: str
+    upright: bool = True  # on the x axis; else on the y axis
 
 
 class _Scale:
@@ -32,8 +48,8 @@ class _Scale:
     def __init__(self, low: float, high: float, start: float, end: float, *, logarithmic: bool):
         self._log = logarithmic
         if logarithmic:
-            low, high = floor(log10(low)), max(ceil(log10(high)), floor(log10(low)) + 1)
-        elif high <= low:
+            low, high = log10(low), log10(high)
+        if high <= low:
             high = low + 1.0
         self._low, self._high, self._start, self._end = low, high, start, end
 
@@ -44,76 +60,230 @@ class _Scale:
         return self._start + min(max(share, 0.0), 1.0) * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        if self._log:
-            return [10.0**power for power in range(int(self._low), int(self._high) + 1)]
-        step = _round_step((self._high - self._low) / TICKS)
-        first = ceil(self._low / step)
-        return [number * step for number in range(first, floor(self._high / step) + 1)]
+        if not self._log:
+            step = _round_up((self._high - self._low) / TICKS)
+            first = ceil(self._low / step - 1e-9)
+            return [number * step for number in range(first, floor(self._high / step + 1e-9) + 1)]
+        powers = range(floor(self._low), ceil(self._high) + 1)
+        few = self._high - self._low <= 2.5
+        values = [factor * 10.0**power for power in powers for factor in (ROUND[:3] if few else ROUND[:1])]
+        return [value for value in values if self._low - 1e-9 <= log10(value) <= self._high + 1e-9]
 
 
-def chart(title: str, x: str, y: str, lines: Sequence[Line], *, log_x: bool = False, mark: Mark | None = None) -> str:
-    """One chart.
+def chart(
+    title: str,
+    x: str,
+    y: str,
+    lines: Sequence[Line],
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    shares: bool = False,
+    marks: Sequence[Mark] = (),
+) -> Markup:
+    """One chart, with its legend and its table.
 
     Args:
         title: Above it.
         x: What is to the right, with its unit.
         y: What goes up, with its unit.
-        lines: At most as many as there are colours; empty ones are left out.
-        log_x: Whether distances to the right are powers of ten; values must then be above zero.
-        mark: A limit on the x axis.
+        lines: At most `LINES`; empty ones are left out.
+        log_x: Whether distances to the right are powers of ten; points that are not above zero are left out.
+        log_y: The same, of distances up.
+        shares: Whether y is a share of a whole: from 0 to 1, written in percent.
+        marks: Limits.
     """
-    drawn = [line for line in lines if line.points]
-    assert len(drawn) <= len(COLOURS), [line.name for line in drawn]
+    drawn = [
+        Line(name=line.name, points=points)
+        for line in lines
+        if (points := [(x, y) for x, y in line.points if (x > 0 or not log_x) and (y > 0 or not log_y)])
+    ]
+    assert len(drawn) <= LINES, [line.name for line in drawn]
     if not drawn:
-        return f"<figure><figcaption>{escape(title)}</figcaption><p>nothing to draw</p></figure>"
-    xs = [point[0] for line in drawn for point in line.points] + ([mark.at] if mark else [])
-    ys = [point[1] for line in drawn for point in line.points]
+        return Markup('<figure class="chart"><figcaption>{}</figcaption><p>nothing to draw</p></figure>').format(title)
+    across, up = _scales(drawn, marks, log_x=log_x, log_y=log_y, shares=shares)
+    said = _percent if shares else number
+    parts = [_upright_grid(across), _level_grid(up, said), _axis_names(x, y)]
+    parts += [_mark(mark, place, across, up) for place, mark in enumerate(marks)]
+    parts += [_line(index, line, across, up, said) for index, line in enumerate(drawn)]
+    return Markup(
+        '<figure class="chart"><figcaption>{title}{legend}</figcaption>'
+        '<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{parts}</svg>{table}</figure>'
+    ).format(
+        title=title,
+        legend=_legend(drawn) if len(drawn) > 1 else "",
+        width=WIDTH,
+        height=HEIGHT,
+        label=f"{title}: {y} against {x}; {_in_words(drawn, said)}",
+        parts=Markup("").join(parts),
+        table=_table(x, drawn, said),
+    )
+
+
+def thinned(points: Points, rise: float) -> Points:
+    """Those of a rising curve that lie at least `rise` above the one kept before; the first and the last always."""
+    kept: list[tuple[float, float]] = []
+    for point, after in zip(points, [*points[1:], None], strict=True):
+        if not kept or after is None or point[1] - kept[-1][1] >= rise:
+            kept.append(point)
+    return kept
+
+
+def number(value: float) -> str:
+    """As people read it: three digits, or all before the point."""
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.4g} %"
+
+
+def _scales(
+    lines: Sequence[Line], marks: Sequence[Mark], *, log_x: bool, log_y: bool, shares: bool
+) -> tuple[_Scale, _Scale]:
+    xs = [point[0] for line in lines for point in line.points] + [mark.at for mark in marks if mark.upright]
+    ys = [point[1] for line in lines for point in line.points] + [mark.at for mark in marks if not mark.upright]
+    low, high = min(xs), max(xs)
     if log_x:
-        xs = [value for value in xs if value > 0] or [1.0]
-    across = _Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, logarithmic=log_x)
-    up = _Scale(min(0.0, *ys), max(ys), HEIGHT - BOTTOM, TOP, logarithmic=False)
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    parts += [_grid(across.pixel(tick), _number(tick)) for tick in across.ticks()]
-    parts += [_rule(up.pixel(tick), _number(tick)) for tick in up.ticks()]
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" class="middle">{escape(x)}</text>')
-    parts.append(
-        f'<text x="12" y="{HEIGHT / 2}" class="middle" transform="rotate(-90 12 {HEIGHT / 2})">{escape(y)}</text>'
-    )
-    if mark is not None:
-        at = across.pixel(mark.at)
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="mark"/>')
-        parts.append(f'<text x="{at + 4:.1f}" y="{TOP + 10}">{escape(mark.name)}</text>')
-    for line, colour in zip(drawn, COLOURS, strict=False):
-        path = " ".join(f"{across.pixel(a):.1f},{up.pixel(b):.1f}" for a, b in line.points)
-        parts.append(f'<polyline points="{path}" stroke="{colour}"><title>{escape(line.name)}</title></polyline>')
-    parts.append("</svg>")
-    legend = "".join(
-        f'<span style="color:{colour}">■</span> {escape(line.name)} '
-        for line, colour in zip(drawn, COLOURS, strict=False)
-    )
-    caption = f"{escape(title)}<br><small>{legend if len(drawn) > 1 else ''}</small>"
-    return f"<figure><figcaption>{caption}</figcaption>{''.join(parts)}</figure>"
-
-
-def _grid(at: float, label: str) -> str:
+        low, high = _round_down(low), _round_up(high)
+    bottom, top = min(0.0, *ys), 1.0 if shares else _full(max(ys))
+    if log_y:
+        bottom, top = _round_down(min(ys)), _round_up(max(ys))
     return (
-        f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="grid"/>'
-        f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" class="middle">{label}</text>'
+        _Scale(low, high, LEFT, WIDTH - RIGHT, logarithmic=log_x),
+        _Scale(bottom, top, HEIGHT - BOTTOM, TOP, logarithmic=log_y),
     )
 
 
-def _rule(at: float, label: str) -> str:
-    return (
-        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" class="grid"/>'
-        f'<text x="{LEFT - 6}" y="{at + 4:.1f}" class="end">{label}</text>'
+def _full(value: float) -> float:
+    """A value in whole steps of its axis, so that the topmost line is one of the grid."""
+    if value <= 0:
+        return 1.0
+    step = _round_up(value / TICKS)
+    return ceil(value / step - 1e-9) * step
+
+
+def _upright_grid(across: _Scale) -> Markup:
+    parts, free = [], float(LEFT - CHARACTER * 4)
+    for tick in across.ticks():
+        at, label = across.pixel(tick), number(tick)
+        parts.append(
+            Markup('<line x1="{at}" x2="{at}" y1="{top}" y2="{bottom}" class="grid"/>').format(
+                at=_pixels(at), top=TOP, bottom=HEIGHT - BOTTOM
+            )
+        )
+        half = len(label) * CHARACTER / 2
+        if at - half > free and at + half <= WIDTH:
+            parts.append(_text(at, HEIGHT - BOTTOM + 15, label, "middle"))
+            free = at + half + CHARACTER
+    return Markup("").join(parts)
+
+
+def _level_grid(up: _Scale, said: Callable[[float], str]) -> Markup:
+    parts = []
+    for tick in up.ticks():
+        at = up.pixel(tick)
+        parts.append(
+            Markup('<line x1="{left}" x2="{right}" y1="{at}" y2="{at}" class="grid"/>').format(
+                left=LEFT, right=WIDTH - RIGHT, at=_pixels(at)
+            )
+        )
+        parts.append(_text(LEFT - 6, at + 4, said(tick), "end"))
+    return Markup("").join(parts)
+
+
+def _axis_names(x: str, y: str) -> Markup:
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    turned = Markup('<text x="13" y="{at}" class="middle" transform="rotate(-90 13 {at})">{said}</text>')
+    return _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x, "middle") + turned.format(at=_pixels(middle), said=y)
+
+
+def _mark(mark: Mark, place: int, across: _Scale, up: _Scale) -> Markup:
+    """The limit, and its name on the side where there is room; those of several stand above each other."""
+    line = Markup('<line x1="{}" x2="{}" y1="{}" y2="{}" class="mark"/>')
+    if not mark.upright:
+        at = up.pixel(mark.at)
+        drawn = line.format(LEFT, WIDTH - RIGHT, _pixels(at), _pixels(at))
+        return drawn + _text(WIDTH - RIGHT - 2, at - 4, mark.name, "end halo")
+    at, height = across.pixel(mark.at), HEIGHT - BOTTOM - 8 - 14 * place
+    drawn = line.format(_pixels(at), _pixels(at), TOP, HEIGHT - BOTTOM)
+    left, right = (int(room / CHARACTER) for room in (at - LEFT, WIDTH - RIGHT - at))  # characters that have room there
+    if len(mark.name) > right and left > right:
+        return drawn + _text(at - 4, height, _shortened(mark.name, left), "end halo")
+    return drawn + _text(at + 4, height, _shortened(mark.name, right), "halo")
+
+
+def _line(index: int, line: Line, across: _Scale, up: _Scale, said: Callable[[float], str]) -> Markup:
+    pixels = [(_pixels(across.pixel(x)), _pixels(up.pixel(y))) for x, y in line.points]
+    path = Markup('<polyline class="line line-{}{}" points="{}"/>').format(
+        index, " dense" if len(pixels) > DENSE else "", " ".join(f"{left},{top}" for left, top in pixels)
+    )
+    shown = " shown" if len(pixels) <= FEW else ""
+    dot = Markup('<circle class="dot dot-{}{}" cx="{}" cy="{}" r="{}"><title>{}</title></circle>')
+    return path + Markup("").join(
+        dot.format(index, shown, left, top, 3 if shown else 5, f"{line.name}: {said(y)} at {number(x)}")
+        for (left, top), (x, y) in zip(pixels, line.points, strict=True)
     )
 
 
-def _round_step(step: float) -> float:
+def _legend(lines: Sequence[Line]) -> Markup:
+    entry = Markup(
+        '<li><svg viewBox="0 0 26 8" aria-hidden="true"><line x1="1" x2="25" y1="4" y2="4" class="line line-{}"/></svg>'
+        "{}</li>"
+    )
+    entries = Markup("").join(entry.format(index, line.name) for index, line in enumerate(lines))
+    return Markup('<ul class="legend">{}</ul>').format(entries)
+
+
+def _table(x: str, lines: Sequence[Line], said: Callable[[float], str]) -> Markup:
+    """All points: a row for each x, a column for each line."""
+    columns = [dict(line.points) for line in lines]
+    head = Markup("").join(
+        Markup('<th scope="col">{}</th>').format(name) for name in (x, *(line.name for line in lines))
+    )
+    rows = Markup("").join(
+        Markup("<tr>{}</tr>").format(
+            Markup("").join(
+                Markup("<td>{}</td>").format(cell)
+                for cell in (number(at), *(said(column[at]) if at in column else "" for column in columns))
+            )
+        )
+        for at in sorted({at for column in columns for at in column})
+    )
+    return Markup(
+        "<details><summary>Figures</summary><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table></details>"
+    ).format(head, rows)
+
+
+def _in_words(lines: Sequence[Line], said: Callable[[float], str]) -> str:
+    """For those who hear the chart: where each line runs."""
+    return "; ".join(
+        f"{line.name} from {said(line.points[0][1])} to {said(line.points[-1][1])}, "
+        f"{said(max(y for _, y in line.points))} at most"
+        for line in lines
+    )
+
+
+def _text(x: float, y: float, said: str, kind: str) -> Markup:
+    return Markup('<text x="{}" y="{}" class="{}">{}</text>').format(_pixels(x), _pixels(y), kind, said)
+
+
+def _shortened(name: str, most: int) -> str:
+    return name if len(name) <= most else f"{name[: max(0, most - 1)]}…"
+
+
+def _pixels(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _round_up(value: float) -> float:
     """The next larger of 1, 2, 5 times a power of ten."""
-    unit = 10.0 ** floor(log10(step))
-    return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= step * (1 - 1e-9))
+    unit: float = 10.0 ** floor(log10(value))
+    return next(factor * unit for factor in ROUND if factor * unit >= value * (1 - 1e-9))
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.3g}"
+def _round_down(value: float) -> float:
+    unit: float = 10.0 ** floor(log10(value))
+    return next(factor * unit for factor in reversed(ROUND[:3]) if factor * unit <= value * (1 + 1e-9))

@@ -10,22 +10,33 @@ Rules:
 4. A sequence is admitted in the order of arrival, when there is room for its prompt and one token more. A sequence that
    needs a block when there is none left pushes out the one admitted last, which starts again from its prompt and what
    it had generated (vLLM's pre-emption by recomputation).
-5. Blocks of a hand-off are fetched before the sequence is admitted, in blocks taken for that; they are not computed.
+5. Blocks of a prompt that come from elsewhere (`Supply`) are fetched before the sequence takes part in a step, into blocks taken for
+   that; meanwhile others are admitted. What does not come is computed.
+6. Work that is handed off keeps its blocks until they have been fetched (`release`).
+7. How far an answer has come is told when it begins another block (and no more often than `TOLD_EVERY` tokens), which is all that a
+   router counts; and with `progress`, whenever somebody wants to know.
+8. The blocks of an answer get their names when it ends, as far as they are whole and their names are known.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from msgspec import Struct
 
-from fleet.clock import SECOND, Nanos
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.hardware.power import load
 from fleet.ids import RequestId
 from fleet.sim.cache import KvBudget
 from fleet.sim.kernel import Event, Kernel
+from fleet.sim.results import Quantiles
 
-TOLD_EVERY = 64  # generated tokens between two reports of a sequence's progress, so that a router sees answers grow
+TOLD_EVERY = 64  # generated tokens, at least, between two reports of a sequence's progress
+
+
+_load = lru_cache(1 << 14)(load)
 
 
 class StepTimes(Protocol):
@@ -50,7 +61,9 @@ class Job(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     answer_tokens: int
     keys: Sequence[int]  # of the prompt's full blocks
+    answer_keys: Sequence[int] = ()  # of those that the answer fills, as far as they are known
     fetched_tokens: int = 0  # of the prompt, which come by hand-off
+    handed_off: bool = False  # somebody will fetch its blocks
 
 
 class Told(Struct, frozen=True):
@@ -62,12 +75,34 @@ class Told(Struct, frozen=True):
     cached_tokens: int | None = None  # of the prompt; with the first token
 
 
+class Supply(Protocol):
+    """Where blocks can be had that an engine does not have."""
+
+    def offer(self, job: Job, here: int) -> int:
+        """How many tokens of a prompt need not be computed if they are fetched, from its first on.
+
+        Args:
+            job: Whose prompt.
+            here: Blocks of it that the engine has.
+
+        Returns:
+            No more than those of the blocks here, when fetching is not worth it.
+        """
+        ...
+
+    def fetch(self, job: Job, here: int) -> None:
+        """Fetch what was offered just now; `SimulatedEngine.fetched` or `not_fetched` follows, and not at once."""
+        ...
+
+
 class _Sequence(Struct, kw_only=True, eq=False):
     job: Job
     prompt_tokens: int  # to be computed; after a pre-emption with what was generated
     generated: int = 0
     told: int = 0
     computed: int = 0  # prompt tokens whose KV is here
+    coming: int = 0  # prompt tokens whose KV will be here when what is fetched has come
+    asked: bool = False  # whether blocks from elsewhere were asked for
     cached: int | None = None
     held: list[int] = []  # named blocks
     own: int = 0  # blocks without a name
@@ -86,17 +121,22 @@ class SimulatedEngine:
         limits: EngineLimits,
         tell: Callable[[list[Told]], None],
         cache_changed: Callable[[list[int], list[int]], None],
+        supply: Supply | None = None,
     ):
         self._kernel = kernel
-        self._times = times
+        self._seconds = times.seconds
         self._limits = limits
+        self._block_tokens = limits.block_tokens
         self._tell = tell
         self._cache_changed = cache_changed
+        self._supply = supply
         self._cache = KvBudget(limits.kv_blocks)
         self._waiting: deque[_Sequence] = deque()
+        self._ready: deque[_Sequence] = deque()  # have their blocks: behind who waits for blocks, neither would go on
         self._prefilling: deque[_Sequence] = deque()
         self._sequences: dict[RequestId, _Sequence] = {}
         self._fetching: dict[RequestId, _Sequence] = {}
+        self._kept: dict[RequestId, _Sequence] = {}  # until somebody has fetched their blocks
         # Of running sequences, by decode steps done: when they end, need a block, and are to be told of.
         self._ends: list[tuple[int, int, _Sequence]] = []
         self._grows: list[tuple[int, int, _Sequence]] = []
@@ -106,8 +146,12 @@ class SimulatedEngine:
         self._steps = 0  # decode steps done
         self._admitted = 0
         self._step: _Step | None = None
+        self._slowness = 1.0
         self.busy = Nanos(0)  # so far
+        self.effort = 0.0  # the same, each counted as the share of its power that a GPU drew in it
         self.computed_tokens = 0  # of prompts
+        self.generated_tokens = 0
+        self.gaps = Quantiles()  # between tokens of a sequence, ms
         self.preempted = 0
 
     @property
@@ -117,7 +161,12 @@ class SimulatedEngine:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._fetching)
+        return len(self._waiting) + len(self._ready) + len(self._fetching)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no work, and nobody will fetch anything."""
+        return not self._sequences and not self._kept
 
     @property
     def kv_blocks_used(self) -> int:
@@ -126,6 +175,10 @@ class SimulatedEngine:
     def leading(self, keys: Sequence[int]) -> int:
         """Blocks of a chain that are in the cache, from its first on."""
         return self._cache.leading(keys)
+
+    def names(self) -> list[int]:
+        """Of all blocks in the cache."""
+        return self._cache.names()
 
     # Work.
 
@@ -141,14 +194,14 @@ class SimulatedEngine:
 
         Returns:
             Blocks that have to come (`fetched` says when they did); None when there is no room now: the work then waits as any other,
-            and computes its prompt.
+            and what it needs is asked for again.
         """
         here = self._cache.leading(job.keys)
         wanted = self._blocks(job.prompt_tokens + 1) - here
         if wanted > self._cache.available - self._cache.idle_among(job.keys[:here]):
             self.submit(job)
             return None
-        sequence = _Sequence(job=job, prompt_tokens=job.prompt_tokens)
+        sequence = _Sequence(job=job, prompt_tokens=job.prompt_tokens, coming=job.fetched_tokens, asked=True)
         self._sequences[job.work_id] = sequence
         self._fetching[job.work_id] = sequence
         self._hold(sequence, here, wanted)
@@ -158,9 +211,16 @@ class SimulatedEngine:
         """All blocks have come."""
         if (sequence := self._fetching.pop(work_id, None)) is None:
             return  # cancelled
-        sequence.computed = max(sequence.computed, sequence.job.fetched_tokens)
+        sequence.computed = max(sequence.computed, sequence.coming)
         self._name_computed(sequence)
-        self._waiting.append(sequence)
+        self._ready.append(sequence)
+        self._interrupt()
+
+    def not_fetched(self, work_id: RequestId) -> None:
+        """They will not come: the prompt is computed from where the cache ends."""
+        if (sequence := self._fetching.pop(work_id, None)) is None:
+            return
+        self._ready.append(sequence)
         self._interrupt()
 
     def cancel(self, work_id: RequestId) -> None:
@@ -169,15 +229,54 @@ class SimulatedEngine:
             return
         self._fetching.pop(work_id, None)
         self._stop(sequence)
-        for queue in (self._waiting, self._prefilling):
+        for queue in (self._waiting, self._ready, self._prefilling):
             if sequence in queue:
                 queue.remove(sequence)
         self._interrupt()
+
+    def progress(self) -> list[Told]:
+        """What running sequences have generated by now, and was not told."""
+        done = 0 if self._step is None else self._step.done(self._kernel.instant)
+        told = []
+        for sequence in self._sequences.values():
+            if sequence.running and (tokens := self._generated(sequence) + done - sequence.told):
+                sequence.told += tokens
+                told.append(Told(sequence.job.work_id, tokens, ended=False))
+        return told
+
+    def keeps(self, work_id: RequestId) -> bool:
+        """Whether the blocks of work that was handed off are still here."""
+        return work_id in self._kept
+
+    def release(self, work_id: RequestId) -> None:
+        """The blocks of work that was handed off are needed no longer."""
+        if (sequence := self._kept.pop(work_id, None)) is not None:
+            self._stop(sequence)
+            if self._waiting:
+                self._interrupt()
+
+    def slow(self, factor: float) -> None:
+        """Take so many times as long for each step, from the next one on."""
+        assert factor > 0, factor
+        self._slowness = factor
+        self._interrupt()
+
+    def forget_all(self) -> list[RequestId]:
+        """Cancel all work; the cache stays, and what is kept for others. Returns what work there was."""
+        work = list(self._sequences)
+        for work_id in work:
+            self.cancel(work_id)
+        return work
 
     def stop(self) -> None:
         """Die, with all that is here; nothing is told any more."""
         if self._step is not None and self._step.end is not None:
             self._step.end.cancel()
+        self._sequences.clear()
+        self._fetching.clear()
+        self._kept.clear()
+        for queue in (self._waiting, self._ready, self._prefilling):
+            queue.clear()
 
     # Steps.
 
@@ -189,24 +288,31 @@ class SimulatedEngine:
             self._step.cut(self._kernel, self._end)
 
     def _begin(self) -> None:
-        self._admit()
-        chunks = self._chunks()
-        if not chunks and not self._running:
+        if self._waiting or self._ready:
+            self._admit()
+        running, seconds, slowness = self._running, self._seconds, self._slowness
+        steps, slope, tokens = 1, 0.0, 0
+        if self._prefilling and (chunks := self._chunks()):
+            pairs = 0.0
+            for sequence, count in chunks:
+                tokens += count
+                pairs += count * (sequence.computed + 0.5 * count)
+            first = slowness * seconds(tokens, pairs, running, self._context)
+        elif running:
+            chunks = []
+            first = slowness * seconds(0, 0, running, self._context)
+            if (steps := self._stretch()) > 1:
+                last = slowness * seconds(0, 0.0, running, self._context + running * (steps - 1))
+                slope = (last - first) / (steps - 1)
+        else:
             return
-        tokens = sum(count for _, count in chunks)
-        pairs = sum(count * (sequence.computed + 0.5 * count) for sequence, count in chunks)
-        first = self._times.seconds(tokens, pairs, self._running, self._context)
-        steps, slope = 1, 0.0
-        if not chunks and (steps := self._stretch()) > 1:
-            last = self._times.seconds(0, 0.0, self._running, self._context + self._running * (steps - 1))
-            slope = (last - first) / (steps - 1)
-        self._step = _Step(self._kernel.now(), first, slope, steps, chunks)
-        self._step.end = self._kernel.at(self._step.until(steps), self._end)
+        self._step = step = _Step(self._kernel.instant, first, slope, steps, chunks, tokens)
+        step.end = self._kernel.at(step.until(steps), self._end)
 
     def _stretch(self) -> int:
         """Steps up to the next end of a sequence, or to where blocks may run out."""
         steps = self._next(self._ends) - self._steps
-        worst = self._running * (1 + steps // self._limits.block_tokens)
+        worst = self._running * (1 + steps // self._block_tokens)
         if worst > self._cache.available:
             steps = min(steps, max(1, self._next(self._grows) - self._steps))
         return steps
@@ -221,27 +327,42 @@ class SimulatedEngine:
         step = self._step
         assert step is not None
         self._step = None
-        self.busy = Nanos(self.busy + self._kernel.now() - step.began)
+        lasted = self._kernel.instant - step.began
+        self.busy = Nanos(self.busy + lasted)
+        self.effort += lasted * _load(self._running + step.prompt_tokens)
         told: list[Told] = []
         if self._running:
-            self._advance(step.steps - 1)
-            self._grow()  # before the last step: what ends with it had its blocks until then
+            self.gaps.add(lasted / step.steps / MILLISECOND, self._running * step.steps)
+            if step.steps > 1:
+                self._advance(step.steps - 1)
+            if self._grows and self._grows[0][0] <= self._steps:
+                self._grow()  # before the last step: what ends with it had its blocks until then
             self._advance(1)
-            self._ended(told)
-            self._tell_progress(told)
-            self._grow()
+            now = self._steps
+            if self._ends and self._ends[0][0] <= now:
+                self._ended(told)
+            if self._tells and self._tells[0][0] <= now:
+                self._tell_progress(told)
+            if self._grows and self._grows[0][0] <= now:
+                self._grow()
         for sequence, tokens in step.chunks:
             self._computed(sequence, tokens, told)
         self._begin()
-        stored, removed = self._cache.changes()
-        if stored or removed:
-            self._cache_changed(stored, removed)
+        if self._cache.changed:
+            self._tell_cache()
         if told:
             self._tell(told)
 
+    def _tell_cache(self) -> None:
+        stored, removed = self._cache.changes()
+        if stored or removed:
+            self._cache_changed(stored, removed)
+
     def _advance(self, steps: int) -> None:
         self._steps += steps
-        self._context += self._running * steps
+        tokens = self._running * steps
+        self._context += tokens
+        self.generated_tokens += tokens
 
     def _computed(self, sequence: _Sequence, tokens: int, told: list[Told]) -> None:
         if sequence.job.work_id not in self._sequences:
@@ -253,36 +374,48 @@ class SimulatedEngine:
             return
         self._prefilling.remove(sequence)
         sequence.generated += 1
+        self.generated_tokens += 1
         first = sequence.generated == 1
         ended = sequence.generated == sequence.job.answer_tokens
         if first or ended:
             told.append(self._told(sequence, ended=ended))
         if ended:
-            self._forget(sequence)
+            self._over(sequence)
         else:
             self._run(sequence)
 
     def _ended(self, told: list[Told]) -> None:
-        while self._ends and self._ends[0][0] <= self._steps:
-            _, admitted, sequence = heapq.heappop(self._ends)
+        ends, steps = self._ends, self._steps
+        while ends and ends[0][0] <= steps:
+            _, admitted, sequence = heapq.heappop(ends)
             if not sequence.running or sequence.admitted != admitted:
                 continue
             assert self._generated(sequence) == sequence.job.answer_tokens, sequence
             told.append(self._told(sequence, ended=True))
-            self._forget(sequence)
+            self._over(sequence)
 
     def _tell_progress(self, told: list[Told]) -> None:
-        while self._tells and self._tells[0][0] <= self._steps:
-            _, admitted, sequence = heapq.heappop(self._tells)
+        tells, steps = self._tells, self._steps
+        while tells and tells[0][0] <= steps:
+            _, admitted, sequence = heapq.heappop(tells)
             if not sequence.running or sequence.admitted != admitted:
                 continue
             told.append(self._told(sequence, ended=False))
-            heapq.heappush(self._tells, (self._steps + TOLD_EVERY, admitted, sequence))
+            self._tell_later(sequence)
+
+    def _tell_later(self, sequence: _Sequence) -> None:
+        """When its next block begins."""
+        prompt, size = sequence.job.prompt_tokens, self._block_tokens
+        tokens = prompt + self._generated(sequence) + max(0, TOLD_EVERY - size)
+        due = -(-tokens // size) * size + 1 - prompt  # generated tokens
+        if due < sequence.job.answer_tokens:
+            heapq.heappush(self._tells, (sequence.begun_at + due, sequence.admitted, sequence))
 
     def _grow(self) -> None:
         """Blocks for what has been generated."""
-        while self._grows and self._grows[0][0] <= self._steps:
-            _, admitted, sequence = heapq.heappop(self._grows)
+        grows = self._grows
+        while grows and grows[0][0] <= self._steps:
+            _, admitted, sequence = heapq.heappop(grows)
             if not sequence.running or sequence.admitted != admitted:
                 continue
             while not self._cache.available:
@@ -295,38 +428,60 @@ class SimulatedEngine:
 
     def _grow_later(self, sequence: _Sequence) -> None:
         """When the next token has no room in the blocks that a running sequence has."""
-        room = (len(sequence.held) + sequence.own) * self._limits.block_tokens
+        room = (len(sequence.held) + sequence.own) * self._block_tokens
         due = room - sequence.job.prompt_tokens + sequence.begun_at
         heapq.heappush(self._grows, (due, sequence.admitted, sequence))
 
     # Admission.
 
     def _admit(self) -> None:
-        while self._waiting and self._running + len(self._prefilling) < self._limits.max_running:
-            sequence = self._waiting[0]
-            if not sequence.held and not sequence.own:
-                keys = sequence.job.keys
-                here = min(self._cache.leading(keys), (sequence.prompt_tokens - 1) // self._limits.block_tokens)
-                wanted = self._blocks(sequence.prompt_tokens + 1) - here
-                if wanted > self._cache.available - self._cache.idle_among(keys[:here]):
-                    return
-                self._hold(sequence, here, wanted)
-            self._waiting.popleft()
-            sequence.computed = min(
-                sequence.computed, sequence.prompt_tokens - 1
-            )  # one has to be computed for its logits
-            if sequence.cached is None:
-                sequence.cached = sequence.computed
-            self._admitted += 1
-            sequence.admitted = self._admitted
-            self._prefilling.append(sequence)
+        waiting, ready, most = self._waiting, self._ready, self._limits.max_running
+        while ready and self._running + len(self._prefilling) < most:
+            self._begin_prefill(ready.popleft())
+        while waiting and self._running + len(self._prefilling) < most:
+            if not self._find_room(waiting[0]):
+                return
+            sequence = waiting.popleft()
+            if self._supply is None or sequence.asked or not self._ask(sequence, self._supply):
+                self._begin_prefill(sequence)
+
+    def _begin_prefill(self, sequence: _Sequence) -> None:
+        # One has to be computed for its logits.
+        sequence.computed = min(sequence.computed, sequence.prompt_tokens - 1)
+        if sequence.cached is None:
+            sequence.cached = sequence.computed
+        self._admitted += 1
+        sequence.admitted = self._admitted
+        self._prefilling.append(sequence)
+
+    def _find_room(self, sequence: _Sequence) -> bool:
+        """Take blocks for a prompt, if there are enough."""
+        keys, cache = sequence.job.keys, self._cache
+        here = min(cache.leading(keys), (sequence.prompt_tokens - 1) // self._block_tokens)
+        wanted = self._blocks(sequence.prompt_tokens + 1) - here
+        if wanted > cache.available - (cache.idle_among(keys[:here]) if here else 0):
+            return False
+        self._hold(sequence, here, wanted)
+        return True
+
+    def _ask(self, sequence: _Sequence, supply: Supply) -> bool:
+        """Whether blocks of a prompt that is about to be admitted come from elsewhere."""
+        sequence.asked = True
+        here = len(sequence.held)
+        coming = supply.offer(sequence.job, here)
+        if coming <= here * self._block_tokens:
+            return False
+        sequence.coming = coming
+        self._fetching[sequence.job.work_id] = sequence
+        supply.fetch(sequence.job, here)
+        return True
 
     def _hold(self, sequence: _Sequence, here: int, wanted: int) -> None:
         sequence.held = list(sequence.job.keys[:here])
         self._cache.hold(sequence.held)
         self._cache.take(wanted)
         sequence.own = wanted
-        sequence.computed = here * self._limits.block_tokens
+        sequence.computed = here * self._block_tokens
 
     def _chunks(self) -> list[tuple[_Sequence, int]]:
         """What a step computes of prompts, oldest first."""
@@ -342,11 +497,19 @@ class SimulatedEngine:
 
     def _name_computed(self, sequence: _Sequence) -> None:
         """Blocks that are whole now can be found by others."""
-        whole = min(sequence.computed // self._limits.block_tokens, len(sequence.job.keys))
-        if whole <= len(sequence.held):
+        keys = sequence.job.keys
+        self._name(sequence, keys, min(sequence.computed // self._block_tokens, len(keys)))
+
+    def _name(self, sequence: _Sequence, keys: Sequence[int], whole: int) -> None:
+        """Names for the first blocks of a sequence, as many as are whole."""
+        known = len(sequence.held)
+        if whole <= known:
             return
-        held = set(sequence.held)
-        named = self._cache.name([key for key in sequence.job.keys[:whole] if key not in held])
+        if not known or keys[known - 1] == sequence.held[-1]:  # nobody else had a name first
+            named = self._cache.name(keys[known:whole])
+        else:
+            held = set(sequence.held)
+            named = self._cache.name([key for key in keys[:whole] if key not in held])
         sequence.held += named
         sequence.own -= len(named)
 
@@ -357,8 +520,7 @@ class SimulatedEngine:
         self._context += sequence.job.prompt_tokens + sequence.generated
         left = sequence.job.answer_tokens - sequence.generated
         heapq.heappush(self._ends, (self._steps + left, sequence.admitted, sequence))
-        if left > TOLD_EVERY:
-            heapq.heappush(self._tells, (self._steps + TOLD_EVERY, sequence.admitted, sequence))
+        self._tell_later(sequence)
         self._grow_later(sequence)
 
     def _preempt(self) -> _Sequence:
@@ -383,23 +545,39 @@ class SimulatedEngine:
     def _generated(self, sequence: _Sequence) -> int:
         return self._steps - sequence.begun_at if sequence.running else sequence.generated
 
-    def _forget(self, sequence: _Sequence) -> None:
-        self._stop(sequence)
-        del self._sequences[sequence.job.work_id]
+    def _over(self, sequence: _Sequence) -> None:
+        """All its tokens have come."""
+        job = sequence.job
+        if job.answer_keys:
+            whole = (
+                job.prompt_tokens + job.answer_tokens - 1
+            ) // self._block_tokens  # the last token's KV is not there
+            keys = [*job.keys, *job.answer_keys]
+            self._name(sequence, keys, min(whole, len(keys)))
+        del self._sequences[job.work_id]
+        if job.handed_off:
+            self._kept[job.work_id] = sequence
+            self._leave_batch(sequence)
+        else:
+            self._stop(sequence)
 
     def _stop(self, sequence: _Sequence) -> None:
         """Out of the batch, and its blocks with it."""
-        if sequence.running:
-            self._running -= 1
-            self._context -= sequence.job.prompt_tokens + self._generated(sequence)
-            sequence.generated = self._generated(sequence)
-            sequence.running = False
+        self._leave_batch(sequence)
         self._cache.release(sequence.held)
         self._cache.give(sequence.own)
         sequence.held, sequence.own, sequence.computed = [], 0, 0
 
+    def _leave_batch(self, sequence: _Sequence) -> None:
+        if sequence.running:
+            generated = self._generated(sequence)
+            self._running -= 1
+            self._context -= sequence.job.prompt_tokens + generated
+            sequence.generated = generated
+            sequence.running = False
+
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._limits.block_tokens)
+        return -(-tokens // self._block_tokens)
 
     def check(self) -> None:
         """Assert that sums are those of the sequences."""
@@ -407,35 +585,58 @@ class SimulatedEngine:
         running = [sequence for sequence in self._sequences.values() if sequence.running]
         assert len(running) == self._running
         assert sum(each.job.prompt_tokens + self._generated(each) for each in running) == self._context
-        assert len(self._waiting) + len(self._prefilling) + len(self._fetching) + len(running) == len(self._sequences)
+        assert self.waiting + len(self._prefilling) + len(running) == len(self._sequences)
+        assert not self._kept.keys() & self._sequences.keys()
 
 
 class _Step:
     """Steps that are taken together, the n-th of them lasting `first + n * slope` seconds."""
 
-    __slots__ = ("began", "chunks", "end", "first", "slope", "steps")
+    __slots__ = ("began", "chunks", "end", "first", "prompt_tokens", "slope", "steps")
 
-    def __init__(self, began: Nanos, first: float, slope: float, steps: int, chunks: list[tuple[_Sequence, int]]):
+    def __init__(
+        self,
+        began: Nanos,
+        first: float,
+        slope: float,
+        steps: int,
+        chunks: list[tuple[_Sequence, int]],
+        prompt_tokens: int,
+    ):
         self.began, self.first, self.slope, self.steps, self.chunks = began, first, slope, steps, chunks
+        self.prompt_tokens = prompt_tokens  # of the chunks
         self.end: Event | None = None
 
-    def until(self, steps: int) -> Nanos:
+    def until(self, steps: int) -> int:
         """When so many of them are done."""
         seconds = steps * self.first + self.slope * (steps * (steps - 1) / 2)
-        return Nanos(self.began + max(1, round(seconds * SECOND)))
+        return self.began + max(1, round(seconds * SECOND))
+
+    def done(self, now: Nanos) -> int:
+        """How many are over, if the last one is not."""
+        running = self._running_at(now)
+        return running if running < self.steps and self.until(running) == now else running - 1
 
     def cut(self, kernel: Kernel, ended: Callable[[], None]) -> None:
         """End with the step that runs now."""
-        low, high = 1, self.steps
-        now = kernel.now()
-        while low < high:  # the first number of steps that is not done before now
-            middle = (low + high) // 2
-            if self.until(middle) >= now:
-                high = middle
-            else:
-                low = middle + 1
-        if low < self.steps:
+        now = kernel.instant
+        steps = self._running_at(now)
+        if steps < self.steps:
             assert self.end is not None
             self.end.cancel()
-            self.steps = low
-            self.end = kernel.at(self.until(low), ended)
+            self.steps = steps
+            self.end = kernel.at(self.until(steps), ended)
+
+    def _running_at(self, now: Nanos) -> int:
+        """The first number of steps that is not done before an instant: the root of a parabola, and the whole numbers beside it."""
+        elapsed = (now - self.began) / SECOND
+        half, guess = 0.5 * self.slope, 1
+        linear = self.first - half
+        root = linear * linear + 4 * half * elapsed
+        if linear > 0 and root >= 0:  # 2c / (b + sqrt(b² + 4ac)), which holds for slopes of 0 too
+            guess = min(self.steps, max(1, int(2 * elapsed / (linear + root**0.5)) + 1))
+        while guess < self.steps and self.until(guess) < now:
+            guess += 1
+        while guess > 1 and self.until(guess - 1) >= now:
+            guess -= 1
+        return guess

@@ -7,54 +7,59 @@ Rules:
 3. The same calls with the same seed happen in the same order, always.
 """
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 from random import Random
+from typing import Any
 
 from fleet.clock import Nanos
 
+_ACTION = 3
 
-class Event:
+
+class Event(list[Any]):  # Any: when, luck, number, action; a list, since lists are compared without a call of Python
     """Something that will happen, unless it is cancelled."""
 
-    __slots__ = ("action",)
-
-    def __init__(self, action: Callable[[], None]):
-        self.action: Callable[[], None] | None = action
+    __slots__ = ()
 
     def cancel(self) -> None:
-        self.action = None
+        self[_ACTION] = None
 
 
 class Kernel:
     """The heap of events; a `fleet.clock.Clock` too."""
 
     def __init__(self, seed: int):
-        self._heap: list[tuple[int, float, int, Event]] = []
+        self._heap: list[Event] = []
         self._tie = Random(seed).random
         self._scheduled = 0
-        self._now = Nanos(0)
+        self.instant = Nanos(0)
+        """The present, for those who ask often; theirs to read."""
 
     def now(self) -> Nanos:
-        return self._now
+        return self.instant
 
-    def at(self, when: Nanos, action: Callable[[], None]) -> Event:
+    def at(self, when: int, action: Callable[[], None]) -> Event:
         """Have something happen; what was due before now happens now."""
-        event = Event(action)
         self._scheduled += 1
-        heapq.heappush(self._heap, (max(when, self._now), self._tie(), self._scheduled, event))
+        event = Event((max(when, self.instant), self._tie(), self._scheduled, action))
+        heappush(self._heap, event)
         return event
 
-    def after(self, delay: Nanos, action: Callable[[], None]) -> Event:
-        return self.at(Nanos(self._now + delay), action)
+    def after(self, delay: int, action: Callable[[], None]) -> Event:
+        assert delay >= 0, delay
+        self._scheduled += 1
+        event = Event((self.instant + delay, self._tie(), self._scheduled, action))
+        heappush(self._heap, event)
+        return event
 
     def run(self, until: Nanos | None = None) -> int:
         """Let events happen until there are none, or the next one is later than `until`; returns how many happened."""
         heap, happened = self._heap, 0
         while heap and (until is None or heap[0][0] <= until):
-            when, _, _, event = heapq.heappop(heap)
-            if event.action is not None:
-                self._now = Nanos(when)
-                event.action()
+            when, _, _, action = heappop(heap)
+            if action is not None:
+                self.instant = when
+                action()
                 happened += 1
         return happened

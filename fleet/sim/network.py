@@ -1,23 +1,50 @@
-"""Links of workers, shared fairly by what crosses them.
+"""Links of the cluster, shared by what crosses them.
 
-Each worker can send and receive so many bytes a second, each way apart. A transfer gets the smaller of its shares at its two
-ends, a share being what all transfers of that end would get alike. (Max-min fairness would give some of them more, where others
-cannot use their share; prefill workers and decode workers are seldom that uneven.)
+Rules:
+
+1. A *lane* is one way through one link: what a worker sends, what it receives, what a disk reads. It carries so many bytes a
+   second.
+2. A transfer crosses some lanes at once, and gets the smallest of its shares on them; a share is what all transfers of that lane
+   would get alike. (Max-min fairness would give some of them more, where others cannot use their share; that is seldom much.)
+3. Each transfer has its latency first, during which it takes no share.
+4. A lane that is closed loses what crosses it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NewType
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
 from fleet.sim.kernel import Event, Kernel
 
+Lane = NewType("Lane", str)
 
-class _Transfer:
-    __slots__ = ("done", "event", "left", "rate", "receiver", "sender", "since")
 
-    def __init__(self, sender: WorkerId, receiver: WorkerId, num_bytes: float, done: Callable[[], None], now: Nanos):
-        self.sender, self.receiver, self.done = sender, receiver, done
+def out_of(worker: WorkerId) -> Lane:
+    """What a worker sends to others."""
+    return Lane(f"{worker} out")
+
+
+def into(worker: WorkerId) -> Lane:
+    """What a worker gets from others."""
+    return Lane(f"{worker} in")
+
+
+class Transfer:
+    """Bytes under way."""
+
+    __slots__ = ("done", "event", "lanes", "left", "lost", "rate", "since")
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        num_bytes: float,
+        done: Callable[[], None],
+        lost: Callable[[], None] | None,
+        now: Nanos,
+    ):
+        self.lanes, self.done, self.lost = lanes, done, lost
         self.left = num_bytes
         self.rate = 0.0  # bytes a second
         self.since = now
@@ -25,67 +52,112 @@ class _Transfer:
 
 
 class Network:
-    """All transfers between workers."""
+    """All lanes, and all that crosses them."""
 
     def __init__(self, kernel: Kernel):
         self._kernel = kernel
-        self._bandwidth: dict[WorkerId, float] = {}
-        self._sending: dict[WorkerId, dict[_Transfer, None]] = {}
-        self._receiving: dict[WorkerId, dict[_Transfer, None]] = {}
-        self.moved_bytes = 0.0
+        self._bandwidth: dict[Lane, float] = {}
+        self._crossing: dict[Lane, dict[Transfer, None]] = {}
+        self.moved_bytes = 0.0  # between workers
+
+    # Lanes.
+
+    def open(self, lane: Lane, bandwidth: float) -> None:
+        """A lane that carries so many bytes a second; nothing happens if it is open."""
+        assert bandwidth > 0, bandwidth
+        if lane not in self._bandwidth:
+            self._bandwidth[lane] = bandwidth
+            self._crossing[lane] = {}
+
+    def close(self, lane: Lane) -> None:
+        """What crosses it never arrives."""
+        if lane not in self._bandwidth:
+            return
+        crossing = list(self._crossing[lane])
+        for transfer in crossing:
+            self._drop(transfer)
+        del self._bandwidth[lane], self._crossing[lane]
+        for transfer in crossing:
+            if transfer.lost is not None:
+                transfer.lost()
 
     def join(self, worker: WorkerId, bandwidth: float) -> None:
         """A worker that can send so many bytes a second, and receive as many."""
-        assert bandwidth > 0, bandwidth
-        self._bandwidth[worker] = bandwidth
-        self._sending[worker], self._receiving[worker] = {}, {}
+        self.open(out_of(worker), bandwidth)
+        self.open(into(worker), bandwidth)
 
     def leave(self, worker: WorkerId) -> None:
         """A worker is gone; what it sent or received never arrives."""
-        for transfer in [*self._sending[worker], *self._receiving[worker]]:
-            self._drop(transfer)
-        del self._bandwidth[worker], self._sending[worker], self._receiving[worker]
+        self.close(out_of(worker))
+        self.close(into(worker))
+
+    # Transfers.
 
     def send(
-        self, sender: WorkerId, receiver: WorkerId, num_bytes: float, latency: Nanos, done: Callable[[], None]
+        self,
+        sender: WorkerId,
+        receiver: WorkerId,
+        num_bytes: float,
+        latency: Nanos,
+        done: Callable[[], None],
+        lost: Callable[[], None] | None = None,
     ) -> None:
-        """Move bytes; `done` is called when the last one has come, if both ends last."""
-        assert num_bytes > 0, num_bytes
+        """Move bytes from worker to worker: `carry` over what the one sends and the other gets."""
         self.moved_bytes += num_bytes
-        transfer = _Transfer(sender, receiver, num_bytes, done, self._kernel.now())
-        self._kernel.after(latency, lambda: self._begin(transfer))
+        self.carry((out_of(sender), into(receiver)), num_bytes, latency, done, lost)
 
-    def _begin(self, transfer: _Transfer) -> None:
-        if transfer.sender not in self._bandwidth or transfer.receiver not in self._bandwidth:
+    def carry(
+        self,
+        lanes: Sequence[Lane],
+        num_bytes: float,
+        latency: Nanos,
+        done: Callable[[], None],
+        lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Move bytes; `done` is called when the last one has come, `lost` when one of the lanes closes before."""
+        assert num_bytes > 0, num_bytes
+        transfer = Transfer(lanes, num_bytes, done, lost, self._kernel.instant)
+        self._kernel.after(latency, partial(self._begin, transfer))
+
+    def seconds(self, lanes: Sequence[Lane], num_bytes: float, latency: Nanos) -> float | None:
+        """How long one more transfer would take, if nothing changed meanwhile; None: a lane is closed."""
+        if any(lane not in self._bandwidth for lane in lanes):
+            return None
+        rate = min(self._bandwidth[lane] / (len(self._crossing[lane]) + 1) for lane in lanes)
+        return latency / SECOND + num_bytes / rate
+
+    def _begin(self, transfer: Transfer) -> None:
+        if any(lane not in self._bandwidth for lane in transfer.lanes):
+            if transfer.lost is not None:
+                transfer.lost()
             return
-        transfer.since = self._kernel.now()
-        self._sending[transfer.sender][transfer] = None
-        self._receiving[transfer.receiver][transfer] = None
+        transfer.since = self._kernel.instant
+        for lane in transfer.lanes:
+            self._crossing[lane][transfer] = None
         self._share_out(transfer)
 
-    def _end(self, transfer: _Transfer) -> None:
+    def _end(self, transfer: Transfer) -> None:
         self._drop(transfer)
         transfer.done()
 
-    def _drop(self, transfer: _Transfer) -> None:
+    def _drop(self, transfer: Transfer) -> None:
         if transfer.event is not None:
             transfer.event.cancel()
-        self._sending[transfer.sender].pop(transfer, None)
-        self._receiving[transfer.receiver].pop(transfer, None)
+        for lane in transfer.lanes:
+            self._crossing[lane].pop(transfer, None)
         self._share_out(transfer)
 
-    def _share_out(self, changed: _Transfer) -> None:
-        """Give all transfers of two ends their new shares."""
-        now = self._kernel.now()
-        sending, receiving = self._sending[changed.sender], self._receiving[changed.receiver]
-        for transfer in {**sending, **receiving}:
+    def _share_out(self, changed: Transfer) -> None:
+        """Give all transfers on the lanes of one that came or went their new shares."""
+        now, bandwidth, crossing = self._kernel.instant, self._bandwidth, self._crossing
+        affected: dict[Transfer, None] = {}
+        for lane in changed.lanes:
+            affected.update(crossing[lane])
+        for transfer in affected:
             transfer.left -= transfer.rate * (now - transfer.since) / SECOND
             transfer.since = now
-            transfer.rate = min(
-                self._bandwidth[transfer.sender] / len(self._sending[transfer.sender]),
-                self._bandwidth[transfer.receiver] / len(self._receiving[transfer.receiver]),
-            )
+            transfer.rate = min([bandwidth[lane] / len(crossing[lane]) for lane in transfer.lanes])
             if transfer.event is not None:
                 transfer.event.cancel()
-            delay = Nanos(round(max(0.0, transfer.left) / transfer.rate * SECOND))
+            delay = round(max(0.0, transfer.left) / transfer.rate * SECOND)
             transfer.event = self._kernel.after(delay, partial(self._end, transfer))

@@ -10,6 +10,9 @@ from fleet.clock import MILLISECOND, SECOND, Nanos
 RESOLUTION = 0.005
 """Of quantiles: a value told lies within half a percent of the true one (logarithmic bins, as in DDSketch, VLDB 2019)."""
 
+GPU = "gpu"
+"""The tier that is the engines' own memory."""
+
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 
@@ -22,11 +25,18 @@ class Quantiles:
         self.count = 0
         self.total = 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, count: int = 1) -> None:
         index = ceil(log(value) / self._width) if value > 0 else -(1 << 30)
-        self._bins[index] = self._bins.get(index, 0) + 1
-        self.count += 1
-        self.total += value
+        self._bins[index] = self._bins.get(index, 0) + count
+        self.count += count
+        self.total += value * count
+
+    def take(self, other: "Quantiles") -> None:
+        """All values of another one as well."""
+        for index, count in other._bins.items():  # noqa: SLF001 - one of its own kind
+            self._bins[index] = self._bins.get(index, 0) + count
+        self.count += other.count
+        self.total += other.total
 
     def quantile(self, share: float) -> float:
         """The value that so large a share is not above; 0 when there is none."""
@@ -56,10 +66,36 @@ class Quantiles:
 
 
 class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a request must keep to count as good: both. The defaults are those of chat."""
+    """What a request must keep to count as good: all of it. The defaults are those of chat."""
 
     ttft_ms: Annotated[float, Meta(gt=0)] = 2000.0
     tpot_ms: Annotated[float, Meta(gt=0)] = 50.0
+    e2e_ms: Annotated[float, Meta(gt=0)] | None = None
+    """The whole answer; none: however long it takes."""
+
+    def __post_init__(self) -> None:
+        if self.e2e_ms is not None and self.e2e_ms < self.ttft_ms:
+            raise ValueError(
+                f"e2e_ms: {self.e2e_ms:g} for a whole answer is less than ttft_ms, {self.ttft_ms:g}, for its start"
+            )
+
+    def kept_by(self, ended: "Ended") -> bool:
+        """Whether a request that was answered is good."""
+        return (
+            ended.ttft_ms <= self.ttft_ms
+            and ended.tpot_ms <= self.tpot_ms
+            and (self.e2e_ms is None or ended.e2e_ms <= self.e2e_ms)
+        )
+
+
+class PoolLook(Struct, frozen=True, kw_only=True):
+    """One pool at one instant."""
+
+    name: str
+    workers: int  # that are up
+    running: int  # requests on them
+    waiting: int  # of these, not in a batch yet
+    kv_share: float
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
@@ -70,6 +106,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     queued: int  # requests in the router
     kv_share: float  # of all blocks, held by sequences
     finished: int  # requests, since the look before
+    pools: tuple[PoolLook, ...] = ()
 
 
 class Ended(Struct, frozen=True, kw_only=True):
@@ -83,6 +120,11 @@ class Ended(Struct, frozen=True, kw_only=True):
     first_token: Nanos | None  # instant; None: refused or given up before
     end: Nanos
     refused: str = ""  # the reason
+    session: int = 0  # 0: not known
+    max_tokens: int = 0  # what the answer was to have
+    retries: int = 0  # that its client made
+    chain: tuple[int, ...] = ()  # names of the prompt's blocks
+    tier_tokens: dict[str, int] | None = None  # of the cached ones, by the tier that had them; None: all on the GPU
 
     @property
     def ttft_ms(self) -> float:
@@ -94,6 +136,10 @@ class Ended(Struct, frozen=True, kw_only=True):
         """Mean time of the tokens after the first; 0 for an answer of one token."""
         assert self.first_token is not None
         return (self.end - self.first_token) / MILLISECOND / max(1, self.output_tokens - 1)
+
+    @property
+    def e2e_ms(self) -> float:
+        return (self.end - self.arrival) / MILLISECOND
 
 
 class Tally:
@@ -108,21 +154,27 @@ class Tally:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.retries = 0
+        self._tier_tokens: dict[str, int] = {}  # without the GPUs'
 
     def add(self, ended: Ended) -> None:
         self.requests += 1
+        self.retries += ended.retries
         if ended.refused or ended.first_token is None:
             self.refused[ended.refused] = self.refused.get(ended.refused, 0) + 1
             return
-        ttft, tpot = ended.ttft_ms, ended.tpot_ms
-        self.ttft.add(ttft)
+        self.ttft.add(ended.ttft_ms)
         if ended.output_tokens > 1:
-            self.tpot.add(tpot)
-        self.e2e.add((ended.end - ended.arrival) / MILLISECOND)
+            self.tpot.add(ended.tpot_ms)
+        self.e2e.add(ended.e2e_ms)
         self.prompt_tokens += ended.prompt_tokens
         self.cached_tokens += ended.cached_tokens
         self.output_tokens += ended.output_tokens
-        self.good += ttft <= self._slo.ttft_ms and tpot <= self._slo.tpot_ms
+        if ended.tier_tokens is not None:
+            for tier, tokens in ended.tier_tokens.items():
+                if tier != GPU:
+                    self._tier_tokens[tier] = self._tier_tokens.get(tier, 0) + tokens
+        self.good += self._slo.kept_by(ended)
 
     @property
     def attainment(self) -> float:
@@ -131,6 +183,42 @@ class Tally:
     @property
     def hit_rate(self) -> float:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def hit_rate_by_tier(self) -> dict[str, float]:
+        """Share of all prompt tokens that each tier had; together they are `hit_rate`."""
+        tokens = {GPU: self.cached_tokens - sum(self._tier_tokens.values()), **self._tier_tokens}
+        return {tier: count / self.prompt_tokens if self.prompt_tokens else 0.0 for tier, count in tokens.items()}
+
+
+class Quality(Struct, frozen=True, kw_only=True):
+    """How far to trust what is said of a pool: relative errors, and where prices are from."""
+
+    basis: str = ""  # whose measurements its step times rest on: of this model, this GPU, or this engine
+    ttft_error: float = 0.0  # median, on measurements that were not used to fit
+    tpot_error: float = 0.0
+    power_error: float = 0.0
+    price: str = ""
+
+
+class PoolOutcome(Struct, frozen=True, kw_only=True):
+    """What one pool did, and what it took."""
+
+    name: str
+    role: str
+    gpu: str
+    gpus: int
+    workers: int
+    utilisation: float  # time spent in steps
+    imbalance: float  # the busiest worker over the mean
+    computed_tokens: int  # of prompts
+    generated_tokens: int
+    gpu_hours: float
+    cost: float
+    energy_kwh: float
+    joules_per_token: float  # computed or generated
+    cost_per_million_tokens: float  # of the same
+    quality: Quality
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -144,10 +232,13 @@ class Outcome(Struct, frozen=True, kw_only=True):
     requests_per_cpu_second: float
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
+    itl_ms: dict[str, float]  # from one token to the next, of all; a hand-off or pre-emption in between is not in it
     e2e_ms: dict[str, float]
     goodput_rps: float
     attainment: float
     hit_rate: float
+    hit_rate_by_tier: dict[str, float]  # together they are `hit_rate`
+    retries: int  # that clients made
     imbalance: float  # the busiest worker of a pool over the mean of that pool, by time spent in steps; the worst pool
     utilisation: float  # time spent in steps, of all workers
     disaggregated: int  # requests that two workers served
@@ -158,6 +249,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     cost_per_million_tokens: float  # of prompts and answers together
     energy_kwh: float
     joules_per_token: float  # generated
+    pools: list[PoolOutcome] = []
 
 
 def seconds(nanos: Nanos) -> float:

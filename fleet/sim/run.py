@@ -2,18 +2,20 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.clock import SECOND, Nanos
 from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
+from fleet.sim.clients import ClientSection, Open, Traffic, begin
+from fleet.sim.engine import SimulatedEngine
+from fleet.sim.faults import Fault
 from fleet.sim.kernel import Kernel
-from fleet.sim.results import Ended, Outcome, Slo, Tally, Timeline, seconds
-from fleet.sim.world import Fault, PoolProfile, World
-from kvstore.replay import Request
+from fleet.sim.results import Ended, Outcome, PoolOutcome, Quantiles, Slo, Tally, Timeline, seconds
+from fleet.sim.store import StoreProfile
+from fleet.sim.world import PoolProfile, World
 
 HOUR = 3600.0
 LOOK_EVERY = Nanos(10 * SECOND)
@@ -32,6 +34,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     seed: int
     faults: tuple[Fault, ...] = ()
     policy: Policy | None = None
+    clients: ClientSection = Open()
+    store: StoreProfile | None = None
+    verbatim_answers: bool = False
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -44,7 +49,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
 def simulate(
     plan: Plan,
-    requests: Iterator[Request],
+    traffic: Traffic,
     *,
     told: Callable[[Ended], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
@@ -54,7 +59,7 @@ def simulate(
 
     Args:
         plan: What is simulated.
-        requests: In the order of their arrival.
+        traffic: What its clients send: requests in the order of their arrival, or sessions.
         told: Gets each request that is over.
         progress: Told now and then: requests that are over, simulated seconds.
         look_every: Between two entries of the timeline; it grows with the run, so that there are at most `LOOKS`.
@@ -77,10 +82,12 @@ def simulate(
         message_delay=plan.message_delay,
         ended=ended,
         policy=plan.policy,
+        store=plan.store,
+        verbatim_answers=plan.verbatim_answers,
     )
     for fault in plan.faults:
         world.fail(fault)
-    clients = _OpenLoop(kernel, world, requests)
+    clients = begin(plan.clients, kernel, world, traffic, ended)
     timeline = _Looks(kernel, world, look_every, lambda: clients.over, progress)
     with _NoCycles():
         kernel.run()
@@ -90,31 +97,6 @@ def simulate(
         tally=tally,
         timeline=timeline.looks,
     )
-
-
-class _OpenLoop:
-    """Clients that send when the trace says, whatever became of what they sent before. One arrival is in the heap at a time."""
-
-    def __init__(self, kernel: Kernel, world: World, requests: Iterator[Request]):
-        self._kernel, self._world, self._requests = kernel, world, requests
-        self._ended = False
-        self._next()
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing will come any more, and all is done."""
-        return self._ended and not self._world.live
-
-    def _next(self) -> None:
-        request = next(self._requests, None)
-        if request is None:
-            self._ended = True
-        else:
-            self._kernel.at(request.arrival, partial(self._send, request))
-
-    def _send(self, request: Request) -> None:
-        self._world.send(request)
-        self._next()
 
 
 class _Looks:
@@ -147,13 +129,7 @@ class _Looks:
 
 
 def _joined(earlier: Timeline, later: Timeline) -> Timeline:
-    return Timeline(
-        seconds=later.seconds,
-        running=later.running,
-        queued=later.queued,
-        kv_share=later.kv_share,
-        finished=earlier.finished + later.finished,
-    )
+    return structs.replace(later, finished=earlier.finished + later.finished)
 
 
 class _NoCycles:
@@ -170,19 +146,17 @@ class _NoCycles:
 
 def _outcome(world: World, tally: Tally, end: Nanos, cpu_seconds: float) -> Outcome:
     simulated = seconds(end)
-    busy: dict[str, list[float]] = {}
-    gpu_seconds = cost = joules = there_all = 0.0
-    preempted = 0
+    sums: dict[str, _PoolSums] = {}
+    gaps = Quantiles()
     for profile, had, engine in world.workers():
-        worked, there = seconds(engine.busy), seconds(had)
-        busy.setdefault(profile.name, []).append(worked)
-        there_all += there
-        gpu_seconds += profile.gpus * there
-        cost += profile.gpus * there / HOUR * profile.dollars_per_hour
-        joules += profile.gpus * (worked * profile.busy_watts + (there - worked) * profile.idle_watts)
-        preempted += engine.preempted
+        sums.setdefault(profile.name, _PoolSums(profile)).add(seconds(had), engine)
+        gaps.take(engine.gaps)
+    pools = [pool.outcome() for pool in sums.values()]
+    there_all = sum(pool.there for pool in sums.values())
+    worked_all = sum(sum(pool.worked) for pool in sums.values())
+    cost = sum(pool.cost for pool in sums.values())
+    joules = sum(pool.joules for pool in sums.values())
     tokens = tally.prompt_tokens + tally.output_tokens
-    worked_all = sum(map(sum, busy.values()))
     return Outcome(
         digest=world.digest,
         requests=tally.requests,
@@ -192,20 +166,67 @@ def _outcome(world: World, tally: Tally, end: Nanos, cpu_seconds: float) -> Outc
         requests_per_cpu_second=round(tally.requests / cpu_seconds, 1) if cpu_seconds else 0.0,
         ttft_ms=tally.ttft.summary(),
         tpot_ms=tally.tpot.summary(),
+        itl_ms=gaps.summary(),
         e2e_ms=tally.e2e.summary(),
         goodput_rps=round(tally.good / simulated, 4) if simulated else 0.0,
         attainment=round(tally.attainment, 5),
         hit_rate=round(tally.hit_rate, 5),
-        imbalance=round(
-            max((max(pool) * len(pool) / sum(pool) for pool in busy.values() if sum(pool)), default=0.0), 4
-        ),
+        hit_rate_by_tier={tier: round(share, 5) for tier, share in tally.hit_rate_by_tier.items()},
+        retries=tally.retries,
+        imbalance=max(pool.imbalance for pool in pools),
         utilisation=round(worked_all / there_all, 4) if there_all else 0.0,
         disaggregated=world.machine.snapshot().counters.disaggregated,
-        preempted=preempted,
+        preempted=sum(pool.preempted for pool in sums.values()),
         moved_gb=round(world.moved_bytes / 1e9, 3),
-        gpu_hours=round(gpu_seconds / HOUR, 4),
+        gpu_hours=round(sum(pool.gpu_hours for pool in pools), 4),
         cost=round(cost, 4),
         cost_per_million_tokens=round(cost / tokens * 1e6, 4) if tokens else 0.0,
         energy_kwh=round(joules / HOUR / 1000, 4),
         joules_per_token=round(joules / tally.output_tokens, 4) if tally.output_tokens else 0.0,
+        pools=pools,
     )
+
+
+class _PoolSums:
+    """What the workers of one pool did, those that died included."""
+
+    def __init__(self, profile: PoolProfile):
+        self._profile = profile
+        self.there = 0.0  # seconds that workers had their GPUs
+        self.worked: list[float] = []  # of each, seconds in steps
+        self.cost = 0.0
+        self.joules = 0.0
+        self.preempted = 0
+        self._computed = self._generated = 0
+
+    def add(self, there: float, engine: SimulatedEngine) -> None:
+        profile, hours = self._profile, there / HOUR
+        self.there += there
+        self.worked.append(seconds(engine.busy))
+        self.cost += profile.gpus * hours * profile.dollars_per_hour
+        drawn = profile.idle_watts * there + (profile.busy_watts - profile.idle_watts) * engine.effort / SECOND
+        self.joules += profile.gpus * drawn
+        self.preempted += engine.preempted
+        self._computed += engine.computed_tokens
+        self._generated += engine.generated_tokens
+
+    def outcome(self) -> PoolOutcome:
+        profile, worked = self._profile, sum(self.worked)
+        tokens = self._computed + self._generated
+        return PoolOutcome(
+            name=profile.name,
+            role=profile.role.value,
+            gpu=profile.gpu,
+            gpus=profile.gpus * profile.workers,
+            workers=profile.workers,
+            utilisation=round(worked / self.there, 4) if self.there else 0.0,
+            imbalance=round(max(self.worked) * len(self.worked) / worked, 4) if worked else 0.0,
+            computed_tokens=self._computed,
+            generated_tokens=self._generated,
+            gpu_hours=profile.gpus * self.there / HOUR,
+            cost=round(self.cost, 4),
+            energy_kwh=round(self.joules / HOUR / 1000, 4),
+            joules_per_token=round(self.joules / tokens, 4) if tokens else 0.0,
+            cost_per_million_tokens=round(self.cost / tokens * 1e6, 4) if tokens else 0.0,
+            quality=profile.quality,
+        )

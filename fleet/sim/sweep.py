@@ -1,19 +1,22 @@
-"""Many runs at once: scenarios times changes times seeds, on all cores."""
+"""Many runs at once: scenarios times changes times seeds, on all cores or on a Ray cluster."""
 
 import itertools
 import multiprocessing
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from fleet.adapters.ray_tasks import map_on_ray
 from fleet.errors import ConfigurationRefused
 from fleet.sim.results import Outcome
 from fleet.sim.run import Plan, simulate
-from fleet.sim.scenario import Scenario, plan, read_scenario
-from fleet.sim.workloads import requests_of
+from fleet.sim.scenario import Scenario, plan, read_scenario, traffic
+from fleet.sim.workloads import Recorded
 
 MOST_RUNS = 10_000
 
@@ -35,11 +38,27 @@ class Row(Struct, frozen=True, kw_only=True):
     outcome: Outcome
 
 
-def cases(scenarios: Sequence[Path], over: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> list[Case]:
-    """All combinations, in order: scenario, then each field of `over`, then seed.
+class _Prepared(Struct, frozen=True, kw_only=True):
+    """A case with all that its files say but the trace."""
+
+    case: Case
+    scenario: Scenario
+    plan: Plan
+
+
+def cases(
+    scenarios: Sequence[Path], over: Mapping[str, Sequence[Any]], seeds: Sequence[int], set_: Mapping[str, Any] = {}
+) -> list[Case]:
+    """All combinations, in order: scenario, then each field of `over`, then seed. Each can be run: traces are read once.
+
+    Args:
+        scenarios: Files.
+        over: Values of fields.
+        seeds: In place of the scenarios'.
+        set_: Fields that are changed in all of them.
 
     Raises:
-        ConfigurationRefused: They are too many, or one of them cannot be run; the message says which field.
+        ConfigurationRefused: They are too many, or one of them cannot be run; the message says which field, or row.
     """
     number = len(scenarios) * len(seeds)
     for values in over.values():
@@ -48,36 +67,94 @@ def cases(scenarios: Sequence[Path], over: Mapping[str, Sequence[Any]], seeds: S
         raise ConfigurationRefused(f"--over: {number:,} runs are more than {MOST_RUNS:,}")
     combinations = [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
     made = [
-        Case(scenario=str(path), changes=changes, seed=seed)
+        Case(scenario=str(path), changes={**set_, **changes}, seed=seed)
         for path in scenarios
         for changes in combinations
         for seed in seeds
     ]
+    read: list[tuple[object, ...]] = []
     for case in made:
         if case.seed == seeds[0]:
-            _prepared(case)
+            prepared = _prepared(case)
+            if (same := _as_read(prepared)) not in read:
+                _read(prepared)
+                read.append(same)
     return made
 
 
-def run_all(made: Sequence[Case], processes: int) -> Iterator[Row]:
-    """Run them, at most so many at a time; rows come in the order of the cases."""
+def run_all(made: Sequence[Case], processes: int, *, ray: str | None = None) -> Iterator[Row]:
+    """Run them; rows come in the order of the cases.
+
+    Args:
+        made: By `cases`.
+        processes: At a time, on this machine.
+        ray: Address of a cluster that runs them instead.
+
+    Raises:
+        ConfigurationRefused: A file has changed meanwhile, or there is no such cluster.
+    """
+    if ray is not None:
+        yield from map_on_ray(ray, run_prepared, [(prepared := _prepared(case), _trace(prepared)) for case in made])
+        return
     if processes == 1 or len(made) == 1:
         yield from map(run_case, made)
         return
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(min(processes, len(made)), mp_context=context) as pool:
+    pool = ProcessPoolExecutor(min(processes, len(made)), mp_context=context, initializer=_die_on_interrupt)
+    try:
         yield from pool.map(run_case, made)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def run_case(case: Case) -> Row:
-    scenario, planned = _prepared(case)
-    folder = Path(case.scenario).parent
-    requests = requests_of(scenario.workload, folder, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
-    outcome = simulate(planned, requests).outcome
+    prepared = _prepared(case)
+    return _run(prepared, prepared.scenario)
+
+
+def run_prepared(prepared: _Prepared, trace: bytes) -> Row:
+    """On another machine, which has none of the files."""
+    scenario = prepared.scenario
+    if not isinstance(scenario.workload, Recorded):
+        return _run(prepared, scenario)
+    with TemporaryDirectory(prefix="fleet-sim-") as folder:
+        file = Path(folder) / Path(scenario.workload.file).name
+        file.write_bytes(trace)
+        moved = structs.replace(scenario, workload=structs.replace(scenario.workload, file=str(file)))
+        return _run(prepared, moved)
+
+
+def _run(prepared: _Prepared, scenario: Scenario) -> Row:
+    case = prepared.case
+    outcome = simulate(prepared.plan, traffic(scenario, Path(case.scenario).parent)).outcome
     return Row(scenario=case.scenario, changes=case.changes, seed=case.seed, outcome=outcome)
 
 
-def _prepared(case: Case) -> tuple[Scenario, Plan]:
+def _prepared(case: Case) -> _Prepared:
     path = Path(case.scenario)
     scenario = read_scenario(path, {**case.changes, "seed": case.seed})
-    return scenario, plan(scenario, path.parent)
+    return _Prepared(case=case, scenario=scenario, plan=plan(scenario, path.parent))
+
+
+def _trace(prepared: _Prepared) -> Path | None:
+    workload = prepared.scenario.workload
+    return Path(prepared.case.scenario).parent / workload.file if isinstance(workload, Recorded) else None
+
+
+def _as_read(prepared: _Prepared) -> tuple[object, ...]:
+    """What decides which rows are read, and whether they can be."""
+    scenario, workload = prepared.scenario, prepared.scenario.workload
+    if isinstance(workload, Recorded):
+        workload = structs.replace(workload, speed=1.0)
+    return prepared.case.scenario, workload, scenario.engine.block_tokens, type(scenario.clients)
+
+
+def _read(prepared: _Prepared) -> None:
+    sent = traffic(prepared.scenario, Path(prepared.case.scenario).parent)
+    if isinstance(prepared.scenario.workload, Recorded):
+        for _ in sent:
+            pass
+
+
+def _die_on_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

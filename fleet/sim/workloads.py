@@ -1,41 +1,67 @@
-"""Requests of a simulation, one after the other: from a recorded trace, or drawn by a seed.
+"""Traffic of a simulation, one request or session after the other: from a recorded trace, or drawn by a seed.
 
-A drawn workload is a Poisson stream (open loop), or one that rises and falls over a day; its prompts may begin with one of a
-few shared prefixes, the n-th of them 1/n as often as the first (Zipf), as system prompts do.
+A drawn workload is a Poisson stream, or one with a rate that swings over a day or jumps in bursts, or with gaps more or less
+regular than by chance (gamma); its prompts may begin with one of a few shared prefixes, the n-th of them 1/n as often as the
+first (Zipf), as system prompts do; and its requests may be the turns of conversations, each of which begins with all that
+was said before.
 """
 
 from collections.abc import Iterator
-from math import cos, pi
+from itertools import accumulate, chain, islice
+from math import cos, inf, pi
 from pathlib import Path
 from random import Random
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
-from fleet.adapters.traces import TraceRefused, read_trace
+from fleet.adapters.traces import Cut, Session, TraceFile, TraceRefused, Turn, open_trace
 from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from kvstore.block import blocks_for
 from kvstore.replay import Request
 
+T = TypeVar("T")
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Recorded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="trace"):
-    """Requests of a file, as `fleet.adapters.traces` reads them."""
+    """Requests of a file, as `fleet.adapters.traces` reads them. It is cut in the order of these fields."""
 
     file: Annotated[str, Meta(min_length=1)]
-    """Mooncake or agentic, relative to the scenario's file."""
+    """Relative to the scenario's file."""
 
-    speed: Positive = 1.0
-    """Arrivals come so many times as fast as they were recorded."""
+    sort: bool = False
+    """Whether rows may be in any order. All of them are then in memory; else it does not grow with the file."""
+
+    part: tuple[Share, Share] = (0.0, 1.0)
+    """Which of its rows: `[0, 0.5]` is the first half, to tune by, and `[0.5, 1]` the second, to report on. Rows are requests,
+    or whole sessions where the format knows them."""
+
+    sample: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of these rows that counts; which of them, the scenario's seed says."""
+
+    from_seconds: Seconds = 0.0
+    to_seconds: Positive = 1e9
+    """Of the recorded time: what arrived in between, counted from there."""
 
     requests: Annotated[int, Meta(ge=0)] = 0
     """At most so many, from the start; 0: all."""
 
+    speed: Positive = 1.0
+    """Arrivals come so many times as fast as they were recorded; of sessions, what lies between turns passes as much faster."""
+
     live_sessions: Count = 64
-    """Kept running at a time, where the format knows sessions."""
+    """Kept running at a time where the format knows sessions, and clients send as it was recorded (`clients.kind = "open"`)."""
+
+    def __post_init__(self) -> None:
+        if not self.part[0] < self.part[1]:
+            raise ValueError(f"part: nothing lies between {self.part[0]:g} and {self.part[1]:g}")
+        if not self.from_seconds < self.to_seconds:
+            raise ValueError(f"to_seconds: {self.to_seconds:g} is not after from_seconds, {self.from_seconds:g}")
 
 
 class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="drawn"):
@@ -45,11 +71,20 @@ class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     rate: Positive = 1.0
     """A second, on average."""
 
-    arrivals: Literal["poisson", "even", "day"] = "poisson"
-    """By chance, at equal distances, or by chance with a rate that swings between a quarter of the mean and 1.75 times it."""
+    arrivals: Literal["poisson", "even", "gamma", "day", "bursts"] = "poisson"
+    """By chance; at equal distances; by chance with gaps that vary by `variation`; or by chance with a rate that swings between
+    a quarter of the mean and 1.75 times it, or that is higher in bursts."""
+
+    variation: Annotated[float, Meta(gt=0, le=100)] = 2.0
+    """gamma: standard deviation of a gap over its mean. 1 is poisson, more is burstier."""
 
     day_seconds: Positive = 86_400.0
-    """Of one swing."""
+    """day: of one swing."""
+
+    burst_seconds: Positive = 10.0
+    burst_every_seconds: Positive = 60.0
+    burst_factor: Annotated[float, Meta(gt=1, le=1e6)] = 5.0
+    """bursts: how long one lasts, how often one begins, and how many times higher the rate is then than outside."""
 
     prompt_tokens: Count = 2048
     output_tokens: Count = 256
@@ -62,6 +97,21 @@ class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     prefix_tokens: Annotated[int, Meta(ge=0)] = 0
     """Of each; longer prompts go on by themselves."""
 
+    turns: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    """Of a conversation, on average; with more than one, clients must be of kind `sessions`. `rate` still counts requests."""
+
+    turn_tokens: Count = 256
+    """What a turn after the first adds to all that was said before."""
+
+    think_seconds: Seconds = 10.0
+    """From an answer to the next turn, on average; by chance (exponential)."""
+
+    def __post_init__(self) -> None:
+        if self.arrivals == "bursts" and not self.burst_seconds < self.burst_every_seconds:
+            raise ValueError(
+                f"burst_seconds: {self.burst_seconds:g} is not less than burst_every_seconds, {self.burst_every_seconds:g}"
+            )
+
 
 Workload = Recorded | Drawn
 
@@ -72,63 +122,221 @@ def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
     Args:
         workload: What they are.
         folder: That a trace's path is relative to.
-        block_tokens: Of the engines; a trace has its own, which must be equal.
+        block_tokens: Of the engines; a trace may have its own, which must be equal.
         seed: Of what is drawn.
 
     Raises:
-        ConfigurationRefused: The trace cannot be read, or its blocks are of another size; says file, line and field.
+        ConfigurationRefused: The trace cannot be read, its blocks are of another size, or nothing is left of it; says file,
+            line and field. A wrong row is refused when it is reached.
     """
     if isinstance(workload, Drawn):
+        if workload.turns > 1:
+            raise ConfigurationRefused(
+                'workload.turns: conversations need clients that wait: clients.kind = "sessions"'
+            )
         return _drawn(workload, block_tokens, Random(seed))
+    file = _opened(workload, folder, block_tokens, seed)
+    requests = _cut(file.requests(), workload)
+    return _checked(islice(requests, workload.requests or None))
+
+
+def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[Session]:
+    """Requests that wait for each other's answers; for the arguments and what is raised, see `requests_of`."""
+    if isinstance(workload, Drawn):
+        return _conversations(workload, block_tokens, Random(seed))
+    file = _opened(workload, folder, block_tokens, seed)
+    if file.sessions is None:
+        raise ConfigurationRefused(
+            f"clients.kind: {workload.file} ({file.format}) knows no sessions; take open or closed"
+        )
+    if workload.from_seconds or workload.to_seconds < 1e9:
+        raise ConfigurationRefused(
+            "workload.from_seconds: sessions that wait have no recorded time; cut by part or sample"
+        )
+    return _checked(_first_turns(_faster(file.sessions(), workload.speed), workload.requests))
+
+
+def number_of(workload: Workload, folder: Path, *, seed: int) -> int | None:
+    """Requests that a workload has, or a few more; None: nobody knows before all have been read."""
+    if isinstance(workload, Drawn):
+        return workload.requests
     try:
-        trace = read_trace(folder / workload.file, live_sessions=workload.live_sessions)
+        file = open_trace(folder / workload.file, cut=_rows(workload, seed))
+        counted = None if file.count is None else file.count()
     except TraceRefused as error:
         raise ConfigurationRefused(f"workload.file: {error}") from error
-    if trace.block_tokens != block_tokens:
-        raise ConfigurationRefused(
-            f"engine.block_tokens: {block_tokens}, but blocks of {workload.file} are of {trace.block_tokens} tokens"
+    return min(counted, workload.requests or counted) if counted is not None else workload.requests or None
+
+
+def _rows(workload: Recorded, seed: int) -> Cut:
+    return Cut(begin=workload.part[0], end=workload.part[1], sample=workload.sample, seed=seed)
+
+
+def _opened(workload: Recorded, folder: Path, block_tokens: int, seed: int) -> TraceFile:
+    try:
+        file = open_trace(
+            folder / workload.file,
+            live_sessions=workload.live_sessions,
+            cut=_rows(workload, seed),
+            sort=workload.sort,
+            block_tokens=block_tokens,
         )
-    return _faster(trace.requests[: workload.requests or None], workload.speed)
+    except TraceRefused as error:
+        raise ConfigurationRefused(f"workload.file: {error}") from error
+    if file.block_tokens != block_tokens:
+        raise ConfigurationRefused(
+            f"engine.block_tokens: {block_tokens}, but blocks of {workload.file} are of {file.block_tokens} tokens"
+        )
+    return file
 
 
-def _faster(requests: list[Request], speed: float) -> Iterator[Request]:
-    for request in requests:
-        arrival = Nanos(round(request.arrival / speed))
-        yield Request(arrival, request.prompt_tokens, request.chain, request.output_tokens, request.session)
+def _checked(rows: Iterator[T]) -> Iterator[T]:
+    """The first row is looked at now."""
+    told = _refusing(rows)
+    first = next(told, None)
+    if first is None:
+        raise ConfigurationRefused("workload: nothing is left of the trace: take a larger part, sample or window")
+    return chain((first,), told)
+
+
+def _refusing(rows: Iterator[T]) -> Iterator[T]:
+    try:
+        yield from rows
+    except TraceRefused as error:
+        raise ConfigurationRefused(f"workload.file: {error}") from error
+
+
+def _cut(requests: Iterator[Request], workload: Recorded) -> Iterator[Request]:
+    begin = round(workload.from_seconds * SECOND)
+    end = round(workload.to_seconds * SECOND) if workload.to_seconds < 1e9 else inf
+    speed = workload.speed
+    for each in requests:
+        if each.arrival >= end:
+            return
+        if each.arrival >= begin:
+            arrival = Nanos(round((each.arrival - begin) / speed))
+            yield Request(arrival, each.prompt_tokens, each.chain, each.output_tokens, each.session)
+
+
+def _faster(sessions: Iterator[Session], speed: float) -> Iterator[Session]:
+    for session in sessions:
+        yield Session(tuple([structs.replace(turn, gap=Nanos(round(turn.gap / speed))) for turn in session.turns]))
+
+
+def _first_turns(sessions: Iterator[Session], requests: int) -> Iterator[Session]:
+    """So many requests of them; 0: all."""
+    left = requests or inf
+    for session in sessions:
+        if left <= len(session.turns):
+            yield Session(session.turns[: int(left)] if left < inf else session.turns, session.begins)
+            return
+        left -= len(session.turns)
+        yield session
+
+
+class _Prompts:
+    """Lengths, and names of blocks, of what is drawn."""
+
+    def __init__(self, workload: Drawn, block_tokens: int, chance: Random):
+        self._workload = workload
+        self._block_tokens = block_tokens
+        self._chance = chance
+        self._shared_blocks = workload.prefix_tokens // block_tokens
+        self._weights = list(accumulate(1 / rank for rank in range(1, workload.prefixes + 1)))
+        self._names = workload.prefixes * blocks_for(
+            workload.prefix_tokens, block_tokens
+        )  # shared ones are below all others
+
+    def first(self) -> tuple[int, tuple[int, ...]]:
+        """Tokens and blocks of a prompt that begins a conversation."""
+        tokens = _length(self._workload.prompt_tokens, self._workload.spread, self._chance)
+        blocks = blocks_for(tokens, self._block_tokens)
+        common = min(blocks, self._shared_blocks) if self._workload.prefixes else 0
+        prefix: tuple[int, ...] = ()
+        if common:
+            prefix_number = self._chance.choices(range(self._workload.prefixes), cum_weights=self._weights)[0]
+            first = prefix_number * self._shared_blocks
+            prefix = tuple(range(first, first + common))
+        return tokens, prefix + self._new(blocks - common)
+
+    def grown(self, tokens: int, names: tuple[int, ...], more: int) -> tuple[int, tuple[int, ...]]:
+        """Of a prompt that goes on after another one."""
+        kept = names[: tokens // self._block_tokens]
+        tokens += more
+        return tokens, kept + self._new(blocks_for(tokens, self._block_tokens) - len(kept))
+
+    def answer(self) -> int:
+        return _length(self._workload.output_tokens, self._workload.spread, self._chance)
+
+    def _new(self, blocks: int) -> tuple[int, ...]:
+        first = self._names
+        self._names += blocks
+        return tuple(range(first, self._names))
 
 
 def _drawn(workload: Drawn, block_tokens: int, chance: Random) -> Iterator[Request]:
-    names = workload.prefixes * blocks_for(workload.prefix_tokens, block_tokens)  # of shared blocks: below all others
-    weights = [1 / rank for rank in range(1, workload.prefixes + 1)]
-    shared_blocks = workload.prefix_tokens // block_tokens
+    prompts = _Prompts(workload, block_tokens, chance)
     now = 0.0
     for _ in range(workload.requests):
-        now += _gap(workload, now, chance)
-        prompt = _length(workload.prompt_tokens, workload.spread, chance)
-        blocks = blocks_for(prompt, block_tokens)
-        common = min(blocks, shared_blocks) if workload.prefixes else 0
-        first = chance.choices(range(workload.prefixes), weights)[0] * shared_blocks if common else 0
-        own = blocks - common
-        chain = (*range(first, first + common), *range(names, names + own))
-        names += own
-        yield Request(
-            Nanos(round(now * SECOND)), prompt, chain, _length(workload.output_tokens, workload.spread, chance)
-        )
+        now += _gap(workload, workload.rate, now, chance)
+        tokens, names = prompts.first()
+        yield Request(Nanos(round(now * SECOND)), tokens, names, prompts.answer())
 
 
-def _gap(workload: Drawn, now: float, chance: Random) -> float:
+def _conversations(workload: Drawn, block_tokens: int, chance: Random) -> Iterator[Session]:
+    prompts = _Prompts(workload, block_tokens, chance)
+    now, left, number = 0.0, workload.requests, 0
+    while left:
+        number += 1
+        now += _gap(workload, workload.rate / workload.turns, now, chance)
+        count = min(left, _length(workload.turns, workload.spread, chance))
+        left -= count
+        tokens, names = prompts.first()
+        answer = prompts.answer()
+        turns = [Turn(Request(Nanos(0), tokens, names, answer, number))]
+        for index in range(1, count):
+            added = _length(workload.turn_tokens, workload.spread, chance)
+            tokens, names = prompts.grown(tokens, names, answer + added)
+            answer = prompts.answer()
+            gap = chance.expovariate(1 / workload.think_seconds) if workload.think_seconds else 0.0
+            request = Request(Nanos(0), tokens, names, answer, number)
+            turns.append(Turn(request, (index - 1,), Nanos(round(gap * SECOND))))
+        yield Session(tuple(turns), Nanos(round(now * SECOND)))
+
+
+def _gap(workload: Drawn, rate: float, now: float, chance: Random) -> float:
+    """Seconds from now to the next arrival."""
     match workload.arrivals:
         case "even":
-            return 1 / workload.rate
+            return 1 / rate
         case "poisson":
-            return chance.expovariate(workload.rate)
-        case "day":  # thinning: gaps of the highest rate, of which as many are left out as the rate is lower
-            gap, highest = 0.0, 1.75 * workload.rate
+            return chance.expovariate(rate)
+        case "gamma":
+            squared = workload.variation**2
+            return chance.gammavariate(1 / squared, squared / rate)
+        case "day" | "bursts":  # thinning: gaps of the highest rate, of which as many are left out as the rate is lower
+            gap, highest = 0.0, _highest(workload, rate)
             while True:
                 gap += chance.expovariate(highest)
-                rate = workload.rate * (1 - 0.75 * cos(2 * pi * (now + gap) / workload.day_seconds))
-                if chance.random() * highest < rate:
+                if chance.random() * highest < _rate(workload, rate, now + gap):
                     return gap
+
+
+def _highest(workload: Drawn, rate: float) -> float:
+    return 1.75 * rate if workload.arrivals == "day" else _outside(workload, rate) * workload.burst_factor
+
+
+def _rate(workload: Drawn, rate: float, now: float) -> float:
+    """At one instant, where it is `rate` on average."""
+    if workload.arrivals == "day":
+        return rate * (1 - 0.75 * cos(2 * pi * now / workload.day_seconds))
+    bursting = now % workload.burst_every_seconds < workload.burst_seconds
+    return _outside(workload, rate) * (workload.burst_factor if bursting else 1.0)
+
+
+def _outside(workload: Drawn, rate: float) -> float:
+    """The rate between bursts."""
+    return rate / (1 + (workload.burst_factor - 1) * workload.burst_seconds / workload.burst_every_seconds)
 
 
 def _length(mean: int, spread: float, chance: Random) -> int:

@@ -4,24 +4,29 @@ Rules:
 
 1. Every decision is `fleet.router.machine`'s. The world tells it what a router would hear (arrivals, steps, caches, workers that
    come and go), each a message later than it happened, and does what it commands, a message later too.
-2. What a sequence generates is told with its first token, each `TOLD_EVERY` tokens, and with its end, not step by step: the instants
-   of first tokens and ends are exact, and the router sees answers grow, in coarser steps than in production.
-3. A worker that is lost takes its sequences, its cache and its transfers with it. What it told before arrives.
-4. The digest is over every request's end, in order: two runs are the same if, and as far as anybody can tell only if, it is.
+   What is said on one way between the router and a worker arrives in the order in which it was said, as on the wire.
+2. What a sequence generates is told with its first token, when it begins another block, and with its end, not step by step: the
+   instants of first tokens and ends are exact, and the router counts blocks. What was generated before a fault is told too.
+3. A worker that is lost takes its sequences, its cache and its transfers with it. What it told before arrives. What else can happen
+   to the cluster is in `fleet.sim.faults`; none of it loses a request.
+4. What lies around an engine (`front`: HTTP, tokenizer) is added to what the client sees of an answer; nothing else waits for it.
+5. The digest is over every request's end, in order: two runs are the same if, and as far as anybody can tell only if, it is.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from random import Random
-from typing import Any, Self, assert_never
+from typing import Any, Generic, Self, TypeVar, assert_never
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from fleet.clock import Nanos
-from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
-from fleet.requests import Finish, KvReport, Sampling
+from fleet.clock import SECOND, Nanos
+from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
+from fleet.requests import Finish, KvReport, Sampling, TokenBytes
 from fleet.roles import KvPath, Phase, Role
+from fleet.router.index import KEY_BYTES
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
@@ -35,22 +40,33 @@ from fleet.router.messages import (
     Refuse,
     RouterEvent,
     Stepped,
+    StoreChanged,
     Ticked,
+    WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
+from fleet.router.observed import Observer
 from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
+from fleet.sim.answers import Answers
 from fleet.sim.engine import EngineLimits, Job, SimulatedEngine, StepTimes, Told
+from fleet.sim.faults import Fault, NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
+from fleet.sim.handoffs import End, Handoffs, params
 from fleet.sim.kernel import Event, Kernel
-from fleet.sim.network import Network
-from fleet.sim.results import Ended, Timeline
+from fleet.sim.network import Lane, Network
+from fleet.sim.results import Ended, PoolLook, Quality, Timeline
+from fleet.sim.store import Borrower, Changed, NodeStore, StoreProfile, Tier
 from fleet.work import Description, Handoff, Progress, Start
+from kvstore.block import HASH_BYTES
 from kvstore.replay import Request
 
 MODEL = ModelName("model")
 FINGERPRINT = "simulated"
 TOKEN = (0,)
+JUST_BEFORE = 1000  # nanoseconds: before a fault, what was generated is on its way
+
+Said = TypeVar("Said")
 
 
 class PoolProfile(Struct, frozen=True, kw_only=True):
@@ -71,27 +87,93 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     start_time: Nanos  # from asking for a worker to its first request
     prefill_speed: float = 1.0  # in proportion to the other pools
     decode_speed: float = 1.0
+    gpus_per_node: int = 8
+    host_bandwidth: float = 64e9  # bytes a second between a worker and its node's memory, each way
+    gpu: str = ""
+    quality: Quality = Quality()
+    front: Nanos = Nanos(0)  # around the engine, of one request: HTTP, tokenizer, the scheduler's turn
+    front_per_token: float = 0.0  # nanoseconds more for each token of the prompt
 
 
-class Fault(Struct, frozen=True, kw_only=True):
-    """A worker dies, and another takes its place."""
+def node_of(profile: PoolProfile, number: int) -> StoreId:
+    """The node of a pool's worker; of its first GPU, where it spans several. Pools have nodes of their own."""
+    return StoreId(f"{profile.name}-node-{number * profile.gpus // profile.gpus_per_node}")
 
-    at: Nanos
-    worker: WorkerId
-    down: Nanos  # until its successor begins to start
+
+class _Prefill(Struct, frozen=True):
+    """Prefill work that a worker has."""
+
+    prompt_tokens: int
+    keys: Sequence[int]
+    kv_path: KvPath
 
 
 class _Worker:
     """One worker of the world."""
 
-    def __init__(self, profile: PoolProfile, worker_id: WorkerId, incarnation: int, since: Nanos):
+    def __init__(self, profile: PoolProfile, worker_id: WorkerId, node: StoreId, incarnation: int, since: Nanos):
         self.profile = profile
         self.id = worker_id
+        self.node = node
+        self.role = profile.role
+        self.flips_to: Role | None = None  # once it is idle
         self.incarnation = incarnation
         self.since = since  # that it has its GPUs
         self.until: Nanos | None = None
         self.engine: SimulatedEngine
-        self.prefilled: dict[RequestId, int] = {}  # prompt tokens of prefill work that runs here
+        self.says: _Way[RouterEvent]
+        self.hears: _Way[Dispatch | CancelWork]
+        self.borrower: Borrower | None = None  # as its node's store knows it
+        self.prefilled: dict[RequestId, _Prefill] = {}  # prefill work that runs here
+
+
+class _Way(Generic[Said]):
+    """One way of a stream: what is said arrives a delay later, in order, however the kernel shuffles ties."""
+
+    __slots__ = ("_delay", "_deliver", "_held_back", "_kernel", "_latest", "_said_at", "_under_way")
+
+    def __init__(self, kernel: Kernel, delay: Nanos, deliver: Callable[[Said], None]):
+        self._kernel, self._delay, self._deliver = kernel, delay, deliver
+        self._under_way: deque[list[Said]] = deque()  # what was said in one instant arrives in one
+        self._latest: list[Said] = []
+        self._said_at: Nanos | None = None  # the latest
+        self._held_back: list[Said] | None = None  # while the way is cut
+
+    def say(self, message: Said) -> None:
+        if self._held_back is not None:
+            self._held_back.append(message)
+        elif self._said_at == self._kernel.instant:
+            self._latest.append(message)
+        else:
+            self._said_at, self._latest = self._kernel.instant, [message]
+            self._under_way.append(self._latest)
+            self._kernel.after(self._delay, self._arrive)
+
+    @property
+    def is_cut(self) -> bool:
+        return self._held_back is not None
+
+    def cut(self) -> None:
+        """Hold back what is said from now on."""
+        self._held_back = []
+
+    def mend(self) -> None:
+        """Send what was held back, in order."""
+        held, self._held_back = self._held_back, None
+        for message in held or ():
+            self.say(message)
+
+    def forget(self) -> None:
+        """Lose what was held back."""
+        if self._held_back is not None:
+            self._held_back = []
+
+    def _arrive(self) -> None:
+        messages = self._under_way.popleft()
+        if messages is self._latest:
+            self._said_at = None  # what is said from now on arrives later
+        for message in messages:
+            self._deliver(message)
 
 
 class _Client(Struct, kw_only=True, eq=False):
@@ -99,10 +181,12 @@ class _Client(Struct, kw_only=True, eq=False):
 
     request: Request
     keys: Mapping[int, tuple[int, ...]]
-    done: Callable[[], None] | None
+    answer_keys: Sequence[int]
+    ended: Callable[[Ended], None]
     first_token: Nanos | None = None
     tokens: int = 0
     cached_tokens: int = 0
+    tier_tokens: dict[str, int] | None = None  # that were loaded from a store
 
 
 class World:
@@ -119,7 +203,9 @@ class World:
         message_delay: Nanos,
         ended: Callable[[Ended], None],
         policy: Policy | None = None,
-        record: Callable[[Nanos, RouterEvent, list[object]], None] | None = None,
+        record: Observer | None = None,
+        store: StoreProfile | None = None,
+        verbatim_answers: bool = False,
     ):
         """All workers have joined.
 
@@ -133,11 +219,17 @@ class World:
             ended: Told of each request that is over.
             policy: In place of one of those that settings can name.
             record: Told of each event that the router hears, and its commands.
+            store: Of each node; None: there is none.
+            verbatim_answers: Whether a next turn repeats the answer before it (`fleet.sim.answers`).
         """
         self._kernel = kernel
-        self._machine = RouterMachine(settings, Random(seed), policy)
+        # Nobody asks why a request that is over went where it went, and each answer would keep a table.
+        self._machine = RouterMachine(structs.replace(settings, explained_requests=1), Random(seed), policy, _keys)
         self._network = Network(kernel)
+        self._handoffs = Handoffs(kernel, self._network, block_tokens, self._flip_if_idle)
+        self._silence = Nanos(round(settings.heartbeat_timeout_seconds * SECOND))  # after which a worker is lost
         self._block_tokens = block_tokens
+        self._answers = Answers(block_tokens) if verbatim_answers else None
         self._delay = message_delay
         self._ended = ended
         self._record = record
@@ -145,32 +237,54 @@ class World:
         self._clients: dict[RequestId, _Client] = {}
         self._workers: dict[WorkerId, _Worker] = {}
         self._left: list[_Worker] = []
-        self._fetches: dict[RequestId, int] = {}
+        self._store = store
+        self._stores: dict[StoreId, NodeStore] = {}
+        self._shared_tiers = {} if store is None else {tier.name: Tier(tier) for tier in store.tiers if tier.shared}
+        self._stores_say: _Way[RouterEvent] = _Way(kernel, message_delay, self._hear)
         self._tick: Event | None = None
         self._ticks_at: Nanos | None = None
         self._numbered = 0
         self.finished = 0
         self.drifts = 0  # alarms of the router: what it believed of caches was wrong too often
         self.last_end = Nanos(0)  # of a request
+        serving = [profile for profile in pools if profile.role is not Role.DECODE] or list(pools)
+        self._front_base = sum(profile.front for profile in serving) / len(serving)
+        self._front_per_token = sum(profile.front_per_token for profile in serving) / len(serving)
         for profile in pools:
             for number in range(profile.workers):
-                self._join(_Worker(profile, WorkerId(f"{profile.name}-{number}"), 1, kernel.now()))
+                worker_id = WorkerId(f"{profile.name}-{number}")
+                self._join(_Worker(profile, worker_id, node_of(profile, number), 1, kernel.now()))
 
     # What clients do.
 
-    def send(self, request: Request, done: Callable[[], None] | None = None) -> RequestId:
-        """A request arrives now; `done` is called when it is over, unless it is cancelled."""
+    def send(
+        self, request: Request, ended: Callable[[Ended], None] | None = None, deadline: Nanos | None = None
+    ) -> RequestId:
+        """A request arrives now.
+
+        Args:
+            request: Of the client.
+            ended: Told when it is over, unless it is cancelled, in place of the world's.
+            deadline: Instant at which the client gives it up.
+        """
         self._numbered += 1
         request_id = RequestId(str(self._numbered))
-        keys = {self._block_tokens: request.chain[: request.prompt_tokens // self._block_tokens]}
-        self._clients[request_id] = _Client(request=request, keys=keys, done=done)
+        answer_keys: Sequence[int] = ()
+        chain = request.chain[: request.prompt_tokens // self._block_tokens]
+        if self._answers is not None:
+            chain, answer_keys = self._answers.named(request)
+        keys = {self._block_tokens: chain}
+        self._clients[request_id] = _Client(
+            request=request, keys=keys, answer_keys=answer_keys, ended=ended or self._ended
+        )
         arrived = Arrived(
             request_id=request_id,
             model=MODEL,
-            tokens=_Blank(request.prompt_tokens),
-            sampling=Sampling(temperature=0.0, max_tokens=max(1, request.output_tokens), ignore_eos=True),
+            tokens=_Blank(request.prompt_tokens, keys),
+            sampling=_sampling(request.output_tokens),
             session=str(request.session) if request.session else "",
             keys=keys,
+            deadline=deadline,
         )
         self._hear(arrived)
         return request_id
@@ -188,63 +302,197 @@ class World:
     # Workers.
 
     def fail(self, fault: Fault) -> None:
-        """Have a worker die in time, and another one take its place."""
-        self._kernel.at(fault.at, partial(self._die, fault))
+        """Have something happen to the cluster in time. What it happens to may be gone then, and nothing happens."""
+        if isinstance(fault, WorkerLost | NodeLost | NetworkCut):
+            self._kernel.at(max(0, fault.at - JUST_BEFORE), partial(self._tell_all, fault))
+        self._kernel.at(fault.at, partial(self._happen, fault))
 
-    def _die(self, fault: Fault) -> None:
-        worker = self._workers.pop(fault.worker, None)
-        if worker is None:
-            return  # it is down already
+    def _tell_all(self, fault: WorkerLost | NodeLost | NetworkCut) -> None:
+        """What workers have generated until now, tokens that would have been sent one by one."""
+        for worker in list(self._workers.values()):
+            if worker.node == fault.node if isinstance(fault, NodeLost) else worker.id == fault.worker:
+                self._told(worker, worker.engine.progress())
+
+    def _happen(self, fault: Fault) -> None:
+        if isinstance(fault, NodeLost | StoreLost):
+            if isinstance(fault, NodeLost):
+                for lost in [worker for worker in self._workers.values() if worker.node == fault.node]:
+                    self._die(lost, fault.down, lost.profile.start_time)
+            if (store := self._stores.get(fault.node)) is not None:
+                store.go()
+                self._kernel.after(fault.down, store.come)
+            return
+        if (worker := self._workers.get(fault.worker)) is None:
+            return
+        match fault:
+            case WorkerLost():
+                self._die(worker, fault.down, worker.profile.start_time if fault.start is None else fault.start)
+            case WorkerSlow():
+                worker.engine.slow(fault.factor)
+                self._kernel.after(fault.lasting, partial(worker.engine.slow, 1.0))
+            case NetworkCut():
+                self._cut(worker, fault.lasting)
+            case RoleFlip() if fault.role is worker.role:
+                pass
+            case RoleFlip():
+                worker.flips_to = fault.role
+                worker.says.say(WorkerDraining(worker_id=worker.id))
+                # Until then something that was sent before the router heard of it may arrive.
+                self._kernel.after(2 * self._delay + 1, partial(self._flip_if_idle, worker.id))
+            case _:
+                assert_never(fault)
+
+    def _die(self, worker: _Worker, down: Nanos, start: Nanos) -> None:
+        del self._workers[worker.id]
         worker.until = self._kernel.now()
         worker.engine.stop()
         self._left.append(worker)
         self._network.leave(worker.id)
-        self._hear_later(WorkerLeft(worker_id=worker.id))
-        begun = Nanos(worker.until + fault.down)
-        successor = _Worker(worker.profile, worker.id, worker.incarnation + 1, begun)
-        self._kernel.at(Nanos(begun + worker.profile.start_time), partial(self._join, successor))
+        self._handoffs.leave(worker.id)
+        if worker.borrower is not None:
+            self._network.close(worker.borrower.load_lane)
+            self._network.close(worker.borrower.save_lane)
+        worker.says.forget()
+        worker.says.mend()  # nobody hears of a cut any more
+        worker.says.say(WorkerLeft(worker_id=worker.id))
+        begun = Nanos(worker.until + down)
+        successor = _Worker(worker.profile, worker.id, worker.node, worker.incarnation + 1, begun)
+        successor.role = worker.flips_to or worker.role
+        self._kernel.at(begun + start, partial(self._join, successor))
+
+    def _cut(self, worker: _Worker, lasting: Nanos) -> None:
+        if worker.says.is_cut:
+            return
+        worker.says.cut()
+        worker.hears.cut()
+        if lasting > self._silence:
+            self._kernel.after(self._silence, partial(self._lose_touch, worker))
+        self._kernel.after(lasting, partial(self._regain_touch, worker, lasting > self._silence))
+
+    def _lose_touch(self, worker: _Worker) -> None:
+        """Router and worker give each other up."""
+        if self._workers.get(worker.id) is not worker:
+            return
+        for work_id in worker.engine.forget_all():
+            self._handoffs.cancel(work_id)
+        worker.prefilled.clear()
+        worker.hears.forget()
+        self._hear(WorkerLeft(worker_id=worker.id))
+
+    def _regain_touch(self, worker: _Worker, was_lost: bool) -> None:
+        if self._workers.get(worker.id) is not worker:
+            return
+        if was_lost:
+            worker.says.forget()
+        worker.says.mend()
+        worker.hears.mend()
+        if was_lost:
+            self._announce(worker, worker.says.say)
+            self._flip_if_idle(worker.id)
+
+    def _flip_if_idle(self, worker_id: WorkerId) -> None:
+        """A worker that drains goes on in its new role, once it has nothing left to do in the old one."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.flips_to is None or not worker.engine.idle:
+            return
+        worker.role, worker.flips_to = worker.flips_to, None
+        worker.incarnation += 1
+        worker.says.say(WorkerLeft(worker_id=worker.id))
+        self._announce(worker, worker.says.say)
 
     def _join(self, worker: _Worker) -> None:
-        profile, limits = worker.profile, worker.profile.limits
+        profile = worker.profile
         worker.engine = SimulatedEngine(
             self._kernel,
             profile.times,
-            limits,
+            profile.limits,
             tell=partial(self._told, worker),
             cache_changed=partial(self._cache_changed, worker),
+            supply=_Supply(self._handoffs, self._note_loaded, worker, self._stores),
         )
+        worker.says = _Way(self._kernel, self._delay, self._hear)
+        worker.hears = _Way(self._kernel, self._delay, partial(self._obey, worker))
         self._workers[worker.id] = worker
         self._network.join(worker.id, profile.bandwidth)
+        end = End(engine=worker.engine, bytes_per_token=profile.kv_bytes_per_token, latency=profile.link_latency)
+        self._handoffs.join(worker.id, end)
+        if self._store is not None:
+            self._open_store(worker, self._store)
+        self._announce(worker, self._hear)
+
+    def _open_store(self, worker: _Worker, store: StoreProfile) -> None:
+        profile, node = worker.profile, worker.node
+        if node not in self._stores:
+            self._stores[node] = NodeStore(
+                self._kernel, self._network, node, store, self._shared_tiers, self._store_changed
+            )
+        worker.borrower = Borrower(
+            times=profile.times,
+            load_lane=Lane(f"{worker.id} load"),
+            save_lane=Lane(f"{worker.id} save"),
+        )
+        self._network.open(worker.borrower.load_lane, profile.host_bandwidth)
+        self._network.open(worker.borrower.save_lane, profile.host_bandwidth)
+
+    def _announce(self, worker: _Worker, say: Callable[[RouterEvent], None]) -> None:
+        """A worker says what it is, and what it has."""
+        profile, limits = worker.profile, worker.profile.limits
+        has_store = worker.borrower is not None
         description = Description(
             worker_id=worker.id,
             incarnation=Incarnation(str(worker.incarnation)),
             model=MODEL,
-            role=profile.role,
+            role=worker.role,
             block_tokens=limits.block_tokens,
             max_model_len=(limits.kv_blocks - 1) * limits.block_tokens,
             kv_blocks=limits.kv_blocks,
             max_running=limits.max_running,
             fingerprint=FINGERPRINT,
-            kv_paths=(KvPath.DIRECT,),
+            kv_paths=(KvPath.STORE, KvPath.DIRECT) if has_store else (KvPath.DIRECT,),
+            store_id=worker.node if has_store else None,
             engine="simulated",
             prefill_speed=profile.prefill_speed,
             decode_speed=profile.decode_speed,
         )
-        self._hear(WorkerJoined(description=description, address=""))
+        say(WorkerJoined(description=description, address=""))
+        if names := worker.engine.names():
+            say(CacheAssumed(worker_id=worker.id, stored=names, removed=[]))
 
     def _told(self, worker: _Worker, told: list[Told]) -> None:
         """A worker's engine has made a step."""
-        self._hear_later(Stepped(worker_id=worker.id, progress=tuple([self._progress(worker, each) for each in told])))
+        if worker.prefilled:
+            told = [each for each in told if not self._told_when_saved(worker, each)]
+        if told:
+            progress = tuple([self._progress(worker, each) for each in told])
+            worker.says.say(Stepped(worker_id=worker.id, progress=progress))
+        if worker.flips_to is not None:
+            self._flip_if_idle(worker.id)
+
+    def _told_when_saved(self, worker: _Worker, told: Told) -> bool:
+        """Prefill work that hands over by the store has ended when that has its blocks."""
+        prefill, store = worker.prefilled.get(told.work_id), self._stores.get(worker.node)
+        if prefill is None or prefill.kv_path is not KvPath.STORE or store is None:
+            return False
+        event = Stepped(worker_id=worker.id, progress=(self._progress(worker, told),))
+        store.when_saved(prefill.keys, partial(self._say_if_there, worker, event))
+        return True
+
+    def _say_if_there(self, worker: _Worker, event: Stepped) -> None:
+        if self._workers.get(worker.id) is worker:
+            worker.says.say(event)
 
     def _progress(self, worker: _Worker, told: Told) -> Progress:
         handoff = None
-        if (prompt_tokens := worker.prefilled.pop(told.work_id, None)) is not None:
+        if worker.prefilled and (prefill := worker.prefilled.pop(told.work_id, None)) is not None:
             handoff = Handoff(
-                kv_path=KvPath.DIRECT,
+                kv_path=prefill.kv_path,
                 prefill_worker=worker.id,
                 fingerprint=FINGERPRINT,
-                num_tokens=prompt_tokens - 1,  # one has to be computed for its logits
+                num_tokens=prefill.prompt_tokens - 1,  # one has to be computed for its logits
+                params=params(told.work_id),
             )
+            if worker.engine.keeps(told.work_id):
+                self._handoffs.computed(worker.id, told.work_id)
         return Progress(
             request_id=told.work_id,
             token_ids=TOKEN * told.tokens,
@@ -254,24 +502,41 @@ class World:
         )
 
     def _cache_changed(self, worker: _Worker, stored: list[int], removed: list[int]) -> None:
-        self._hear_later(CacheAssumed(worker_id=worker.id, stored=stored, removed=removed))
+        worker.says.say(CacheAssumed(worker_id=worker.id, stored=stored, removed=removed))
+        if worker.borrower is not None and stored:
+            self._stores[worker.node].save(worker.borrower, stored)
+
+    def _store_changed(self, store: NodeStore, tier: Tier, changed: Changed) -> None:
+        stores = [each for each in self._stores.values() if each.up] if tier.profile.shared else [store]
+        for each in stores:
+            self._stores_say.say(
+                StoreChanged(
+                    store_id=each.id,
+                    fingerprint=FINGERPRINT,
+                    tier=changed.tier,
+                    stored=_hashes(changed.stored),
+                    removed=_hashes(changed.removed),
+                    reset=changed.reset,
+                )
+            )
+
+    def _note_loaded(self, work_id: RequestId, tokens: Mapping[str, int]) -> None:
+        if (client := self._clients.get(_request_of(work_id))) is not None:
+            client.tier_tokens = dict(tokens)
 
     # The router.
 
-    def _hear_later(self, event: RouterEvent) -> None:
-        self._kernel.after(self._delay, partial(self._hear, event))
-
     def _hear(self, event: RouterEvent) -> None:
-        now = self._kernel.now()
+        """What a router hears; `_obey` is what comes of it. `fleet.sim.shell` puts production's servers between the two."""
+        now = self._kernel.instant
         commands = self._machine.handle(event, now)
         if self._record is not None:
-            self._record(now, event, list(commands))
+            self._record(now, event, commands)
         for command in commands:
             match command:
-                case Dispatch():
-                    self._kernel.after(self._delay, partial(self._start, command.worker_id, command.start))
-                case CancelWork():
-                    self._kernel.after(self._delay, partial(self._cancel, command.worker_id, command.request_id))
+                case Dispatch() | CancelWork():
+                    if (worker := self._workers.get(command.worker_id)) is not None:
+                        worker.hears.say(command)  # else it has died, and the router hears of that by itself
                 case Emit():
                     self._emitted(command, now)
                 case Complete():
@@ -282,12 +547,10 @@ class World:
                     self.drifts += command.drifting
                 case _:
                     assert_never(command)
-        self._watch_deadlines()
+        if (due := self._machine.next_deadline()) != self._ticks_at:
+            self._tick_at(due)
 
-    def _watch_deadlines(self) -> None:
-        due = self._machine.next_deadline()
-        if due == self._ticks_at:
-            return
+    def _tick_at(self, due: Nanos | None) -> None:
         if self._tick is not None:
             self._tick.cancel()
         self._ticks_at = due
@@ -297,48 +560,42 @@ class World:
         self._ticks_at = self._tick = None
         self._hear(Ticked())
 
-    def _start(self, worker_id: WorkerId, start: Start) -> None:
-        """Work reaches its worker."""
-        if (worker := self._workers.get(worker_id)) is None:
-            return  # it died meanwhile; the router hears of that by itself
+    def _obey(self, worker: _Worker, command: Dispatch | CancelWork) -> None:
+        """What the router said reaches a worker."""
+        if self._workers.get(worker.id) is not worker:
+            return  # it died meanwhile
+        if isinstance(command, Dispatch):
+            self._start(worker, command.start)
+        else:
+            worker.prefilled.pop(command.request_id, None)
+            worker.engine.cancel(command.request_id)
+            self._handoffs.cancel(command.request_id)
+            if worker.flips_to is not None:
+                self._flip_if_idle(worker.id)
+
+    def _start(self, worker: _Worker, start: Start) -> None:
         client = self._clients.get(_request_of(start.request_id))
         if client is None:
             return  # cancelled meanwhile
-        prompt_tokens = len(start.tokens) // 4
+        prompt_tokens, handoff = len(start.tokens) // 4, start.handoff
+        keys = client.keys[self._block_tokens]
+        direct = handoff is not None and handoff.kv_path is KvPath.DIRECT
         job = Job(
             work_id=start.request_id,
             prompt_tokens=prompt_tokens,
             answer_tokens=start.sampling.max_tokens,
-            keys=client.keys[self._block_tokens],
-            fetched_tokens=0 if start.handoff is None else min(start.handoff.num_tokens, prompt_tokens - 1),
+            keys=keys,
+            answer_keys=() if start.phase is Phase.PREFILL else client.answer_keys,
+            fetched_tokens=min(handoff.num_tokens, prompt_tokens - 1) if handoff is not None and direct else 0,
+            handed_off=start.phase is Phase.PREFILL and start.kv_path is KvPath.DIRECT,
         )
         if start.phase is Phase.PREFILL:
-            worker.prefilled[job.work_id] = prompt_tokens
-        if start.handoff is None or start.handoff.prefill_worker not in self._workers:
-            worker.engine.submit(job)
+            assert start.kv_path is not None
+            worker.prefilled[job.work_id] = _Prefill(prompt_tokens, keys, start.kv_path)
+        if handoff is not None and direct:
+            self._handoffs.take(worker.id, job, handoff)
         else:
-            self._fetch(worker, start.handoff, job)
-
-    def _fetch(self, worker: _Worker, handoff: Handoff, job: Job) -> None:
-        blocks = worker.engine.fetch(job)
-        if blocks is None:
-            return  # no room now: it waits, and computes its prompt
-        if not blocks:
-            worker.engine.fetched(job.work_id)
-            return
-        num_bytes = blocks * self._block_tokens * worker.profile.kv_bytes_per_token
-        self._network.send(
-            handoff.prefill_worker,
-            worker.id,
-            num_bytes,
-            worker.profile.link_latency,
-            partial(worker.engine.fetched, job.work_id),
-        )
-
-    def _cancel(self, worker_id: WorkerId, work_id: RequestId) -> None:
-        if (worker := self._workers.get(worker_id)) is not None:
-            worker.prefilled.pop(work_id, None)
-            worker.engine.cancel(work_id)
+            worker.engine.submit(job)
 
     # What clients see.
 
@@ -353,22 +610,29 @@ class World:
         request = client.request
         self.finished += 1
         self.last_end = now
+        front = 0 if client.first_token is None else self._front(request.prompt_tokens)
         ended = Ended(
             request_id=request_id,
             arrival=request.arrival,
             prompt_tokens=request.prompt_tokens,
             output_tokens=client.tokens,
             cached_tokens=cached_tokens,
-            first_token=client.first_token,
-            end=now,
+            first_token=None if client.first_token is None else Nanos(client.first_token + front),
+            end=Nanos(now + front),
             refused=refused,
+            session=request.session,
+            max_tokens=request.output_tokens,
+            chain=request.chain,
+            tier_tokens=client.tier_tokens,
         )
         self._digest.update(
             f"{request_id} {ended.first_token} {now} {client.tokens} {cached_tokens} {refused}\n".encode()
         )
-        self._ended(ended)
-        if client.done is not None:
-            client.done()
+        client.ended(ended)
+
+    def _front(self, prompt_tokens: int) -> int:
+        """What a client sees besides: nothing that happens here depends on it."""
+        return round(self._front_base + self._front_per_token * prompt_tokens)
 
     # Looks from outside.
 
@@ -401,6 +665,23 @@ class World:
             queued=max(0, len(self._clients) - held),
             kv_share=sum(engine.kv_blocks_used for engine in engines) / blocks if blocks else 0.0,
             finished=self.finished - finished,
+            pools=self._pools(),
+        )
+
+    def _pools(self) -> tuple[PoolLook, ...]:
+        pools: dict[str, list[_Worker]] = {}
+        for worker in self._workers.values():
+            pools.setdefault(worker.profile.name, []).append(worker)
+        return tuple(
+            PoolLook(
+                name=name,
+                workers=len(workers),
+                running=sum(worker.engine.held for worker in workers),
+                waiting=sum(worker.engine.waiting for worker in workers),
+                kv_share=sum(worker.engine.kv_blocks_used for worker in workers)
+                / sum(worker.profile.limits.kv_blocks for worker in workers),
+            )
+            for name, workers in pools.items()
         )
 
     def check(self) -> None:
@@ -411,29 +692,91 @@ class World:
             if not self._clients:
                 assert not worker.engine.held, worker.id
                 assert not worker.engine.kv_blocks_used, worker.id
+        for store in self._stores.values():
+            store.check()
 
 
 class _Blank(bytes):
-    """Token ids that nobody looks at: as long as a prompt, without its memory."""
+    """Token ids that nobody looks at: as long as a prompt, without its memory, and with its keys by block size."""
 
     _length: int
+    keys: Mapping[int, tuple[int, ...]]
 
-    def __new__(cls, tokens: int) -> Self:
+    def __new__(cls, tokens: int, keys: Mapping[int, tuple[int, ...]]) -> Self:
         blank = super().__new__(cls)
         blank._length = 4 * tokens
+        blank.keys = keys
         return blank
 
     def __len__(self) -> int:
         return self._length
 
     def __add__(self, more: Any) -> Self:  # what the client has, when another worker goes on
-        return type(self)((self._length + memoryview(more).nbytes) // 4)
+        return type(self)((self._length + memoryview(more).nbytes) // 4, self.keys)
+
+
+def _keys(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - a `Hasher`
+    """Of a prompt and what was generated since: the blocks that an answer fills are nobody else's, and have none."""
+    assert isinstance(tokens, _Blank)
+    return tokens.keys[block_tokens]
+
+
+class _Supply:
+    """What a worker's engine need not compute: what a prefill worker keeps for it, and what its node's store holds."""
+
+    __slots__ = ("_handoffs", "_note", "_stores", "_worker")
+
+    def __init__(
+        self,
+        handoffs: Handoffs,
+        note: Callable[[RequestId, Mapping[str, int]], None],
+        worker: _Worker,
+        stores: Mapping[StoreId, NodeStore],
+    ):
+        self._handoffs, self._note, self._worker, self._stores = handoffs, note, worker, stores
+
+    def offer(self, job: Job, here: int) -> int:
+        if job.fetched_tokens and (tokens := self._handoffs.offered(job)):
+            return tokens
+        if (borrower := self._worker.borrower) is None:
+            return 0
+        keys = job.keys[: (job.prompt_tokens - 1) // self._worker.profile.limits.block_tokens]
+        blocks = self._stores[self._worker.node].offer(borrower, keys, here)
+        return blocks * self._worker.profile.limits.block_tokens
+
+    def fetch(self, job: Job, here: int) -> None:
+        if job.fetched_tokens and self._handoffs.offered(job):
+            self._handoffs.fetch(job, here)
+            return
+        borrower, engine = self._worker.borrower, self._worker.engine
+        assert borrower is not None
+        keys = job.keys[: (job.prompt_tokens - 1) // self._worker.profile.limits.block_tokens]
+
+        def ended(tokens: Mapping[str, int] | None) -> None:
+            if tokens is None:
+                engine.not_fetched(job.work_id)
+            else:
+                self._note(job.work_id, tokens)
+                engine.fetched(job.work_id)
+
+        self._stores[self._worker.node].load(borrower, keys, here, ended)
+
+
+def _hashes(keys: Sequence[int]) -> tuple[bytes, ...]:
+    """Names of blocks with these keys: a router looks at no more of them."""
+    return tuple([key.to_bytes(KEY_BYTES, "little").ljust(HASH_BYTES, b"\0") for key in keys])
 
 
 def _request_of(work_id: RequestId) -> RequestId:
     return RequestId(work_id.partition("#")[0])
 
 
+@lru_cache(4096)
+def _sampling(output_tokens: int) -> Sampling:
+    return Sampling(temperature=0.0, max_tokens=max(1, output_tokens), ignore_eos=True)
+
+
+@lru_cache(4096)
 def _report(cached_tokens: int) -> KvReport:
     """The router looks at the number of cached tokens alone."""
     return KvReport(prompt_blocks=0, origins=(), cached_tokens=cached_tokens)

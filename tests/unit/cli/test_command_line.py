@@ -107,6 +107,22 @@ def test_what_cannot_be_obeyed_is_refused_before_anything_starts(argv, line, cap
     assert capsys.readouterr().err == line + "\n"
 
 
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ("[cluster.adapters]\nlegal = 'nowhere'\n", "cluster.adapters.legal: {folder}/nowhere is not a folder"),
+        ("[cluster]\nengine = 'simulated'\n[cluster.adapters]\ntiny = 'x'\n", "adapters: each needs a name of its own"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused_before_anything_starts(tmp_path, content, cause, capsys):
+    path = tmp_path / "topology.toml"
+    path.write_text(content)
+
+    assert run(["up", "--config", str(path), "--http-port", "0", "--grpc-port", "0"]) == 3
+
+    assert cause.format(folder=tmp_path) in capsys.readouterr().err
+
+
 def test_options_override_the_file(tmp_path):
     path = tmp_path / "topology.toml"
     path.write_text("[cluster]\nengine = 'vllm'\n[[pools]]\nrole = 'decode'\nreplicas = 5\nmax_running = 3\n")

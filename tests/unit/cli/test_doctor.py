@@ -29,6 +29,7 @@ def test_every_part_that_is_optional_has_a_line():
         "etcd",
         "redis",
         "ray",
+        "parquet",
         "kubernetes",
     ]
     assert names >= {*wanted, "shared memory"}

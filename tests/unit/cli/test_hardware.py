@@ -24,7 +24,7 @@ def test_accuracy_is_said_by_system_backend_and_phase(capsys):
 
     rows = answered(capsys)
     figures = {"rows", "ttft_mape", "ttft_median", "tpot_mape", "tpot_median", "fitted_on", "tested_on"}
-    assert all(figures | {"system", "backend", "phase"} <= row.keys() for row in rows)
+    assert all(figures | {"system", "backend", "phase", "model"} <= row.keys() for row in rows)
     assert {row["system"] for row in rows} >= {"h100", "h200", "b200", "all"}
 
 
@@ -53,6 +53,29 @@ def test_an_estimate_says_what_it_rests_on(capsys, model):
     assert answer["basis"] == "model"
     assert 5 < answer["tpot_ms"] < 40
     assert answer["dollars_per_million_answer_tokens"] > 0
+    assert answer["price"].startswith("RunPod")
+
+
+def test_energy_and_money_of_a_token_are_told_with_their_quality(capsys, model):
+    for name in ("h100", "b200", "b300"):
+        arguments = ["--gpu", name, "--tp", "8", "--weights", "fp8", "--kv", "fp8", "--concurrency", "64"]
+        assert run(["hardware", "estimate", model, *arguments, "--json", "-"]) == DONE
+        answer = answered(capsys)
+        assert 8 * 100 < answer["watts"] < 8 * 1100
+        assert answer["joules_per_answer_token"] == pytest.approx(
+            answer["watts"] / answer["answer_tokens_per_second"], rel=0.01
+        )
+        assert 0.2 <= answer["power_error"] <= 0.5
+    assert answer["price"] is None
+    assert answer["dollars_per_million_answer_tokens"] is None
+
+
+def test_energy_and_money_are_told_to_people(capsys, model):
+    assert run(["hardware", "estimate", model, "--gpu", "h200", "--tp", "4"]) == DONE
+
+    said = capsys.readouterr().out
+    assert "W (± 30%, boards alone)" in said
+    assert "a million of them (RunPod, secure cloud, list, 2025-06)" in said
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_line(capsys, model):
@@ -60,6 +83,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(capsys, model):
 
     said = capsys.readouterr().err
     assert "does not fit" in said
+    assert "it fits with tp=4, or cut like that on b200" in said
     assert said.count("\n") == 1
 
 

@@ -89,13 +89,15 @@ def test_every_request_has_a_row(scenario, tmp_path, capsys):
     assert all(each["arrival"] < each["first_token"] <= each["end"] for each in ended)
 
 
-def test_the_report_is_one_page_that_fetches_nothing(scenario, tmp_path, capsys):
+@pytest.mark.parametrize(("options", "of_other_loads"), [((), True), (("--no-curve",), False)])
+def test_the_report_is_one_page_that_fetches_nothing(scenario, tmp_path, capsys, options, of_other_loads):
     page = tmp_path / "report.html"
-    assert run(["sim", "run", str(scenario), "--report", str(page)]) == 0
+    assert run(["sim", "run", str(scenario), "--report", str(page), *options]) == 0
     text = page.read_text()
-    assert text.count("<svg") == 5
+    assert ("Attainment against load" in text) is of_other_loads
+    assert text.count('<figure class="chart">') == (14 if of_other_loads else 10)
     assert "NaN" not in text
-    assert not re.search(r"(src|href)=|https?://", text)
+    assert not re.search(r"(src|href)=|https?://|<script", text)
     assert "attainment" in capsys.readouterr().out
 
 
@@ -132,7 +134,7 @@ def test_capacity_is_where_the_slo_is_just_kept(scenario, capsys):
         ("slo.ttft_ms=fast", "slo.ttft_ms"),
         ("slo.ttft_ms=-1", "slo.ttft_ms"),
         ("speed=2", "speed: is not a known key"),
-        ("faults=[{at_seconds=1,worker='x-0'}]", "faults[0].worker: 'x-0' is not one of both-h100-0"),
+        ("faults=[{kind='worker',at_seconds=1,worker='x-0'}]", "faults[0].worker: 'x-0' is not one of both-h100-0"),
         ("pools.3.gpus=1", "--set: pools.3.gpus: there is no '3' there"),
         ("pools", "--set: 'pools' is not PATH=VALUE"),
         ("router.policy=unheard", "router.policy"),

@@ -208,3 +208,46 @@ def test_a_stretch_ends_at_the_instant_at_which_its_steps_one_by_one_would(jobs,
     assert jumping.engine.preempted == stepping.engine.preempted
     assert jumping.stored == stepping.stored
     assert jumping.engine.busy == pytest.approx(stepping.engine.busy, abs=1000)
+
+
+def test_the_blocks_of_an_answer_are_found_by_the_next_turn_where_their_names_are_known():
+    bench = Bench()
+    job = Job(work_id=RequestId("one"), prompt_tokens=40, answer_tokens=30, keys=(1, 2), answer_keys=(3, 4, 5))
+    bench.kernel.at(Nanos(0), lambda: bench.engine.submit(job))
+    bench.work("next", 96, 2, at=9.0, keys=(1, 2, 3, 4, 5, 6))
+    bench.run()
+    assert bench.cached("next") == 64  # 69 of 70 tokens have KV: the last one's is never computed
+
+
+def test_a_slow_engine_takes_its_time_from_the_next_step_on():
+    bench = Bench()
+    bench.work("one", 16, 101)
+    bench.kernel.at(Nanos(SECOND // 2), lambda: bench.engine.slow(3.0))
+    bench.kernel.at(Nanos(SECOND), lambda: bench.engine.slow(1.0))
+    bench.run()
+    usual = Bench()
+    usual.work("one", 16, 101)
+    usual.run()
+    # Of the half second a third is done; but for the steps that run when it changes.
+    assert bench.instants("one")[1] - usual.instants("one")[1] == pytest.approx(1 / 3, abs=0.035)
+
+
+@pytest.mark.parametrize("instant", [0.0, 0.02, 0.026, 0.03, 0.5, 0.9, 1.4999, 30.0])
+def test_progress_in_a_stretch_is_that_of_steps_one_by_one(instant):
+    told = []
+    for kind in (SimulatedEngine, OneByOne):
+        bench = Bench(kind)
+        bench.work("one", 16, 300)
+        bench.work("two", 40, 100, at=0.3)
+        seen: list[dict[str, int]] = []
+        at = Nanos(round(instant * SECOND) + 1)
+
+        def look(bench=bench, seen=seen) -> None:
+            new = {told.work_id: told.tokens for told in bench.engine.progress()}
+            seen.append({name: bench.tokens(name) + new.get(name, 0) for name in bench.told})
+
+        bench.kernel.at(at, look)
+        bench.run()
+        assert bench.tokens("one") + bench.tokens("two") <= 400  # what `progress` told is not told again
+        told += seen
+    assert told[0] == told[1]

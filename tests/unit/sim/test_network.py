@@ -1,11 +1,13 @@
 """Links that transfers share."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
 from fleet.sim.kernel import Kernel
-from fleet.sim.network import Network
+from fleet.sim.network import Lane, Network
 
 A, B, C, D = (WorkerId(name) for name in "abcd")
 NO_LATENCY = Nanos(0)
@@ -79,3 +81,41 @@ def test_the_rest_goes_on_faster_when_a_receiver_is_lost(kernel, network):
     kernel.at(Nanos(SECOND), lambda: network.leave(B))
     kernel.run()
     assert came == {"kept": pytest.approx(1.5)}
+
+
+def test_who_waits_for_what_is_lost_is_told(kernel, network):
+    lost: list[str] = []
+    network.send(A, B, 100.0, NO_LATENCY, lambda: lost.append("came"), lambda: lost.append("under way"))
+    network.send(A, B, 100.0, Nanos(2 * SECOND), lambda: lost.append("came"), lambda: lost.append("not begun"))
+    kernel.at(Nanos(SECOND // 2), lambda: network.leave(A))
+    kernel.run()
+    assert lost == ["under way", "not begun"]
+
+
+def test_a_transfer_over_several_lanes_has_the_smallest_of_its_shares(kernel, network):
+    disk, bus = Lane("disk"), Lane("bus")
+    network.open(disk, 50.0)
+    network.open(bus, 100.0)
+    came = Arrivals()
+    assert network.seconds((disk, bus), 100.0, Nanos(SECOND)) == pytest.approx(3.0)
+    network.carry((disk, bus), 100.0, NO_LATENCY, came.note(kernel, "from disk"))
+    network.carry((bus,), 100.0, NO_LATENCY, came.note(kernel, "from memory"))
+    kernel.run()
+    assert came == {"from disk": pytest.approx(2.0), "from memory": pytest.approx(2.0)}
+    assert network.seconds((Lane("closed"),), 1.0, NO_LATENCY) is None
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=20))
+@settings(max_examples=30, deadline=None)
+def test_a_busy_lane_carries_as_much_as_it_can_and_no_more(sizes):
+    """Whoever shares it: all bytes over a lane that never idles take what they would take one after the other."""
+    kernel, came = Kernel(1), Arrivals()
+    network = Network(kernel)
+    lane = Lane("lane")
+    network.open(lane, 1e9)
+    for number, size in enumerate(sizes):
+        network.carry((lane,), size, NO_LATENCY, came.note(kernel, str(number)))
+    kernel.run()
+    assert max(came.values()) == pytest.approx(sum(sizes) / 1e9, rel=1e-6, abs=1e-7)
+    ends = sorted(came, key=lambda name: came[name])
+    assert [sizes[int(name)] for name in ends] == sorted(sizes)

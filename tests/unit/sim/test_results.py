@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from msgspec import structs
 
 from fleet.clock import MILLISECOND, Nanos
 from fleet.sim.results import RESOLUTION, Ended, Quantiles, Slo, Tally
@@ -71,3 +72,20 @@ def test_a_refused_request_is_not_good():
     assert tally.refused == {"queue_full": 1}
     assert tally.attainment == 0.5
     assert tally.ttft.count == 1
+
+
+def test_hits_are_told_by_the_tier_that_had_them():
+    tally = Tally(Slo())
+    tally.add(ended(1, 1))
+    tally.add(structs.replace(ended(1, 1), tier_tokens={"cpu": 15, "ssd": 5}))
+    assert tally.hit_rate_by_tier == {"gpu": 0.15, "cpu": 0.075, "ssd": 0.025}
+    assert sum(tally.hit_rate_by_tier.values()) == pytest.approx(tally.hit_rate)
+
+
+def test_many_equal_values_are_as_many_as_they_are():
+    quantiles = Quantiles()
+    quantiles.add(10.0, 99)
+    quantiles.add(1000.0)
+    assert quantiles.quantile(0.99) == pytest.approx(10.0, rel=RESOLUTION)
+    assert quantiles.quantile(1.0) == pytest.approx(1000.0, rel=RESOLUTION)
+    assert quantiles.summary()["mean"] == pytest.approx(19.9)

@@ -1,6 +1,10 @@
 """The cluster in virtual time, with the router's own machine."""
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +14,13 @@ from fleet.roles import Phase, Role
 from fleet.router.messages import Dispatch
 from fleet.router.settings import RouterSettings
 from fleet.sim.engine import EngineLimits
+from fleet.sim.faults import Fault, WorkerLost
 from fleet.sim.kernel import Kernel
 from fleet.sim.results import Ended, Slo
 from fleet.sim.run import Plan, Run, simulate
+from fleet.sim.store import StoreProfile
 from fleet.sim.workloads import Drawn, requests_of
-from fleet.sim.world import Fault, PoolProfile, World
+from fleet.sim.world import PoolProfile, World
 from kvstore.replay import Request
 
 BLOCK = 16
@@ -46,7 +52,13 @@ def a_pool(role: Role = Role.BOTH, workers: int = 2, **limits: int) -> PoolProfi
     )
 
 
-def a_plan(*pools: PoolProfile, seed: int = 1, faults: tuple[Fault, ...] = (), **router: object) -> Plan:
+def a_plan(
+    *pools: PoolProfile,
+    seed: int = 1,
+    faults: tuple[Fault, ...] = (),
+    store: StoreProfile | None = None,
+    **router: object,
+) -> Plan:
     return Plan(
         pools=pools or (a_pool(),),
         router=RouterSettings(**router),
@@ -55,6 +67,7 @@ def a_plan(*pools: PoolProfile, seed: int = 1, faults: tuple[Fault, ...] = (), *
         message_delay=Nanos(200_000),
         seed=seed,
         faults=faults,
+        store=store,
     )
 
 
@@ -70,6 +83,7 @@ def a_world(kernel: Kernel, plan: Plan, record=None) -> tuple[World, list[Ended]
         message_delay=plan.message_delay,
         ended=ended.append,
         record=record,
+        store=plan.store,
     )
     return world, ended
 
@@ -112,7 +126,7 @@ def test_a_shared_prefix_is_computed_once_a_worker_at_most():
 
 def test_nobody_loses_a_token_when_a_worker_dies():
     ended: list[Ended] = []
-    fault = Fault(at=Nanos(3 * SECOND), worker=WorkerId("both-0"), down=Nanos(SECOND))
+    fault = WorkerLost(at=Nanos(3 * SECOND), worker=WorkerId("both-0"), down=Nanos(SECOND))
     plan = a_plan(faults=(fault,))
     outcome = a_run(plan, ended).outcome
     undisturbed: list[Ended] = []
@@ -124,7 +138,7 @@ def test_nobody_loses_a_token_when_a_worker_dies():
 
 
 def test_a_dead_prefill_worker_leaves_its_requests_to_others():
-    fault = Fault(at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND))
+    fault = WorkerLost(at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND))
     plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 2), faults=(fault,), remote_prefill_min_tokens=100)
     outcome = a_run(plan).outcome
     assert not outcome.refused
@@ -132,7 +146,9 @@ def test_a_dead_prefill_worker_leaves_its_requests_to_others():
 
 
 def test_without_prefill_workers_requests_are_served_by_one_worker_until_there_are_some_again():
-    fault = Fault(at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND))  # and 2 s until it serves
+    fault = WorkerLost(
+        at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND)
+    )  # and 2 s until it serves
     plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 2), remote_prefill_min_tokens=100)
     kernel = Kernel(1)
     begun: list[tuple[float, Phase]] = []
@@ -185,7 +201,7 @@ def test_an_overloaded_cluster_refuses_and_its_queue_is_bounded():
 
 
 def test_gpu_hours_count_the_time_that_workers_are_there():
-    fault = Fault(at=Nanos(2 * SECOND), worker=WorkerId("both-0"), down=Nanos(3 * SECOND))
+    fault = WorkerLost(at=Nanos(2 * SECOND), worker=WorkerId("both-0"), down=Nanos(3 * SECOND))
     undisturbed, disturbed = a_run(a_plan()).outcome, a_run(a_plan(faults=(fault,))).outcome
     assert undisturbed.gpu_hours == pytest.approx(2 * undisturbed.simulated_seconds / 3600, rel=0.01)
     assert disturbed.gpu_hours == pytest.approx((2 * disturbed.simulated_seconds - 3) / 3600, rel=0.01)
@@ -201,3 +217,26 @@ def test_sessions_and_recorded_lengths_reach_the_router():
     simulate(a_plan(), iter(requests), told=ended.append)
     assert [each.cached_tokens for each in ended] == [0, 112]
     assert [each.output_tokens for each in ended] == [4, 4]
+
+
+def tied(seed: int) -> str:
+    """The digest of a run in which requests of one length come four at a time, so that many things happen in one instant."""
+    pools = (a_pool(Role.PREFILL, 2), a_pool(Role.DECODE, 2))
+    requests = [
+        Request(Nanos(number // 4 * SECOND), 300, tuple(range(20 * number, 20 * number + 18)), 40)
+        for number in range(60)
+    ]
+    return simulate(a_plan(*pools, seed=seed, remote_prefill_min_tokens=250), iter(requests)).outcome.digest
+
+
+def test_ties_are_drawn_by_the_seed_and_by_nothing_else():
+    """Hashes of strings are others in another process."""
+    there = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import tied; print(tied(1))"],
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    assert there.strip() == tied(1) == tied(1) != tied(2)

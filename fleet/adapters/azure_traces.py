@@ -1,0 +1,73 @@
+"""Azure's public traces of inference: CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, a request a line.
+
+From the papers "Splitwise" (ISCA 2024) and "DynamoLLM" (HPCA 2025). Nothing is told about prefixes, so prompts share none.
+"""
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from fleet.adapters.trace_rows import LONGEST_NUMBER, Line, TraceRefused
+from fleet.clock import Nanos
+from kvstore.replay import Request
+
+TIME, PROMPT, ANSWER = "TIMESTAMP", "ContextTokens", "GeneratedTokens"
+MICROSECOND = timedelta(microseconds=1)
+
+Chain = Callable[[int], tuple[int, ...]]
+"""Names that nobody else has, for the blocks of so many tokens."""
+
+
+def is_header(line: bytes) -> bool:
+    """Whether a file's first line says that it is such a trace."""
+    return TIME.encode() in line and not line.lstrip().startswith((b"{", b"["))
+
+
+def requests_of(path: Path, header: Line, lines: Iterator[Line], chain: Chain, *, ordered: bool) -> Iterator[Request]:
+    """One for each row, arrivals counted from the first.
+
+    Args:
+        path: Of the file.
+        header: Its first line.
+        lines: The others.
+        chain: Names the blocks of prompts.
+        ordered: Whether rows have to be in the order of their arrival.
+
+    Raises:
+        TraceRefused: A row is wrong.
+    """
+    columns = [name.strip() for name in header[1].decode("utf-8-sig", "replace").split(",")]
+    for name in (TIME, PROMPT, ANSWER):
+        if name not in columns:
+            raise TraceRefused(f"{path}:{header[0]}: {name}: there is no such column")
+    time, prompt, answer = columns.index(TIME), columns.index(PROMPT), columns.index(ANSWER)
+    began: datetime | None = None
+    latest = 0
+    for number, line in lines:
+        fields = line.decode("ascii", "replace").split(",")
+        if len(fields) != len(columns):
+            raise TraceRefused(f"{path}:{number}: has {len(fields)} fields, not {len(columns)}")
+        moment = _moment(path, number, fields[time].strip())
+        began = began or moment
+        arrival = (moment - began) // MICROSECOND * 1000
+        if ordered and arrival < latest:
+            raise TraceRefused(f"{path}:{number}: {TIME}: {fields[time].strip()} is before that of the row above")
+        latest = arrival
+        prompt_tokens = _tokens(path, number, PROMPT, fields[prompt], 1)
+        answer_tokens = _tokens(path, number, ANSWER, fields[answer], 0)
+        yield Request(Nanos(arrival), prompt_tokens, chain(prompt_tokens), answer_tokens)
+
+
+def _moment(path: Path, number: int, text: str) -> datetime:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise TraceRefused(f"{path}:{number}: {TIME}: {text!r} is no time") from error
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
+
+
+def _tokens(path: Path, number: int, field: str, text: str, least: int) -> int:
+    text = text.strip()
+    if not (text.isascii() and text.isdecimal()) or len(text) > 13 or not least <= int(text) <= LONGEST_NUMBER:
+        raise TraceRefused(f"{path}:{number}: {field}: {text!r} is no number of tokens from {least} on")
+    return int(text)

@@ -1,0 +1,194 @@
+"""The flight recorder: writes down what a router hears and says while it serves, see `fleet.adapters.recording`.
+
+Rules:
+
+1. Recording never stops a router, and never makes it wait: lines are handed to a thread that writes them, ten times a second. What
+   goes wrong ends the recording with a line in the log, and nothing else.
+2. A recording is bounded. What would go beyond `most_bytes`, or beyond `BEHIND_BYTES` that the disk has not taken, ends it: a part
+   of a recording can be replayed from its beginning only, so the beginning is what is kept.
+3. A file that is there already is another process's last flight, and may be what somebody is about to look at. It is moved to
+   `.1`, what was there to `.2` and so on; the last `KEPT` are kept. Until the first event a recording is `.new`: routers that end
+   before they heard of anything leave what is there alone.
+4. Events are complete: what the machine hears while it breaks is written too.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from fleet.adapters.clock import unix_seconds
+from fleet.adapters.recording import FORMAT, Head, Keys, end_line, entry_line, head_line
+from fleet.clock import Nanos
+from fleet.errors import ConfigurationRefused
+from fleet.requests import TokenBytes
+from fleet.router.live import Hasher, hash_prompt
+from fleet.router.messages import Command, RouterEvent
+from fleet.router.observed import ObservedMachine
+from fleet.router.policies.ports import Policy
+from fleet.router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+BEHIND_BYTES = 64 * MIB
+EVERY_SECONDS = 0.1
+STOP_SECONDS = 5.0  # for what is left when the router ends
+KEPT = 3  # earlier recordings
+DISTRIBUTION = "fleet-serving"
+
+
+class FlightRecorder:
+    """One recording; a context manager. Implements `fleet.router.observed.Observer`, and is the hasher of its machine."""
+
+    def __init__(self, path: Path, most_bytes: int, head: Head, hasher: Hasher = hash_prompt):
+        """Begin.
+
+        Args:
+            path: Of the file.
+            most_bytes: Of it.
+            head: Its first line.
+            hasher: Whose answers are recorded.
+
+        Raises:
+            ConfigurationRefused: It cannot be written there.
+        """
+        self._path = path
+        self._hasher = hasher
+        self._room = most_bytes
+        self._keys: list[Keys] = []  # that were asked for since the last event
+        self._lines: deque[bytes] = deque()  # for the thread
+        self._behind = 0  # bytes that were handed to the thread
+        self._written = 0  # bytes of these that it has written
+        self._heard = False  # an event
+        self._over = False  # nothing more is taken
+        self._stop = threading.Event()
+        if path.is_dir():
+            raise ConfigurationRefused(f"record: {path}: Is a directory; name a file")
+        try:
+            _new(path).touch(mode=0o600)
+            file = _new(path).open("wb", buffering=0)
+        except OSError as error:
+            raise ConfigurationRefused(f"record: {path}: {error.strerror}") from error
+        self._take(head_line(head))
+        self._thread = threading.Thread(target=self._write, args=(file,), name="flight recorder", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close("the router ended" if error is None else f"the router ended: {type(error).__name__}")
+
+    def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
+        if self._over:
+            return
+        self._heard = True
+        keys, self._keys = self._keys, []
+        try:
+            self._take(entry_line(now, event, keys, commands))
+        except Exception:  # supervisor: whatever cannot be written down, the router serves on
+            log.exception("recording stopped, an event cannot be written", extra={"event": type(event).__name__})
+            self._end(f"a {type(event).__name__} could not be written")
+
+    def hash(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> Keys:
+        """What the hasher says; it is written down with the event that it is asked for."""
+        keys = self._hasher(tokens, block_tokens, salt)
+        if not self._over:
+            self._keys.append(keys)
+        return keys
+
+    def close(self, why: str) -> None:
+        """Write what is left, within `STOP_SECONDS`."""
+        self._end(why)
+        self._stop.set()
+        self._thread.join(STOP_SECONDS)
+
+    def _take(self, line: bytes) -> None:
+        if len(line) > self._room:
+            self._end("it has its full size (record_mib)")
+            log.warning("recording stopped at its full size", extra={"path": str(self._path)})
+        elif self._behind - self._written > BEHIND_BYTES:
+            self._end("the disk was too slow")
+            log.warning("recording stopped, the disk is too slow", extra={"path": str(self._path)})
+        else:
+            self._room -= len(line)
+            self._hand_over(line)
+
+    def _hand_over(self, line: bytes) -> None:
+        self._behind += len(line)
+        self._lines.append(line)
+
+    def _end(self, why: str) -> None:
+        if not self._over:
+            self._over = True
+            self._keys = []
+            self._hand_over(end_line(why))
+
+    # The thread.
+
+    def _write(self, file: BinaryIO) -> None:
+        try:
+            with file:
+                while not (self._stop.wait(EVERY_SECONDS) or self._heard):
+                    pass
+                if not self._heard:
+                    _new(self._path).unlink()
+                    return
+                _make_way(self._path)
+                while not self._stop.wait(EVERY_SECONDS):
+                    self._drain(file)
+                self._drain(file)
+        except OSError as error:
+            self._over = True
+            self._lines.clear()
+            log.error("recording stopped", extra={"path": str(self._path), "cause": error.strerror})  # noqa: TRY400 - the router is fine
+
+    def _drain(self, file: BinaryIO) -> None:
+        while self._lines:
+            lines = [self._lines.popleft() for _ in range(len(self._lines))]
+            data = memoryview(b"".join(lines))
+            while data:
+                taken = file.write(data)
+                self._written += taken
+                data = data[taken:]
+
+
+def recorded_machine(
+    settings: RouterSettings, seed: int, policy: Policy, now: Nanos
+) -> tuple[ObservedMachine, FlightRecorder]:
+    """A router's machine and the recorder that looks on; settings say where it writes.
+
+    Raises:
+        ConfigurationRefused: It cannot be written there.
+    """
+    head = Head(
+        recording=FORMAT,
+        fleet=version(DISTRIBUTION),
+        began=now,
+        began_unix=unix_seconds(),
+        seed=seed,
+        settings=settings,
+    )
+    recorder = FlightRecorder(Path(settings.record), settings.record_mib * MIB, head)
+    return ObservedMachine(settings, Random(seed), policy, recorder.hash, observer=recorder), recorder
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
+
+
+def _make_way(path: Path) -> None:
+    """Move earlier recordings on, and this one to its place (rule 3)."""
+    earlier = [path.with_name(f"{path.name}.{number}") for number in range(KEPT, 0, -1)]
+    for later, sooner in pairwise([*earlier, path, _new(path)]):
+        if sooner.exists():
+            sooner.replace(later)

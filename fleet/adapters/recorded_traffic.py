@@ -1,0 +1,114 @@
+"""The requests of a live router's recording (`fleet serve router --record`), as traffic for a simulation.
+
+A request takes the tokens that it was answered; one that was refused, given up or not yet over takes what it asked for. Requests
+come in the order of their arrival, so that those behind one that lasts are held until it is over. All models are one.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from fleet.adapters.recording import Completed, Passed, Recorded, Recording, RecordingRefused, Refused
+from fleet.adapters.trace_rows import TraceRefused
+from fleet.clock import Nanos
+from fleet.ids import RequestId
+from fleet.requests import TOKEN_BYTES
+from fleet.router.messages import Arrived, Cancelled, WorkerJoined
+from kvstore.replay import Request
+
+Chain = Callable[[int], tuple[int, ...]]
+"""Names that nobody else has, for the blocks of so many tokens."""
+
+
+class _Held(Struct):
+    """A request that is not over, or waits for one before it."""
+
+    arrival: Nanos
+    prompt_tokens: int
+    chain: tuple[int, ...]
+    asked_tokens: int
+    session: int
+    answered: int = 0
+    over: bool = False
+    complete: bool = False
+
+
+def block_tokens_of(path: Path) -> int | None:
+    """Of the first worker that joined; None: none did.
+
+    Raises:
+        TraceRefused: That is no recording.
+    """
+    for entry in _entries(path):
+        if isinstance(entry.event, WorkerJoined):
+            return entry.event.description.block_tokens
+    return None
+
+
+def requests_of(path: Path, block_tokens: int, chain: Chain) -> Iterator[Request]:
+    """In the order of their arrival, counted from the recording's begin.
+
+    Args:
+        path: Of the recording.
+        block_tokens: Of the blocks whose names count.
+        chain: Names the blocks of prompts of which the recording knows none of that size.
+
+    Raises:
+        TraceRefused: A line is wrong.
+    """
+    held: deque[_Held] = deque()
+    live: dict[RequestId, _Held] = {}
+    sessions: dict[str, int] = {}
+    began: Nanos | None = None
+    for entry in _entries(path):
+        began = entry.now if began is None else began
+        event = entry.event
+        if isinstance(event, Arrived):
+            tokens = len(event.tokens) // TOKEN_BYTES
+            held.append(
+                _Held(
+                    arrival=Nanos(entry.now - began),
+                    prompt_tokens=tokens,
+                    chain=_names(entry, event, tokens, block_tokens) or chain(tokens),
+                    asked_tokens=event.sampling.max_tokens,
+                    session=sessions.setdefault(event.session, len(sessions) + 1) if event.session else 0,
+                )
+            )
+            live[event.request_id] = held[-1]
+        elif isinstance(event, Cancelled) and (gone := live.pop(event.request_id, None)) is not None:
+            gone.over = True
+            gone.complete = gone.answered > 0  # a stop string was reached
+        _hear(live, entry)
+        while held and held[0].over:
+            yield _request(held.popleft())
+    yield from map(_request, held)
+
+
+def _entries(path: Path) -> Iterator[Recorded]:
+    try:
+        yield from Recording(path).entries()
+    except RecordingRefused as error:
+        raise TraceRefused(str(error)) from error
+
+
+def _names(entry: Recorded, event: Arrived, tokens: int, block_tokens: int) -> tuple[int, ...]:
+    """Of the prompt's full blocks, as the router asked for them."""
+    full = tokens // block_tokens
+    told = [*(keys for size, keys in event.keys.items() if size == block_tokens), *entry.keys]
+    return next((tuple(keys) for keys in told if len(keys) == full and len(set(keys)) == full), ())
+
+
+def _hear(live: dict[RequestId, _Held], entry: Recorded) -> None:
+    for command in entry.commands or ():
+        if isinstance(command, Passed) and (held := live.get(command.request_id)) is not None:
+            held.answered += command.tokens
+        elif isinstance(command, Completed | Refused) and (held := live.pop(command.request_id, None)) is not None:
+            held.over = True
+            held.complete = isinstance(command, Completed)
+
+
+def _request(held: _Held) -> Request:
+    tokens = held.answered if held.complete else held.asked_tokens
+    return Request(held.arrival, held.prompt_tokens, held.chain, tokens, held.session)

@@ -1,0 +1,105 @@
+"""Rows of a trace file, a line each, plain or compressed by gzip: which of them count, and the refusal of a wrong one."""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+GZIP_MAGIC = b"\x1f\x8b"
+LONGEST_NUMBER = 1 << 40  # tokens, ids, milliseconds: beyond that, a row is nonsense
+
+T = TypeVar("T")
+Count = Annotated[int, Meta(ge=0, le=LONGEST_NUMBER)]
+Tokens = Annotated[int, Meta(ge=1, le=LONGEST_NUMBER)]
+Time = Annotated[float, Meta(ge=0, le=LONGEST_NUMBER)]
+
+Line = tuple[int, bytes]
+"""Its number in the file, from 1, and what it says."""
+
+
+class TraceRefused(Exception):
+    """A trace cannot be read; the message names the file, the line and the field."""
+
+
+class Cut(Struct, frozen=True, kw_only=True):
+    """The rows of a file that count. A row is a request, or a session where the format knows sessions."""
+
+    begin: float = 0.0  # share of the rows that lie before
+    end: float = 1.0  # share of the rows after which no more count
+    sample: float = 1.0  # share of those in between, by chance
+    seed: int = 0  # of that chance
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.begin, self.end, self.sample) == (0.0, 1.0, 1.0)
+
+
+def lines_of(path: Path) -> Iterator[Line]:
+    """Lines that are not empty.
+
+    Raises:
+        TraceRefused: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            is_compressed = file.read(2) == GZIP_MAGIC
+        with gzip.open(path) if is_compressed else path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TraceRefused(f"{path}: {reason}") from error
+
+
+def rows_of(path: Path, cut: Cut, *, header: int = 0) -> Iterator[Line]:
+    """The rows that count.
+
+    Args:
+        path: Of the file.
+        cut: Which; where it goes by shares, the file's lines are counted first.
+        header: Lines at the start that are no rows.
+    """
+    lines = lines_of(path)
+    for _ in range(header):
+        next(lines, None)
+    if cut.is_whole:
+        return lines
+    total = max(0, sum(1 for _ in lines_of(path)) - header)
+    return _cut(lines, cut, round(cut.begin * total), round(cut.end * total))
+
+
+def _cut(lines: Iterator[Line], cut: Cut, first: int, end: int) -> Iterator[Line]:
+    chance = Random(cut.seed)
+    for index, line in enumerate(lines):
+        if index >= end:
+            return
+        drawn = chance.random() < cut.sample  # for each row, so that a row is in or out whatever comes before it
+        if index >= first and drawn:
+            yield line
+
+
+def decoded(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
+    """One row of JSON.
+
+    Raises:
+        TraceRefused: It is none, or a field is wrong.
+    """
+    try:
+        return msgspec.json.decode(line, type=as_type)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        field = place.rstrip("`").lstrip(".")
+        raise TraceRefused(f"{path}:{number}: {field + ': ' if field else ''}{what}") from error
+    except msgspec.DecodeError as error:
+        raise TraceRefused(f"{path}:{number}: is no JSON object: {error}") from error
+
+
+def keys_of(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The first row, to tell formats apart."""
+    return decoded(path, number, line, dict[str, Any])

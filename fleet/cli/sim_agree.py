@@ -1,0 +1,84 @@
+"""`fleet sim agree`: one scenario through the servers of production and through the simulation.
+
+Rules: exit status 0: both decided the same, line by line; 1: they did not, and the first lines that differ are shown; 3: the scenario
+cannot be run.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleet.cli.exits import DONE, FAILED
+
+SHOWN = 3  # lines of each log, from the first that differs on
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("scenario", type=Path, help="TOML file: see docs/simulator.md")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, as in workload.requests=500"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="instead of the scenario's")
+    parser.add_argument("--json", metavar="FILE", help="write the outcome there; - for standard output")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from fleet.config import changes_of  # noqa: PLC0415 - help needs none of it
+    from fleet.sim.agreement import first_difference, served, simulated  # noqa: PLC0415
+    from fleet.sim.files import whole_file  # noqa: PLC0415
+    from fleet.sim.scenario import plan, read_scenario, traffic  # noqa: PLC0415
+
+    changes = changes_of(arguments.set)
+    if arguments.seed is not None:
+        changes["seed"] = arguments.seed
+    scenario, folder = read_scenario(arguments.scenario, changes), arguments.scenario.parent
+    planned = plan(scenario, folder)
+    with _quiet():
+        there, here = served(planned, traffic(scenario, folder)), simulated(planned, traffic(scenario, folder))
+    number = first_difference(there.lines, here.lines)
+    answer: dict[str, Any] = {"agree": number is None, "lines": len(here.lines), "requests": len(here.ended)}
+    if number is not None:
+        answer["difference"] = {
+            "line": number + 1,
+            "served": there.lines[number : number + SHOWN],
+            "simulated": here.lines[number : number + SHOWN],
+        }
+    content = msgspec.json.encode(answer).decode() if arguments.json is not None else _summary(answer)
+    if arguments.json in (None, "-"):
+        sys.stdout.write(f"{content}\n")
+    else:
+        with whole_file(Path(arguments.json), "--json") as path:
+            path.write_text(f"{content}\n", encoding="utf-8")
+    return DONE if number is None else FAILED
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Production's servers say in a log what happens to them, which here is the scenario."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _summary(answer: dict[str, Any]) -> str:
+    told = f"{answer['requests']:,} requests, {answer['lines']:,} lines of decisions"
+    if (difference := answer.get("difference")) is None:
+        return f"{told}: production and simulation agree"
+    return "\n".join(
+        (
+            f"{told}: production and simulation differ from line {difference['line']:,} on",
+            "production:",
+            *(f"  {line}" for line in difference["served"]),
+            "simulation:",
+            *(f"  {line}" for line in difference["simulated"]),
+        )
+    )

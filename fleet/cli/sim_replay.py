@@ -1,0 +1,98 @@
+"""`fleet sim replay`: a live router's recording, heard again by the same machine.
+
+Rules: exit status 0: it says what it said; 1: it does not, and the first difference is shown; 3: that is no recording.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
+
+from fleet.cli.exits import DONE, FAILED
+from fleet.errors import ConfigurationRefused
+
+if TYPE_CHECKING:
+    from fleet.sim.replay import Difference, Replayed
+
+MOST_SHOWN = 12  # commands of an event
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recording", type=Path, help="of `fleet serve router --record`")
+    parser.add_argument("--json", metavar="FILE", help="write the outcome there; - for standard output")
+    parser.add_argument(
+        "--decisions", metavar="FILE", help="write a line for each decision, with all candidates; - for standard output"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from fleet.sim.replay import Replay  # noqa: PLC0415 - help needs none of it
+
+    if arguments.json == arguments.decisions == "-":
+        raise ConfigurationRefused("--decisions: standard output takes --json already; name a file")
+    replay = Replay(arguments.recording)
+    with ExitStack() as files:
+        decisions = _opened(files, arguments.decisions, "--decisions")
+        answer = _opened(files, arguments.json, "--json")
+        replayed = replay.run(None if decisions is None else partial(_write, decisions))
+        if answer is not None:
+            _write(answer, [msgspec.json.encode(replayed).decode()])
+        elif decisions is not sys.stdout:
+            _write(sys.stdout, _summary(replayed))
+    return DONE if replayed.agree else FAILED
+
+
+def _opened(files: ExitStack, name: str | None, option: str) -> TextIO | None:
+    from fleet.sim.files import whole_file  # noqa: PLC0415
+
+    if name is None:
+        return None
+    if name == "-":
+        return sys.stdout
+    path = files.enter_context(whole_file(Path(name), option))
+    return files.enter_context(path.open("w", encoding="utf-8"))
+
+
+def _write(file: TextIO, lines: Sequence[str]) -> None:
+    file.writelines(f"{line}\n" for line in lines)
+
+
+def _summary(replayed: "Replayed") -> list[str]:
+    told = (
+        f"{replayed.events:,} events, {replayed.requests:,} requests, {replayed.commands:,} commands in "
+        f"{replayed.recorded_seconds:,.1f} s, recorded by Fleet {replayed.recorded_by}"
+    )
+    if replayed.difference is None:
+        return [told, "the machine says what it said", *replayed.notes]
+    return [told, *_told_apart(replayed.difference)]
+
+
+def _told_apart(difference: "Difference") -> list[str]:
+    return [
+        f"line {difference.line}, {difference.seconds:.6f} s after the beginning: the machine says something else",
+        f"it hears      {difference.event} {_json(difference.fields)}",
+        *_commands("it said", difference.recorded),
+        *_commands("it says now", difference.replayed),
+        *([f"              {difference.why}"] if difference.why else []),
+        *(f"              {line}" for line in difference.decisions),
+    ]
+
+
+def _commands(title: str, commands: list[Any] | None) -> list[str]:
+    if commands is None:
+        return [f"{title:13} nothing: it broke"]
+    if not commands:
+        return [f"{title:13} nothing"]
+    shown = [_json(command) for command in commands[:MOST_SHOWN]]
+    if len(commands) > MOST_SHOWN:
+        shown.append(f"and {len(commands) - MOST_SHOWN} more")
+    return [f"{title if not index else '':13} {line}" for index, line in enumerate(shown)]
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,136 @@
+"""Whether production and simulation decide alike: one scenario through both, and their decision logs line by line.
+
+`simulated` runs a plan as `fleet.sim.run.simulate` does. `served` runs it through the servers of production on a virtual loop
+(`fleet.sim.shell`). Both give the log of `fleet.sim.decisions`, and the two are equal, instants to the nanosecond and all.
+
+What that shows, and what it does not:
+
+1. The machine is the same in both, so a log says whether the world around it is: that a simulation's router hears what a router
+   hears in production, in the same order and at the same instants, and that what it says comes about as it does there.
+2. Engines are the simulation's in both. How long a step takes on a GPU is not a question of agreement but of accuracy
+   (`fleet hardware accuracy`); and an engine that tells each token alone would fill the log with growing bookings.
+3. The wire takes the same time for everything, one way, in both. In production everything else takes time too: some ten
+   microseconds of the router's for a request. On the virtual loop, as in the simulation, computing takes none.
+4. What happens at one and the same instant in different places has no order. A log may say so (two workers end a step at once),
+   and then two runs may differ without either being wrong; the kernel's seed shuffles such ties in both. Scenarios whose
+   arrivals and step times are of no common measure have none. What one worker says is in order, always.
+5. A worker that begins anew joins some messages later in production: it registers, is dialled, and describes itself. Requests
+   that arrive within such a moment may be placed otherwise. One that is cut off is given up after exactly the silence that
+   settings name in the simulation, and after up to a quarter more in production, which counts silence in slices; here, a message later.
+6. Loads that workers report reach routers in production alone. No decision depends on them but where adapters are loaded.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+from msgspec import Struct
+
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.router.machine import RouterMachine
+from fleet.router.observed import ObservedMachine
+from fleet.sim.clients import Traffic, begin
+from fleet.sim.decisions import DecisionLog
+from fleet.sim.kernel import Kernel
+from fleet.sim.results import Ended
+from fleet.sim.run import Plan
+from fleet.sim.shell import AHEAD, ShellWorld, keys_spelled
+from fleet.sim.world import World
+
+LOOK_EVERY = 100 * MILLISECOND
+PATIENCE = 600 * SECOND  # between two ends of requests
+
+
+class Stuck(Exception):
+    """A request is never over."""
+
+
+class Logged(Struct, frozen=True):
+    """What came of a run."""
+
+    lines: Sequence[str]
+    ended: Sequence[Ended]
+
+
+def simulated(plan: Plan, traffic: Traffic) -> Logged:
+    """The decisions of a simulation."""
+    kernel, log, ended = Kernel(plan.seed), DecisionLog(), list[Ended]()
+    world = World(kernel, plan.pools, plan.router, record=log, ended=ended.append, **_named(plan))
+    log.machine = world.machine
+    _drive(kernel, world, plan, traffic, ended.append, over=lambda: None)
+    return Logged(log.lines, ended)
+
+
+def served(plan: Plan, traffic: Traffic) -> Logged:
+    """The decisions of production's servers, in virtual time."""
+    log = DecisionLog()
+    log.machine = ObservedMachine(plan.router, Random(plan.seed), plan.policy, keys_spelled, observer=log)
+    ended = serve(plan, traffic, log.machine)
+    return Logged(log.lines, ended)
+
+
+def serve(plan: Plan, traffic: Traffic, machine: RouterMachine) -> list[Ended]:
+    """Run a plan through production's servers.
+
+    Args:
+        plan: What happens.
+        traffic: What clients send.
+        machine: Of the router, made with the hasher `keys_spelled`, and seed and policy of the plan.
+
+    Raises:
+        Stuck: A request is never over.
+    """
+    kernel, ended = Kernel(plan.seed), list[Ended]()
+    kernel.instant = Nanos(-AHEAD)
+    world = ShellWorld(kernel, plan.pools, plan.router, machine=machine, ended=ended.append, **_named(plan))
+    kernel.run(until=Nanos(-1))
+    kernel.instant = Nanos(0)
+    _drive(kernel, world, plan, traffic, ended.append, over=world.close)
+    return ended
+
+
+def _named(plan: Plan) -> dict[str, Any]:
+    """What a world is told of a plan by name."""
+    return {
+        "seed": plan.seed,
+        "block_tokens": plan.block_tokens,
+        "message_delay": plan.message_delay,
+        "policy": plan.policy,
+        "store": plan.store,
+        "verbatim_answers": plan.verbatim_answers,
+    }
+
+
+def _drive(
+    kernel: Kernel,
+    world: World,
+    plan: Plan,
+    traffic: Traffic,
+    ended: Callable[[Ended], None],
+    *,
+    over: Callable[[], None],
+) -> None:
+    """Let a plan happen to the end of the last request."""
+    for fault in plan.faults:
+        world.fail(fault)
+    clients = begin(plan.clients, kernel, world, traffic, ended)
+
+    def look() -> None:
+        if clients.over:
+            over()
+        elif world.live and kernel.now() - max(world.last_end, 0) > PATIENCE:
+            raise Stuck(f"{world.live} requests are not over at {kernel.now() / SECOND:.3f} s")
+        else:
+            kernel.after(LOOK_EVERY, look)
+
+    look()
+    kernel.run()
+    world.check()
+
+
+def first_difference(some: Sequence[str], others: Sequence[str]) -> int | None:
+    """The first line in which two logs differ, from 0 on; None: in none."""
+    for number, (one, other) in enumerate(zip(some, others, strict=False)):
+        if one != other:
+            return number
+    return None if len(some) == len(others) else min(len(some), len(others))

@@ -1,0 +1,114 @@
+"""The simulation's workers behind the port of engines, so that production's worker servers host them."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Generic, TypeVar
+
+from msgspec import structs
+
+from fleet.ids import RequestId, WorkerId
+from fleet.requests import Finish
+from fleet.router.index import KEY_BYTES
+from fleet.router.messages import CacheAssumed, CancelWork, Dispatch, Stepped
+from fleet.work import Description, KvEvent, KvRemoved, KvStored, Load, Progress, Start
+from kvstore.block import HASH_BYTES
+from workers.ports import EngineFacts, EngineOutput
+
+Item = TypeVar("Item")
+
+
+class HostedEngine:
+    """Implements `workers.ports.Engine` around a worker of `fleet.sim.world`."""
+
+    def __init__(
+        self, description: Description, obey: Callable[[Dispatch | CancelWork], None], load: Callable[[], Load]
+    ):
+        """An engine that is ready.
+
+        Args:
+            description: Of the worker, as the world has it.
+            obey: Gives the world's worker what a router said.
+            load: The worker's.
+        """
+        self.facts = EngineFacts(
+            name=description.engine,
+            model=description.model,
+            block_tokens=description.block_tokens,
+            max_model_len=description.max_model_len,
+            kv_blocks=description.kv_blocks,
+            max_running=description.max_running,
+            fingerprint=description.fingerprint,
+            kv_paths=description.kv_paths,
+            store_id=description.store_id,
+            kv=description.kv,
+        )
+        self.load = load
+        self._id = description.worker_id
+        self._obey = obey
+        self._held: set[RequestId] = set()
+        self._outputs = _Feed[EngineOutput]()
+        self._changes = _Feed[Sequence[KvEvent]]()
+
+    # The port.
+
+    def submit(self, start: Start) -> None:
+        self._held.add(start.request_id)
+        self._obey(Dispatch(worker_id=self._id, start=start))
+
+    def cancel(self, request_id: RequestId) -> None:
+        if request_id in self._held:
+            self._held.remove(request_id)
+            self._obey(CancelWork(worker_id=self._id, request_id=request_id))
+            self._outputs.put([Progress(request_id=request_id, finish=Finish.CANCELLED)])
+
+    def outputs(self) -> AsyncIterator[EngineOutput]:
+        return self._outputs.items()
+
+    def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        return self._changes.items()
+
+    # What the world's worker does.
+
+    def stepped(self, event: Stepped) -> None:
+        self._held.difference_update([each.request_id for each in event.progress if each.finish is not None])
+        self._outputs.put([_unsigned(each) for each in event.progress])
+
+    def cache_changed(self, event: CacheAssumed) -> None:
+        changes: list[KvEvent] = []
+        if event.removed:  # first: it makes the room
+            changes.append(KvRemoved(_hashes(list(event.removed))))
+        if event.stored:
+            changes.append(KvStored(_hashes(event.stored)))
+        self._changes.put(changes)
+
+
+class _Feed(Generic[Item]):
+    """What one consumer has not taken yet: no more than comes in an instant, since time stands still until it has."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._some = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        self._items.append(item)
+        self._some.set()
+
+    async def items(self) -> AsyncIterator[Item]:
+        while True:
+            while self._items:
+                yield self._items.popleft()
+            self._some.clear()
+            await self._some.wait()
+
+
+def _unsigned(progress: Progress) -> Progress:
+    """Engines do not know what their worker is called."""
+    if progress.handoff is None:
+        return progress
+    return structs.replace(progress, handoff=structs.replace(progress.handoff, prefill_worker=WorkerId("")))
+
+
+def _hashes(keys: Sequence[int]) -> tuple[bytes, ...]:
+    """Names of blocks with these keys: a router looks at no more of them."""
+    return tuple([key.to_bytes(KEY_BYTES, "little").ljust(HASH_BYTES, b"\0") for key in keys])

@@ -1,0 +1,121 @@
+"""Production's servers on a virtual loop and the simulation decide alike, line by line and to the nanosecond."""
+
+from random import Random
+
+import pytest
+from msgspec import structs
+
+from fleet.clock import SECOND, Nanos
+from fleet.ids import WorkerId
+from fleet.roles import Role
+from fleet.sim.agreement import first_difference, served, simulated
+from fleet.sim.clients import Closed, Open
+from fleet.sim.faults import RoleFlip, StoreLost, WorkerLost, WorkerSlow
+from fleet.sim.shell import keys_spelled, spelled
+from fleet.sim.store import StoreProfile, TierProfile
+from kvstore.messages import POOL_TIER
+from kvstore.replay import Request
+from tests.unit.sim.test_world import BLOCK, a_plan, a_pool
+
+REQUESTS = 80
+
+
+def requests(count=REQUESTS, rate=20.0, seed=1):
+    """Requests of some sessions that share four beginnings, at instants and of lengths of no common measure."""
+    luck = Random(seed)
+    beginnings = [tuple(luck.randrange(1 << 62) for _ in range(6 + index)) for index in range(4)]
+    instant = 0
+    for _ in range(count):
+        instant += 1 + int(luck.expovariate(rate) * SECOND)
+        rest = tuple(luck.randrange(1 << 62) for _ in range(luck.randrange(1, 25)))
+        chain = luck.choice(beginnings) + rest
+        tokens = len(chain) * BLOCK + luck.randrange(BLOCK)
+        yield Request(Nanos(instant), tokens, chain, luck.randrange(1, 150), luck.randrange(1, 10))
+
+
+def seconds(at):
+    return Nanos(int(at * SECOND) + 17)
+
+
+def lost(worker, at):
+    return WorkerLost(at=seconds(at), worker=WorkerId(worker), down=SECOND)
+
+
+def pairs(*faults):
+    return a_plan(a_pool(Role.PREFILL, 2), a_pool(Role.DECODE, 2), remote_prefill_min_tokens=200, faults=faults)
+
+
+def three(*faults, **limits):
+    return a_plan(a_pool(workers=3, **limits), faults=faults)
+
+
+STORE = StoreProfile(
+    tiers=(
+        TierProfile(name=POOL_TIER, blocks=300),
+        TierProfile(name="ssd", blocks=2000, read_bandwidth=3e9, write_bandwidth=2e9, latency=Nanos(100_003)),
+    ),
+    block_bytes=16_000.0,
+    block_tokens=BLOCK,
+)
+PLANS = {
+    "one pool": three(),
+    "prefill and decode": pairs(),
+    "a worker dies": three(lost("both-1", 3.0)),
+    "workers of a pair die": pairs(lost("decode-1", 3.0), lost("prefill-0", 4.0)),
+    "a queue and refusals": a_plan(a_pool(workers=2, max_running=1, kv_blocks=120), max_queued=3, oversubscribe=1.0),
+    "users who wait": structs.replace(three(), clients=Closed(users=7, think_seconds=0.0137, ramp_seconds=0.5)),
+    "deadlines": structs.replace(
+        a_plan(a_pool(workers=2, max_running=2)), clients=Open(deadline_seconds=0.2, retries=1, retry_seconds=0.3)
+    ),
+    "a slow worker": three(WorkerSlow(at=seconds(2.0), worker=WorkerId("both-0"), factor=3.0, lasting=SECOND)),
+    "a worker changes its role": pairs(RoleFlip(at=seconds(2.0), worker=WorkerId("prefill-0"), role=Role.DECODE)),
+    "a store that dies": structs.replace(
+        pairs(StoreLost(at=seconds(2.0), node="prefill-node-0", down=SECOND), lost("decode-1", 3.0)), store=STORE
+    ),
+}
+
+
+MORE = {"a queue and refusals": ("refuse",), "deadlines": ("refuse", "cancel")}
+"""Verbs, besides those of every log."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_scenario_gives_the_same_decisions_in_production_and_in_the_simulation(name):
+    plan = PLANS[name]
+
+    there, here = served(plan, requests()), simulated(plan, requests())
+
+    difference = first_difference(there.lines, here.lines)
+    assert difference is None, (there.lines[difference : difference + 3], here.lines[difference : difference + 3])
+    assert there.ended == here.ended
+    assert len(here.ended) == REQUESTS
+    verbs = {"place", "book", "send", "complete", *MORE.get(name, ())}
+    assert {line.split()[1] for line in here.lines} == verbs
+
+
+def test_a_log_has_candidates_with_their_costs_and_hits_bookings_releases_and_hand_offs():
+    lines = [line.partition(" ")[2] for line in simulated(PLANS["prefill and decode"], requests(40)).lines]
+    pair = next(line for line in lines if " with prefill-" in line and "/6" in line)
+    assert " prompt_long_uncached, compute " in pair
+    assert pair.count("=") == 4  # candidates of both kinds, with cost and hits
+    work = next(line for line in lines if line.startswith("send ") and ", of which " in line)
+    assert " from prefill-" in work
+    assert any(line.startswith("book decode-") and "1 requests" in line for line in lines)
+    assert any(line.startswith("book prefill-") and line.endswith(": nothing") for line in lines)
+
+
+def test_a_message_that_takes_a_nanosecond_longer_shows_in_the_log():
+    plan = three()
+    later = structs.replace(plan, message_delay=Nanos(plan.message_delay + 1))
+    some = simulated(plan, requests(10)).lines
+    assert first_difference(some, simulated(later, requests(10)).lines) is not None
+    assert first_difference(some, some[:-1]) == len(some) - 1
+
+
+def test_prompts_spell_the_keys_of_their_blocks_and_go_on_with_an_answer():
+    keys = (0, 1, (1 << 64) - 2, 12345)
+    tokens = spelled(keys, BLOCK, 4 * BLOCK + 5)
+    assert len(tokens) == 4 * (4 * BLOCK + 5)
+    assert keys_spelled(tokens, BLOCK, b"") == keys
+    assert keys_spelled(tokens + bytes(4 * 40), BLOCK, b"") == keys
+    assert keys_spelled(spelled((), BLOCK, 3), BLOCK, b"") == ()

@@ -1,0 +1,56 @@
+"""Attainment over load: which loads are run, and which are not run again."""
+
+import json
+
+import pytest
+from msgspec import structs
+
+from fleet.sim.history import History
+from fleet.sim.load_curve import ENOUGH, FURTHER, MOST_FURTHER, LoadPoint, load_curve
+from fleet.sim.results import Slo
+from fleet.sim.scenario import PoolSection, Scenario, run_scenario
+from fleet.sim.workloads import Drawn
+from tests.model_shapes import LLAMA_70B
+
+
+@pytest.fixture
+def scenario(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    return Scenario(
+        model="config.json",
+        pools=(PoolSection(gpu="h100", gpus=4, tp=4),),
+        workload=Drawn(requests=60, rate=1.0, prompt_tokens=2000, output_tokens=20),
+        slo=Slo(ttft_ms=800, tpot_ms=100),
+    )
+
+
+def test_a_curve_goes_on_until_it_has_fallen(scenario, tmp_path):
+    points = load_curve(scenario, tmp_path, (1.0, 0.5))
+
+    loads = [point.load for point in points]
+    assert loads == [0.5, *(FURTHER**power for power in range(len(points) - 1))]
+    assert 3 <= len(points) <= 2 + MOST_FURTHER
+    assert all(point.outcome.attainment >= ENOUGH for point in points[:-1])
+    assert [point.rate for point in points] == pytest.approx([load * points[1].rate for load in loads], rel=0.01)
+    assert points[0].outcome.attainment >= points[-1].outcome.attainment
+
+
+def test_what_is_known_is_not_run_again(scenario, tmp_path):
+    history = History(scenario.slo)
+    outcome = run_scenario(scenario, tmp_path, told=history.add).outcome
+    known = LoadPoint(load=1.0, rate=history.rate, users=0, outcome=outcome)
+
+    [point] = [each for each in load_curve(scenario, tmp_path, (1.0,), known=known) if each.load == 1.0]
+
+    assert point is known
+    [anew] = [each for each in load_curve(scenario, tmp_path, (1.0,)) if each.load == 1.0]
+    assert anew.rate == known.rate
+    assert anew.outcome.digest == outcome.digest
+
+
+def test_a_run_of_more_requests_than_a_point_has_is_no_point(scenario, tmp_path):
+    history = History(scenario.slo)
+    outcome = run_scenario(scenario, tmp_path, told=history.add).outcome
+    longer = LoadPoint(load=1.0, rate=1.0, users=0, outcome=structs.replace(outcome, requests=1_000_000))
+
+    assert longer not in load_curve(scenario, tmp_path, (1.0,), known=longer)

@@ -1,0 +1,168 @@
+"""asyncio in the kernel's time."""
+
+import asyncio
+
+import pytest
+
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.sim.kernel import Kernel
+from fleet.sim.loop import Deadlocked, VirtualLoop
+
+DELAY = 3 * MILLISECOND
+
+
+def a_loop(seed=1):
+    return VirtualLoop(Kernel(seed), DELAY)
+
+
+class Heard(asyncio.Protocol):
+    """Notes what comes, and when."""
+
+    def __init__(self, loop):
+        self.loop = loop
+        self.events = []
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, data):
+        self.events.append((self.loop.kernel.now(), data))
+
+    def connection_lost(self, exc):
+        self.events.append((self.loop.kernel.now(), exc))
+
+
+def connected(loop, path="/there"):
+    """Both ends of a connection, near and far."""
+    far = []
+
+    def made():
+        far.append(Heard(loop))
+        return far[0]
+
+    loop.listen(path, made)
+    _, near = loop.complete(loop.create_unix_connection(lambda: Heard(loop), path))
+    return near, far[0]
+
+
+def test_an_hour_passes_at_once_and_to_the_nanosecond():
+    loop = a_loop()
+
+    async def wait():
+        for _ in range(3_000):
+            await asyncio.sleep(1.2)
+        return loop.time()
+
+    assert loop.complete(wait()) == 3600.0
+    assert loop.kernel.now() == 3600 * SECOND
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tasks_wait_for_each_other_and_timeouts_pass(seed):
+    loop = a_loop(seed)
+
+    async def main():
+        done = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(done.wait())
+            loop.call_later(2, done.set)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.5):
+                    await asyncio.shield(waiting)
+            assert loop.time() == 1.5
+        return loop.time()
+
+    assert loop.complete(main()) == 2.0
+
+
+def test_what_waits_for_ever_is_said_to_be_deadlocked():
+    async def main():
+        await asyncio.Event().wait()
+
+    loop = a_loop()
+    with pytest.raises(Deadlocked, match="nothing is ready"):
+        loop.complete(main())
+    loop.cancel_all()
+    loop.kernel.run()
+
+
+def test_what_a_task_of_the_loop_or_a_callback_raises_ends_the_run():
+    loop = a_loop()
+
+    async def break_later():
+        await asyncio.sleep(1)
+        raise KeyError("later")
+
+    loop.begin(break_later())
+    with pytest.raises(KeyError, match="later"):
+        loop.kernel.run()
+
+    loop = a_loop()
+    loop.call_later(1, {}.pop, "gone")
+    with pytest.raises(KeyError, match="gone"):
+        loop.kernel.run()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_written_comes_a_delay_later_in_order_and_then_the_end(seed):
+    loop = a_loop(seed)
+    near, far = connected(loop)
+    written = loop.kernel.now()
+
+    near.transport.write(b"one")
+    near.transport.writelines([b"t", b"wo"])
+    near.transport.close()
+    near.transport.write(b"never")
+    loop.kernel.run()
+
+    came = written + DELAY
+    assert far.events == [(came, b"one"), (came, b"two"), (came, None)]
+    assert near.events == [(written, None)]
+
+
+def test_who_pauses_hears_what_came_meanwhile_when_he_goes_on():
+    loop = a_loop()
+    near, far = connected(loop)
+    far.transport.pause_reading()
+    near.transport.write(b"one")
+    near.transport.close()
+    loop.call_later(1, far.transport.resume_reading)
+    loop.kernel.run()
+    assert [what for _, what in far.events] == [b"one", None]
+    assert {when for when, _ in far.events} == {2 * DELAY + SECOND}
+
+
+def test_a_killed_process_hears_nothing_and_its_peers_hear_that_it_is_gone():
+    loop = a_loop()
+    near, far = connected(loop)
+    far.transport.write(b"last words")
+    loop.cut("/there")
+    far.transport.write(b"never")
+    near.transport.write(b"to nobody")
+    loop.kernel.run()
+    assert [what for _, what in near.events] == [b"last words", None]
+    assert far.events == []
+    with pytest.raises(ConnectionRefusedError, match="nobody listens at /there"):
+        loop.complete(loop.create_unix_connection(lambda: Heard(loop), "/there"))
+
+
+def test_a_loop_has_no_sockets_and_no_threads():
+    loop = a_loop()
+
+    async def main():
+        with pytest.raises(NotImplementedError):
+            await asyncio.open_connection("127.0.0.1", 1)
+        with pytest.raises(NotImplementedError):
+            await asyncio.to_thread(print)
+
+    loop.complete(main())
+
+
+def test_timers_that_were_cancelled_do_nothing():
+    loop = a_loop()
+    happened = []
+    loop.call_later(1, happened.append, "cancelled").cancel()
+    loop.call_at(2, happened.append, "kept")
+    loop.kernel.run()
+    assert happened == ["kept"]
+    assert loop.kernel.now() == Nanos(2 * SECOND)

@@ -1,0 +1,115 @@
+"""What each pool did and took: tokens, money, energy, and what lies around its engines."""
+
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.hardware.power import load
+from fleet.roles import Role
+from fleet.router.settings import RouterSettings
+from fleet.sim.engine import EngineLimits
+from fleet.sim.results import Slo
+from fleet.sim.run import Plan, simulate
+from fleet.sim.workloads import Drawn, requests_of
+from fleet.sim.world import PoolProfile
+
+BLOCK = 16
+
+
+class SecondAStep:
+    """Every step lasts a second."""
+
+    def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
+        return 1.0
+
+
+def a_pool(role=Role.BOTH, **changes):
+    pool = PoolProfile(
+        name=role.value,
+        role=role,
+        workers=1,
+        times=SecondAStep(),
+        limits=EngineLimits(kv_blocks=400, block_tokens=BLOCK, max_running=16, step_tokens=512),
+        gpus=2,
+        dollars_per_hour=3.6,
+        busy_watts=500.0,
+        idle_watts=100.0,
+        kv_bytes_per_token=1000.0,
+        bandwidth=1e9,
+        link_latency=Nanos(10_000),
+        start_time=Nanos(2 * SECOND),
+        gpu="h100",
+    )
+    return structs.replace(pool, **changes)
+
+
+def a_run(*pools, requests=1, told=None, **router):
+    plan = Plan(
+        pools=pools,
+        router=RouterSettings(**router),
+        slo=Slo(),
+        block_tokens=BLOCK,
+        message_delay=Nanos(0),
+        seed=1,
+    )
+    drawn = Drawn(requests=requests, rate=0.001, arrivals="even", prompt_tokens=100, output_tokens=5, spread=0.0)
+    return simulate(plan, requests_of(drawn, Path(), block_tokens=BLOCK, seed=1), told=told)
+
+
+def test_energy_is_the_sum_of_what_was_drawn_in_each_step_and_between():
+    """One prompt of 100 tokens in a step, four more tokens in four; for the rest of the time nothing runs."""
+    run = a_run(a_pool())
+    [pool] = run.outcome.pools
+    there = run.outcome.simulated_seconds
+    at_work = load(100) + 4 * load(1)
+
+    joules = 2 * (100.0 * there + 400.0 * at_work)
+
+    assert pool.energy_kwh == pytest.approx(joules / 3.6e6, abs=1e-4)
+    assert pool.joules_per_token == pytest.approx(joules / 105, rel=1e-3)
+    assert run.outcome.joules_per_token == pytest.approx(joules / 5, rel=1e-3)
+
+
+def test_a_pool_is_told_what_it_computed_generated_and_cost():
+    run = a_run(a_pool())
+    [pool] = run.outcome.pools
+    there = run.outcome.simulated_seconds
+
+    assert (pool.computed_tokens, pool.generated_tokens) == (100, 5)
+    assert (pool.gpu, pool.gpus, pool.workers) == ("h100", 2, 1)
+    assert pool.cost == pytest.approx(2 * there / 3600 * 3.6, abs=1e-4)
+    assert pool.cost_per_million_tokens == pytest.approx(pool.cost / 105 * 1e6, rel=1e-2)
+
+
+def test_pools_add_up_to_the_whole():
+    run = a_run(
+        a_pool(Role.PREFILL), a_pool(Role.DECODE, dollars_per_hour=1.0), requests=20, remote_prefill_min_tokens=50
+    )
+    outcome = run.outcome
+    prefill, decode = outcome.pools
+
+    assert outcome.disaggregated == 20
+    assert prefill.computed_tokens > decode.computed_tokens
+    assert decode.generated_tokens >= 80
+    assert prefill.cost + decode.cost == pytest.approx(outcome.cost, abs=1e-3)
+    assert prefill.energy_kwh + decode.energy_kwh == pytest.approx(outcome.energy_kwh, abs=1e-3)
+    assert prefill.gpu_hours + decode.gpu_hours == pytest.approx(outcome.gpu_hours, abs=1e-3)
+
+
+def test_what_lies_around_engines_is_seen_by_clients_and_changes_nothing_else():
+    plain, seen = [], []
+    a_run(a_pool(), requests=3, told=plain.append)
+    a_run(a_pool(front=Nanos(30 * MILLISECOND), front_per_token=20_000.0), requests=3, told=seen.append)
+
+    for without, beside in zip(plain, seen, strict=True):
+        assert beside.ttft_ms - without.ttft_ms == pytest.approx(30 + 100 * 0.02, abs=1e-6)
+        assert beside.tpot_ms == without.tpot_ms
+
+
+def test_the_timeline_tells_pools_apart():
+    run = a_run(a_pool(Role.PREFILL), a_pool(Role.DECODE), requests=20, remote_prefill_min_tokens=50)
+
+    assert {pool.name for look in run.timeline for pool in look.pools} == {"prefill", "decode"}
+    assert all(look.running == sum(pool.running for pool in look.pools) for look in run.timeline)

@@ -1,0 +1,190 @@
+"""Recordings heard again: the same commands, or the first that differs, or what is wrong with the file."""
+
+import json
+from base64 import b64encode
+from contextlib import suppress
+from random import Random
+
+import pytest
+
+from fleet.adapters.flight_recorder import FlightRecorder
+from fleet.adapters.recording import FORMAT, Head, Recording, RecordingRefused
+from fleet.cli.main import run
+from fleet.clock import Nanos
+from fleet.errors import ConfigurationRefused
+from fleet.router.observed import ObservedMachine
+from fleet.sim.agreement import serve
+from fleet.sim.replay import Replay
+from fleet.sim.shell import keys_spelled
+from tests.unit.sim.test_agreement import lost, pairs, requests
+
+PLAN = pairs(lost("decode-1", 1.4))
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """Of the recording of a router of production, on a virtual loop, whose workers die."""
+    path = tmp_path_factory.mktemp("r") / "flight"
+    head = Head(recording=FORMAT, fleet="0", began=Nanos(-(10**10)), began_unix=1, seed=PLAN.seed, settings=PLAN.router)
+    with FlightRecorder(path, 1 << 24, head, keys_spelled) as recorder:
+        machine = ObservedMachine(PLAN.router, Random(PLAN.seed), None, recorder.hash, observer=recorder)
+        ended = serve(PLAN, requests(30), machine)
+    assert len(ended) == 30
+    return path.read_bytes().splitlines(keepends=True)
+
+
+@pytest.fixture
+def replay(tmp_path):
+    """What comes of replaying lines."""
+
+    def replayed(lines):
+        path = tmp_path / "flight"
+        path.write_bytes(b"".join(lines))
+        return Replay(path).run()
+
+    return replayed
+
+
+def changed(lines, number, change):
+    """The lines with one changed; numbers are those of an editor."""
+    line = json.loads(lines[number - 1])
+    change(line)
+    return [*lines[: number - 1], json.dumps(line).encode() + b"\n", *lines[number:]]
+
+
+def first(lines, found):
+    """The number of the first line that is meant."""
+    return next(number for number, line in enumerate(lines, 1) if number > 1 and found(json.loads(line)))
+
+
+def test_a_recording_replays_to_the_same_commands(lines, replay):
+    replayed = replay(lines)
+    assert replayed.agree
+    assert (replayed.events, replayed.requests) == (len(lines) - 2, 30)
+    assert replayed.commands > 100
+    assert replayed.notes == ["it ends because the router ended"]
+    continued = first(lines, lambda line: line.get("name") == "WorkerLeft")
+    assert len(json.loads(lines[continued - 1])["keys"]) > 1, "nobody was continued with keys of its own"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Arrived", lambda line: line["event"]["sampling"].update(max_tokens=7)),
+        ("Arrived", lambda line: line.update(prompt_tokens=line["prompt_tokens"] + 1)),
+        ("Stepped", lambda line: line["event"]["progress"][0].__setitem__(0, "unknown#1")),
+        ("Stepped", lambda line: line["commands"].pop()),
+        ("WorkerLeft", lambda line: line["event"].update(worker_id="decode-0")),
+        ("Arrived", lambda line: line.pop("commands")),
+    ],
+)
+def test_the_first_event_that_is_answered_otherwise_is_shown(lines, replay, name, change):
+    def meant(line):
+        return line.get("name") == name and line.get("commands")
+
+    number = first(lines, meant)
+    replayed = replay(changed(lines, number, change))
+    assert not replayed.agree
+    difference = replayed.difference
+    assert (difference.line, difference.event) == (number, name)
+    assert difference.recorded != difference.replayed
+
+
+def test_an_event_that_is_missing_is_noticed_by_what_follows(lines, replay):
+    number = first(
+        lines, lambda line: line.get("name") == "KvChanged" and line["event"]["events"][0]["type"] == "KvStored"
+    )
+    replayed = replay([*lines[: number - 1], *lines[number:]])
+    assert not replayed.agree
+    assert replayed.difference.line >= number
+    assert any(" place " in line for line in replayed.difference.decisions)
+
+
+def test_a_machine_that_breaks_now_is_a_difference(lines, replay):
+    number = first(lines, lambda line: line.get("name") == "Arrived")
+    replayed = replay([*lines[:number], lines[number - 1], *lines[number:]])
+    assert replayed.difference.line == number + 1
+    assert replayed.difference.replayed is None
+    assert replayed.difference.why.startswith("AssertionError")
+
+
+def test_a_recording_that_was_cut_off_replays_up_to_there(lines, replay):
+    whole = b"".join(lines)
+    for size in range(len(lines[0]) + 1, len(whole), len(whole) // 6):
+        replayed = replay([whole[:size]])
+        assert replayed.agree
+        assert replayed.events == whole[:size].count(b"\n") - 1
+        assert "cut off" in replayed.notes[0] or "no end" in replayed.notes[0]
+
+
+def said(number, wrong):
+    return rf"flight: line {number}: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "wrong"),
+    [
+        (1, lambda line: line.update(recording=99), "recording: is of format 99"),
+        (1, lambda line: line.update(seed="x"), r"seed: Expected `int`"),
+        (1, lambda line: line["settings"].update(max_queued=-1), r"settings\.max_queued: Expected `int` >= 0"),
+        (1, lambda line: line["settings"].update(policy="absent"), r"settings: router\.policy: 'absent' is not one of"),
+        (3, lambda line: line.update(now=-(10**11)), r"now: -100000000000 is before"),
+        (3, lambda line: line.update(now=0.5), r"now: Expected `int`"),
+        (3, lambda line: line.update(name="Sneezed"), r"name: 'Sneezed' is no event of a router"),
+        (3, lambda line: line.update(event={}), r"event: Object missing required field `worker_id`"),
+        (3, lambda line: line.update(keys=["?"]), r"keys: are no base64"),
+        (3, lambda line: line.update(keys=[b64encode(b"odd").decode()]), r"keys: are no base64 of 8 bytes each"),
+        (3, lambda line: line.update(commands=[["sing"]]), r"commands\[0\]\[0\]: Invalid value 'sing'"),
+        (2, lambda line: line["event"]["description"].update(role="cook"), r"event\.description\.role: Invalid enum"),
+    ],
+)
+def test_a_bad_recording_is_refused_by_line_and_field(lines, replay, number, change, wrong):
+    with pytest.raises(ConfigurationRefused, match=said(number, wrong)):
+        replay(changed(lines, number, change))
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (b"", "is empty"),
+        (b'{"recording":1', "is empty, or cut off within its first line"),
+        (b"hello\n", "line 1: JSON is malformed"),
+        (b'{"timestamp":1}\n', "line 1: Object missing required field `recording`"),
+        (b"\x1f\x8b\x08\n", "line 1: JSON is malformed"),
+    ],
+)
+def test_what_is_no_recording_is_refused(replay, content, wrong):
+    with pytest.raises(RecordingRefused, match=wrong):
+        replay([content])
+
+
+def test_whatever_is_wrong_with_a_recording_it_is_read_or_refused(lines, tmp_path):
+    luck = Random(5)
+    path = tmp_path / "flight"
+    whole = b"".join(lines[:40])
+    for _ in range(200):
+        at = luck.randrange(len(whole))
+        path.write_bytes(whole[:at] + bytes([luck.randrange(256)]) + whole[at + 1 :])
+        with suppress(RecordingRefused):
+            list(Recording(path).entries())
+
+
+def test_the_command_says_with_its_exit_status_whether_all_agrees(lines, tmp_path, capsys):
+    path = tmp_path / "flight"
+    path.write_bytes(b"".join(lines))
+    assert run(["sim", "replay", str(path), "--json", "-", "--decisions", str(tmp_path / "log")]) == 0
+    assert json.loads(capsys.readouterr().out)["agree"] is True
+    assert " place 1 on " in (tmp_path / "log").read_text()
+
+    number = first(lines, lambda line: line.get("name") == "Arrived")
+    path.write_bytes(b"".join(changed(lines, number, lambda line: line["event"]["sampling"].update(max_tokens=7))))
+    assert run(["sim", "replay", str(path)]) == 1
+    told = capsys.readouterr().out
+    assert f"line {number}, " in told
+    assert "the machine says something else" in told
+    assert "it says now" in told
+
+    path.write_bytes(b"hello\n")
+    assert run(["sim", "replay", str(path)]) == 3
+    assert "flight: line 1: " in capsys.readouterr().err
+    assert run(["sim", "replay", str(tmp_path / "absent")]) == 3

@@ -1,0 +1,106 @@
+"""Rows of requests, and files that are whole or not there."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleet.adapters.traces import read_trace
+from fleet.errors import ConfigurationRefused
+from fleet.sim.files import whole_file
+from fleet.sim.results import Slo
+from fleet.sim.rows import GROUP, row_of, row_writer
+from fleet.sim.run import simulate
+from kvstore.replay import Request
+from tests.unit.sim.test_results import ended
+from tests.unit.sim.test_world import BLOCK, a_plan
+
+SLO = Slo(ttft_ms=100.0, tpot_ms=20.0)
+
+
+def test_a_row_says_what_became_of_a_request():
+    row = row_of(ended(80, 10), SLO, None)
+    assert (row.ttft_ms, row.tpot_ms, row.e2e_ms, row.good) == (80.0, 10.0, 180.0, True)
+    assert not row_of(ended(80, 21), SLO, None).good
+
+
+def test_a_slo_of_the_whole_answer_counts():
+    assert row_of(ended(80, 10), Slo(ttft_ms=100.0, tpot_ms=20.0, e2e_ms=180.0), None).good
+    assert not row_of(ended(80, 10), Slo(ttft_ms=100.0, tpot_ms=20.0, e2e_ms=179.0), None).good
+
+
+def test_what_was_written_is_a_trace_that_comes_to_the_same(tmp_path):
+    chain = tuple(range(1, 9))
+    requests = [
+        Request(
+            number * 200_000_000, 128 + number, (*chain, *range(100 * number, 100 * number + number // BLOCK)), 4, 7
+        )
+        for number in range(1, 40)
+    ]
+    file = tmp_path / "rows.jsonl"
+    with row_writer(file, file.name, SLO, BLOCK) as write:
+        first = simulate(a_plan(), iter(requests), told=write).outcome
+    trace = read_trace(file)
+    assert trace.requests == requests
+    assert simulate(a_plan(), iter(trace.requests)).outcome.digest == first.digest
+
+
+def test_without_blocks_nothing_is_said_of_them(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    with row_writer(file, file.name, SLO, None) as write:
+        write(ended(80, 10))
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert not row.keys() & {"hash_ids", "block_tokens", "tier_tokens"}
+
+
+def test_parquet_has_the_same_rows(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: the extra parquet")
+    file = tmp_path / "rows.parquet"
+    written = [row_of(ended(80 + number, 10), SLO, 512) for number in range(3)]
+    with row_writer(file, file.name, SLO, 512) as write:
+        for number in range(3):
+            write(ended(80 + number, 10))
+    table = parquet.read_table(file)
+    assert table.to_pylist() == [json.loads(json.dumps({**_fields(row)})) for row in written]
+    assert table.num_rows < GROUP
+
+
+def _fields(row) -> dict:
+    return {name: getattr(row, name) for name in row.__struct_fields__}
+
+
+def test_parquet_without_its_package_is_refused_by_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with (
+        pytest.raises(ConfigurationRefused, match=r"--requests: Parquet needs pyarrow: .*\[parquet\]"),
+        row_writer(tmp_path / "x", "x.parquet", SLO, None),
+    ):
+        pass
+
+
+def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "out.json"
+    file.write_text("before")
+    with pytest.raises(KeyboardInterrupt), whole_file(file, "--json") as path:  # noqa: PT012 - a block that is left
+        path.write_text("half")
+        assert file.read_text() == "before"
+        raise KeyboardInterrupt
+    assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
+    with whole_file(file, "--json") as path:
+        path.write_text("all")
+    assert file.read_text() == "all"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_cannot_be_written_is_refused_by_its_option(tmp_path):
+    for path, cause in ((tmp_path / "no" / "file", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigurationRefused, match=f"--report: {path}: {cause}"), whole_file(path, "--report"):
+            pass
+
+
+def test_a_pipe_is_written_to_directly():
+    with whole_file(Path("/dev/null"), "--json") as path:
+        path.write_text("gone")
+    assert path.is_char_device()

@@ -8,7 +8,7 @@ import gc
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,7 @@ from workers.settings import WorkerSettings
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from fleet.adapters.flight_recorder import FlightRecorder
     from fleet.adapters.grpc_frontend import GrpcFrontend
     from fleet.adapters.grpc_selection import SelectionService
     from fleet.adapters.http_frontend import HttpFrontend
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from fleet.adapters.worker_streams import WorkerStreams
     from fleet.control.server import RegistryServer
     from fleet.router.generation import Generation
+    from fleet.router.machine import RouterMachine
     from fleet.router.ports import TextCodec
     from fleet.router.server import RouterServer
     from fleet.router.tenants import Tenants
@@ -62,8 +64,14 @@ COLLECTED_AT_ONCE = 5_000  # new objects, a millisecond or two; with Python's 70
 DRAIN_WITHIN = Nanos(10 * SECOND)  # for answers that are being streamed when the router is asked to stop
 
 
-def serve(part: Part, config: Path, announce: Announce) -> None:
+def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, Any] | None = None) -> None:
     """Run one process of a cluster until it is asked to stop.
+
+    Args:
+        part: Which.
+        config: Its settings.
+        announce: Told when it is ready.
+        changes: Settings in place of the file's, by path.
 
     Raises:
         ConfigurationRefused: The settings cannot be obeyed; nothing is left running.
@@ -71,7 +79,7 @@ def serve(part: Part, config: Path, announce: Announce) -> None:
         NodeEnded: The store node in a worker's process did.
         StoreUnreachable: A worker's store node does not answer.
     """
-    running = _PARTS[part](config, announce)
+    running = _PARTS[part](config, announce, changes)
     configure_logging()
     try:
         uvloop.run(running)
@@ -97,6 +105,12 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         ConfigurationRefused: An address is in use, or a model folder is not one.
     """
     parts = _parts_of_router(settings)
+    with parts.recorder or nullcontext():
+        await _route(settings, parts, announce)
+
+
+async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Announce) -> None:
+    """Serve until asked to stop."""
     async with _stop_requested() as stop, asyncio.TaskGroup() as tasks, _fronts(settings, parts) as fronts:
         running = [tasks.create_task(each) for each in parts.loops()]
         announce(fronts.endpoints())
@@ -122,6 +136,7 @@ class _RouterParts(Struct, frozen=True, kw_only=True):
     foreign_workers: "OpenAiWorkers"
     workers: "MixedWorkers"
     router: "RouterServer"
+    recorder: "FlightRecorder | None"
     selection: "SelectionService"
     generation: "Generation"
     threads: "TokenisingThreads"
@@ -146,21 +161,19 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     Raises:
         ConfigurationRefused: A model folder is not one, or the settings name what is not installed.
     """
-    from prometheus_client import CollectorRegistry  # noqa: PLC0415 - each process loads its own part only
+    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - each process loads its own part only
 
     from fleet.adapters.golden import GoldenCheck  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
     from fleet.adapters.replicas import Replicas  # noqa: PLC0415
     from fleet.adapters.router_metrics import RouterMetrics  # noqa: PLC0415
-    from fleet.adapters.router_policies import open_policy  # noqa: PLC0415
     from fleet.adapters.tenant_metrics import TenantMetrics  # noqa: PLC0415
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
     from fleet.adapters.worker_streams import WorkerStreams  # noqa: PLC0415
     from fleet.control.server import RegistryServer  # noqa: PLC0415
     from fleet.control.settings import ControlSettings  # noqa: PLC0415
     from fleet.router.generation import Generation  # noqa: PLC0415
-    from fleet.router.machine import RouterMachine  # noqa: PLC0415
     from fleet.router.server import RouterServer  # noqa: PLC0415
     from fleet.router.tenants import Tenants  # noqa: PLC0415
     from fleet.router.tokenising import TokenisingThreads  # noqa: PLC0415
@@ -175,13 +188,14 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
 
     members = RegistryServer(ControlSettings(), clock)
     own_workers = WorkerStreams(settings, members.membership())
-    foreign_workers = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock)
+    foreign_codecs = _foreign_codecs(settings)
+    foreign_workers = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock, foreign_codecs)
     codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
     golden = GoldenCheck(codecs)
     workers = MixedWorkers(own_workers, foreign_workers, golden)
     selecting = SelectingWorkers(workers)
 
-    machine = RouterMachine(settings, Random(secrets.randbits(64)), open_policy(settings))
+    machine, recorder = _machine(settings, clock)
     router = RouterServer(machine, selecting, clock)
     metrics.registry.register(
         RouterMetrics(router.status, tasks=lambda: len(asyncio.all_tasks()), refused=golden.refused)
@@ -197,7 +211,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     )
     relay = None
     if settings.openai_workers:
-        relay = _relay(settings, router, foreign_workers, tenants, metrics.registry, clock, threads)
+        relay = _relay(settings, router, foreign_workers, foreign_codecs, tenants, metrics.registry, clock, threads)
     limits = None
     if settings.tenants_redis:
         limits = _shared_limits(settings.tenants_redis, tenants, clock)
@@ -210,13 +224,33 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
         foreign_workers=foreign_workers,
         workers=workers,
         router=router,
+        recorder=recorder,
         selection=SelectionService(router, selecting, tenant_secret=tenant_secret),
         generation=generation,
         threads=threads,
         relay=relay,
-        replicas=Replicas(settings, router, members) if settings.replicas_listen else None,
+        replicas=Replicas(settings, router, members, lambda: generate_latest(metrics.registry).decode())
+        if settings.replicas_listen
+        else None,
         limits=limits,
     )
+
+
+def _machine(settings: RouterSettings, clock: SystemClock) -> "tuple[RouterMachine, FlightRecorder | None]":
+    """What decides, and who writes down what.
+
+    Raises:
+        ConfigurationRefused: The policy is not installed, or the recording cannot be written.
+    """
+    from fleet.adapters.router_policies import open_policy  # noqa: PLC0415 - each process loads its own part only
+    from fleet.router.machine import RouterMachine  # noqa: PLC0415
+
+    seed, policy = secrets.randbits(63), open_policy(settings)
+    if not settings.record:
+        return RouterMachine(settings, Random(seed), policy), None
+    from fleet.adapters.flight_recorder import recorded_machine  # noqa: PLC0415 - few routers record
+
+    return recorded_machine(settings, seed, policy, clock.now())
 
 
 class _Fronts(Struct, frozen=True, kw_only=True):
@@ -266,6 +300,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             parts.clock,
             parts.relay,
             shared=settings.share_ports,
+            processes=parts.replicas if parts.replicas is not None and parts.replicas.share_a_port else None,
         ) as http,
         open_grpc_frontend(
             settings.grpc_listen,
@@ -276,6 +311,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             shared=settings.share_ports,
             control_listen=settings.control_listen,
             services={SERVICE: registry.add, SELECTION: parts.selection.add},
+            others=parts.replicas,
         ) as grpc,
         _kserve(settings, parts.generation, parts.clock) as kserve,
     ):
@@ -322,6 +358,7 @@ def _relay(
     settings: RouterSettings,
     router: "RouterServer",
     workers: "OpenAiWorkers",
+    codecs: "Mapping[ModelName, TextCodec]",
     tenants: "Tenants",
     registry: "CollectorRegistry",
     clock: SystemClock,
@@ -330,7 +367,7 @@ def _relay(
     """What serves the models of foreign servers.
 
     Raises:
-        ConfigurationRefused: A `tokenizer` is not a model folder.
+        ConfigurationRefused: `kv_events` need what is not installed.
     """
     from fleet.adapters.prompt_keys import PromptReader  # noqa: PLC0415
     from fleet.adapters.relay import Relay  # noqa: PLC0415
@@ -345,7 +382,7 @@ def _relay(
         model: PromptReader(
             model,
             [each.compared_tokens for each in alike],
-            _codec(alike[0]),
+            codecs.get(model),
             clock,
             named_by_workers=bool(alike[0].kv_events),
         )
@@ -357,6 +394,12 @@ def _relay(
     metrics = RelayMetrics(
         lambda: [
             ("fleet_cache_knowledge", "Foreign workers by how their caches are known", "by", workers.knowledge()),
+            (
+                "fleet_foreign_tokenizers",
+                "Foreign workers by what they make of the golden prompts, beside the router",
+                "tokenises",
+                workers.tokenizers(),
+            ),
             (
                 "fleet_kv_event_alerts",
                 "Foreign workers by what is wrong with their KV events",
@@ -380,15 +423,24 @@ def _relay(
     )
 
 
-def _codec(worker: OpenAiWorkerSettings) -> "TextCodec | None":
+def _foreign_codecs(settings: RouterSettings) -> "dict[ModelName, TextCodec]":
+    """The tokenizers that are named for foreign servers; those of one model have the same.
+
+    Raises:
+        ConfigurationRefused: A `tokenizer` is not a model folder.
+    """
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
 
-    if not worker.tokenizer:
-        return None
-    try:
-        return load_codec(worker.tokenizer)
-    except ConfigurationRefused as error:
-        raise ConfigurationRefused(f"tokenizer of {worker.worker_id} in openai_workers: {error}") from error
+    codecs: dict[ModelName, TextCodec] = {}
+    for worker in settings.openai_workers:
+        model = ModelName(worker.model)
+        if not worker.tokenizer or model in codecs:
+            continue
+        try:
+            codecs[model] = load_codec(worker.tokenizer)
+        except ConfigurationRefused as error:
+            raise ConfigurationRefused(f"tokenizer of {worker.worker_id} in openai_workers: {error}") from error
+    return codecs
 
 
 async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
@@ -515,8 +567,8 @@ async def _stop_requested() -> AsyncIterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-_PARTS: Mapping[Part, Callable[[Path, Announce], Coroutine[Any, Any, None]]] = {
-    "router": lambda config, announce: run_router(load(config, RouterSettings), announce),
-    "worker": lambda config, announce: run_worker(load(config, WorkerSettings), announce),
-    "kvstore": lambda config, announce: run_kvstore(load(config, StoreSettings), announce),
+_PARTS: Mapping[Part, Callable[[Path, Announce, Mapping[str, Any] | None], Coroutine[Any, Any, None]]] = {
+    "router": lambda config, announce, changes: run_router(load(config, RouterSettings, changes), announce),
+    "worker": lambda config, announce, changes: run_worker(load(config, WorkerSettings, changes), announce),
+    "kvstore": lambda config, announce, changes: run_kvstore(load(config, StoreSettings, changes), announce),
 }

@@ -34,6 +34,9 @@ Positive = Annotated[int, Meta(ge=1)]
 TINY = "tiny"
 """In place of a model folder: the model that the project builds by itself."""
 
+SIMULATED = "simulated"
+"""The engine that needs nothing installed."""
+
 
 class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all processes share."""
@@ -56,6 +59,13 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_model_len: Positive = 4096
     """Prompt plus answer, tokens; never more than the model's own limit."""
+
+    adapters: dict[ModelName, str] = {}
+    """LoRA adapters of the model that every worker may load, by the names under which clients ask for them: the folder of each,
+    relative to the file. The simulated engine looks into no folder."""
+
+    adapter_slots: Positive = 4
+    """Adapters that a worker has loaded at once."""
 
 
 class StorePlace(StrEnum):
@@ -243,6 +253,19 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
                 f"cluster.model: {folder} is not a Hugging Face model folder: it has no {needed}"
             )
     return folder
+
+
+def adapter_folders(cluster: ClusterSection, relative_to: Path) -> dict[ModelName, str]:
+    """Where the adapters of a cluster are, by name.
+
+    Raises:
+        ConfigurationRefused: One of them is not a folder, and the engine would look into it.
+    """
+    folders = {name: (relative_to / Path(folder).expanduser()).resolve() for name, folder in cluster.adapters.items()}
+    for name, folder in folders.items():
+        if cluster.engine != SIMULATED and not folder.is_dir():
+            raise ConfigurationRefused(f"cluster.adapters.{name}: {folder} is not a folder")
+    return {name: str(folder) for name, folder in folders.items()}
 
 
 def served_name(cluster: ClusterSection, folder: Path) -> ModelName:

@@ -51,6 +51,7 @@ class Description(Struct, frozen=True, kw_only=True):
     adapters: tuple[Adapter, ...] = ()  # that it has, or can load when work for them comes
     adapter_slots: int = 0  # adapters that are loaded at a time; 0: it has all of them at once
     golden: Golden | None = None
+    keeps_forms: bool = False  # whether it can see to it that an answer is of a form (`fleet.requests.Form`)
 
 
 class Handoff(Struct, frozen=True, kw_only=True):

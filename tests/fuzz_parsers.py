@@ -16,7 +16,7 @@ with atheris.instrument_imports(include=["fleet"]):
     from google.protobuf.message import DecodeError
 
     from fleet.adapters.clock import SystemClock
-    from fleet.adapters.http_messages import HttpSettings, KnownHeads
+    from fleet.adapters.http_messages import HeldBodies, HttpSettings, KnownHeads
     from fleet.adapters.http_protocol import Connection
     from fleet.adapters.openai_failures import explain
     from fleet.adapters.openai_requests import read_chat, read_completion
@@ -97,7 +97,7 @@ def echo(exchange):
 
 def answers(*pieces):
     transport = Transport()
-    connection = Connection(HttpSettings(), SystemClock(), echo, explain, {}, KnownHeads())
+    connection = Connection(HttpSettings(), SystemClock(), echo, explain, {}, KnownHeads(), HeldBodies())
     connection.connection_made(transport)
     for piece in pieces:
         if not transport.closing:

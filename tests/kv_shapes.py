@@ -4,11 +4,16 @@ from typing import Any
 
 from kvstore.layout import ELEMENT_BYTES, Namespace
 from kvstore.messages import BlockKey
-from kvstore.shards import BlockShape
+from kvstore.shards import BlockShape, Box, Part, Span
 
 
 def a_shape(**sizes: int) -> BlockShape:
     return BlockShape(**{"layers": 2, "kv_heads": 4, "block_tokens": 4, "head_dim": 8, "element_bytes": 2, **sizes})
+
+
+def one_a_layer(layout: str, box: Box) -> list[Part]:
+    """The pieces of an engine that keeps each layer in a tensor of its own, in order."""
+    return [Part(layout, Box(Span(layer, 1), box.heads)) for layer in range(box.layers.first, box.layers.end)]
 
 
 def a_typed_namespace(dtype: str = "bfloat16", **fields: Any) -> Namespace:

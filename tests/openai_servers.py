@@ -105,6 +105,7 @@ class OpenAiServer:
     def __init__(self) -> None:
         self.play: Play = five_tokens
         self.health_status = 200
+        self.tokenise: Callable[[str], list[int]] | None = None  # None: it has no such path
         self.seen: list[Seen] = []
         self.connections = 0  # that were ever made, those for its health aside
         self.open = 0  # connections that requests came over
@@ -136,6 +137,11 @@ class OpenAiServer:
             while (seen := await _read(reader)) is not None:
                 if seen.start.startswith("GET"):
                     await Answering(seen, writer).respond(self.health_status, b"{}", "connection: close")
+                    break
+                if seen.start.startswith("POST /tokenize "):
+                    tokens = {} if self.tokenise is None else {"tokens": self.tokenise(seen.json["prompt"])}
+                    status = 200 if tokens else 404
+                    await Answering(seen, writer).respond(status, json.dumps(tokens).encode(), "connection: close")
                     break
                 if not counted:
                     counted = True
@@ -232,11 +238,12 @@ async def a_relay(
         **(limits or {}),
     )
     machine = RouterMachine(settings, Random(1))
-    workers = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock)
+    codec = load_codec(model_dir) if model_dir else None
+    codecs = {MODEL: codec} if codec else {}
+    workers = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock, codecs)
     router = RouterServer(machine, workers, clock)
     registry = CollectorRegistry()
     shared = Tenants(tenants or {}, clock.now())
-    codec = load_codec(model_dir) if model_dir else None
     reader = PromptReader(
         MODEL,
         [each.compared_tokens for each in settings.openai_workers],

@@ -2,10 +2,11 @@
 
 import asyncio
 import gc
+import multiprocessing
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from kvstore.layout import Namespace
 from tests.engine_driving import Driven, driven
 from workers.engines.vllm import open_engine
 from workers.engines.vllm_namespace import weights_revision
+from workers.ports import Engine
 from workers.settings import VllmSettings, WorkerSettings
 
 START_SECONDS = 240  # for two engines, on a machine that does other things as well
@@ -90,14 +92,35 @@ def hosted(*settings: WorkerSettings) -> Iterator[Hosted]:
 
 
 async def _host(settings: Sequence[WorkerSettings], ready: "Future[Hosted]") -> None:
-    stopping = asyncio.Event()
+    loop, stopping, over, others = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event(), _cores()
     try:
-        async with AsyncExitStack() as stack:
-            engines = [await stack.enter_async_context(open_engine(each)) for each in settings]
-            drivers = await stack.enter_async_context(driven(*engines))
-            ready.set_result(Hosted(asyncio.get_running_loop(), stopping, drivers))
-            await stopping.wait()
+        async with asyncio.TaskGroup() as tasks:
+            opened: list[asyncio.Future[Engine]] = []
+            for number, each in enumerate(settings, 1):
+                opened.append(loop.create_future())
+                tasks.create_task(_hold(each, opened[-1], over))
+                while (
+                    not opened[-1].done() and _cores() < others + number
+                ):  # each is told much by this process's environment
+                    await asyncio.sleep(0.02)
+            try:
+                async with driven(*[await each for each in opened]) as drivers:
+                    ready.set_result(Hosted(loop, stopping, drivers))
+                    await stopping.wait()
+            finally:
+                over.set()
     except BaseException as error:  # noqa: BLE001 - supervisor: whatever it was is told to the tests
         (ready.result().ended if ready.done() else ready).set_exception(error)
     else:
         ready.result().ended.set_result(None)
+
+
+async def _hold(settings: WorkerSettings, opened: "asyncio.Future[Engine]", over: asyncio.Event) -> None:
+    async with open_engine(settings) as engine:
+        opened.set_result(engine)
+        await over.wait()
+
+
+def _cores() -> int:
+    """Processes of vLLM's engines that this one has started."""
+    return sum(process.name.startswith("EngineCore") for process in multiprocessing.active_children())

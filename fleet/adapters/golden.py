@@ -7,12 +7,19 @@ Rules:
    not compared: a worker without a tokenizer of its own, a model without a template.
 2. Other token ids mean that the router would send it nonsense, other names that nothing it caches is ever found: it is not used.
    Another template is told and no more, since the router renders.
+3. A foreign server is asked to tokenise the golden texts where it can (``/tokenize`` of vLLM, SGLang and llama.cpp). One that does it
+   otherwise is used all the same, since it gets the clients' own bytes; that its cache is not known by its tokens is said.
 """
 
 import hashlib
 import logging
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
 
 from fleet.adapters.text_codec import load_codec
 from fleet.errors import ConfigurationRefused, Refused
@@ -64,6 +71,33 @@ def golden_of_folder(model_dir: str, block_tokens: int) -> Golden:
         except ConfigurationRefused as error:
             log.warning("the tokenizer cannot be compared with the router's", extra={"cause": str(error)})
     return golden_of(codec, block_tokens)
+
+
+class Tokenises(StrEnum):
+    """What a foreign server makes of the golden texts, beside this router. Public: a metric label."""
+
+    ALIKE = "alike"
+    OTHERWISE = "otherwise"
+    UNKNOWN = "unknown"  # it cannot be asked, or no tokenizer was named for it here
+
+
+def to_tokenise(model: ModelName, text: str) -> bytes:
+    """The body of a request to ``/tokenize``: llama.cpp calls the text otherwise."""
+    return msgspec.json.encode({"model": model, "prompt": text, "content": text})
+
+
+class _Tokenised(Struct):
+    tokens: list[int]
+
+
+def tokenised_alike(codec: TextCodec, text: str, answer: bytes) -> Tokenises:
+    """What the answer to `to_tokenise` says. Whether a token is set before every text is no difference: llama.cpp does it later."""
+    try:
+        theirs = msgspec.json.decode(answer, type=_Tokenised).tokens
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Tokenises.UNKNOWN
+    ours = np.frombuffer(codec.encode(text), "<u4").tolist()
+    return Tokenises.ALIKE if theirs in (ours, ours[1:]) else Tokenises.OTHERWISE
 
 
 class GoldenCheck:

@@ -18,6 +18,7 @@ from fleet.errors import Reason, Refused, internal_error
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 8 << 20  # as over HTTP
+WRITE_SECONDS = 30.0  # likewise; the library would wait for a caller that never reads until its deadline, if it has one
 
 Context = Any
 """`grpc.aio.ServicerContext` of bytes: its stubs want message types, which these calls do not have."""
@@ -78,14 +79,15 @@ def parse(kind: type[AnyMessage], content: bytes) -> AnyMessage:
 
 
 async def send(context: Context, message: Message) -> None:
-    """Write one message of a stream.
+    """Write one message of a stream, when the caller reads.
 
     Raises:
-        CallerGone: The call is over on the other side, or the port closes.
+        CallerGone: The call is over on the other side, or the port closes, or the caller does not read for too long.
     """
     try:
-        await context.write(message)
-    except grpc.aio.BaseError as error:
+        async with asyncio.timeout(WRITE_SECONDS):
+            await context.write(message)
+    except (grpc.aio.BaseError, TimeoutError) as error:
         raise CallerGone from error
 
 

@@ -40,12 +40,21 @@ class Router(Protocol):
     def thresholds(self) -> Thresholds: ...
 
 
-class ClusterService:
-    """The service over one router."""
+class Others(Protocol):
+    """What is needed of `fleet.adapters.replicas.Replicas`."""
 
-    def __init__(self, router: Router, ask_store: AskStore | None) -> None:
+    async def explained(self, request_id: RequestId) -> pb.ExplainResponse | None: ...
+
+    def tuned(self, thresholds: Thresholds) -> None: ...
+
+
+class ClusterService:
+    """The service over one router, which asks the others of its cluster where it has to."""
+
+    def __init__(self, router: Router, ask_store: AskStore | None, others: Others | None = None) -> None:
         self._router = router
         self._ask_store = ask_store
+        self._others = others
 
     def methods(self) -> dict[str, Any]:
         return {"Status": unary(self._status), "Explain": unary(self._explain), "Tune": unary(self._tune)}
@@ -82,17 +91,22 @@ class ClusterService:
         return response
 
     async def _explain(self, content: bytes) -> Message:
-        request_id = parse(pb.ExplainRequest, content).request_id
-        if (explanation := self._router.explain(RequestId(request_id))) is None:
-            message = f"request_id: {request_id[:100]!r} was not placed here, or others have been since"
-            raise Refused(Reason.REQUEST_NOT_FOUND, message, field="request_id")
-        return pb.ExplainResponse(placements=[_encode_placed(placed) for placed in explanation.placements])
+        request_id = RequestId(parse(pb.ExplainRequest, content).request_id)
+        if (explanation := self._router.explain(request_id)) is not None:
+            return encode_explanation(explanation)
+        if self._others is not None and (explained := await self._others.explained(request_id)) is not None:
+            return explained
+        message = f"request_id: {request_id[:100]!r} was not placed here, or others have been since"
+        raise Refused(Reason.REQUEST_NOT_FOUND, message, field="request_id")
 
     async def _tune(self, content: bytes) -> Message:
         asked = parse(pb.TuneRequest, content)
         changes = {field.name: value for field, value in asked.ListFields()}
         if changes:
-            self._router.tune(_checked(structs.asdict(self._router.thresholds()) | changes))
+            thresholds = checked_thresholds(structs.asdict(self._router.thresholds()) | changes)
+            self._router.tune(thresholds)
+            if self._others is not None:
+                self._others.tuned(thresholds)
         return pb.Thresholds(**structs.asdict(self._router.thresholds()))
 
 
@@ -109,7 +123,12 @@ def asking_store(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> AskStore:
     return ask
 
 
-def _checked(values: dict[str, Any]) -> Thresholds:
+def checked_thresholds(values: dict[str, Any]) -> Thresholds:
+    """Thresholds by name.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the one that is out of its range.
+    """
     try:
         return msgspec.convert(values, Thresholds)
     except msgspec.ValidationError as error:
@@ -138,6 +157,10 @@ def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
             for worker in pool.workers
         ],
     )
+
+
+def encode_explanation(explanation: Explanation) -> pb.ExplainResponse:
+    return pb.ExplainResponse(placements=[_encode_placed(placed) for placed in explanation.placements])
 
 
 def _encode_placed(placed: Placed) -> pb.PlacementExplained:

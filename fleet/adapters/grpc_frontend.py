@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fleet.adapters.grpc_calls import Context, answered, authorization, parse, send, serialize, unary
-from fleet.adapters.grpc_cluster import AskStore, ClusterService, Router, asking_store
+from fleet.adapters.grpc_cluster import AskStore, ClusterService, Others, Router, asking_store
 from fleet.adapters.grpc_door import Door
 from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from fleet.adapters.grpc_port import open_port
@@ -36,6 +36,7 @@ async def open_grpc_frontend(
     shared: bool = False,
     control_listen: str = "",
     services: Mapping[str, Callable[[grpc.aio.Server], None]] | None = None,
+    others: Others | None = None,
 ) -> AsyncIterator["GrpcFrontend"]:
     """Listen and serve until the context ends; then running calls are cancelled.
 
@@ -48,6 +49,7 @@ async def open_grpc_frontend(
         shared: Whether other processes may listen on the same port.
         control_listen: Where what is not for clients listens: `services` and `fleet.v1.Cluster`; empty: on the same port.
         services: More services: what adds each to the server, by full name.
+        others: The other routers of the cluster, if there are any.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
@@ -59,7 +61,7 @@ async def open_grpc_frontend(
             channel = await held.enter_async_context(grpc.aio.insecure_channel(store))
             ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
         server = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
-        frontend = GrpcFrontend(generation, router, clock, ask_store)
+        frontend = GrpcFrontend(generation, router, clock, ask_store, others)
         server.add_generic_rpc_handlers((frontend.inference(),))
         inner = server
         if control_listen:
@@ -86,12 +88,13 @@ class GrpcFrontend:
         router: Router,
         clock: Clock,
         ask_store: AskStore | None,
+        others: Others | None = None,
     ) -> None:
         self.address = ""  # as clients write it, with the port that was taken
         self.control = ""  # of the port that is not for clients, where that is another one
         self.door = Door(generation, clock)
         self._generation = generation
-        self._cluster = ClusterService(router, ask_store)
+        self._cluster = ClusterService(router, ask_store, others)
 
     def inference(self) -> grpc.GenericRpcHandler:
         """`fleet.v1.Inference`, whose methods take bytes."""

@@ -24,11 +24,17 @@ CHANNEL_OPTIONS: Final = (
 SEPARATE_CHANNEL_OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 """For whoever dials again by itself: a broken connection must not make the next attempt wait for gRPC's own back-off."""
 
+LONGEST_REQUEST_BYTES: Final = 9 << 20
+"""What a server takes in at all, above `fleet.adapters.grpc_calls.MAX_REQUEST_BYTES`: up to here what is too large is told so in
+our words, and beyond the library refuses it before the memory is taken."""
+
 _SERVER: Final = (
-    # The library refuses calls at random, without a word, where more than a thousand begin before it takes them up.
-    ("grpc.server.max_pending_requests", 100_000),
-    ("grpc.server.max_pending_requests_hard_limit", 200_000),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # The library refuses calls at random, without a word, where more than a thousand begin before it takes them up. Each takes
+    # some 15 KiB until then, also when it was cancelled at once, so a client can bring about a quarter of a GiB.
+    ("grpc.server.max_pending_requests", 8_192),
+    ("grpc.server.max_pending_requests_hard_limit", 16_384),
+    ("grpc.max_concurrent_streams", 8_192),  # of one connection
+    ("grpc.max_receive_message_length", LONGEST_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # below the client's keepalive time
     *_KEEPALIVE,

@@ -12,14 +12,16 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
+from typing import Protocol
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from fleet.adapters.clock import unix_seconds
-from fleet.adapters.http_messages import ClientGone, HttpSettings, KnownHeads
+from fleet.adapters.http_messages import ClientGone, HeldBodies, HttpSettings, KnownHeads
 from fleet.adapters.http_protocol import Connection, Exchange, Serving
 from fleet.adapters.listening import bind
+from fleet.adapters.merged_metrics import merged
 from fleet.adapters.openai_answers import EVENT_STREAM, ChatShape, CompletionShape, model_object
 from fleet.adapters.openai_failures import explain, fail, refuse
 from fleet.adapters.openai_requests import Asked, read_chat, read_completion
@@ -37,6 +39,15 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25
 
+
+class Processes(Protocol):
+    """What is needed of `fleet.adapters.replicas.Replicas`."""
+
+    async def metrics(self) -> Mapping[str, str]:
+        """Of each process behind the same port, by router."""
+        ...
+
+
 Read = Callable[[bytes, RequestId, Nanos], Asked]
 Answer = Callable[[Exchange], Awaitable[None]]
 
@@ -51,6 +62,7 @@ async def open_http_frontend(
     relay: Relay | None = None,
     *,
     shared: bool = False,
+    processes: Processes | None = None,
 ) -> AsyncIterator["HttpFrontend"]:
     """Listen and serve until the context ends; then what is still running is cancelled.
 
@@ -62,6 +74,7 @@ async def open_http_frontend(
         clock: For deadlines.
         relay: Serves the requests for models of foreign servers, if there are any.
         shared: Whether other processes may listen on the same port.
+        processes: Those behind the same port, whose metrics are shown together; None: there is but this one.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
@@ -69,7 +82,7 @@ async def open_http_frontend(
     listening, address = bind(listen, shared=shared)
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
-        frontend = HttpFrontend(address, settings, generation, registry, clock, tasks, relay)
+        frontend = HttpFrontend(address, settings, generation, registry, clock, tasks, relay, processes)
         server = await asyncio.get_running_loop().create_server(frontend.connection, sock=listening)
         frontend.stop_listening = server.close
         sweep = tasks.create_task(frontend.sweep())
@@ -97,6 +110,7 @@ class HttpFrontend:
         clock: Clock,
         tasks: asyncio.TaskGroup,
         relay: Relay | None,
+        processes: Processes | None,
     ) -> None:
         self.address = address  # as clients write it, with the port that was taken
         self.stop_listening: Callable[[], None] = lambda: None
@@ -106,8 +120,10 @@ class HttpFrontend:
         self._clock = clock
         self._tasks = tasks
         self._relay = relay
+        self._processes = processes
         self._connections: dict[Connection, None] = {}
         self._heads = KnownHeads()
+        self._held = HeldBodies()
         self._serving: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -125,7 +141,7 @@ class HttpFrontend:
 
     def connection(self) -> Connection:
         """A protocol for a client that has just connected."""
-        return Connection(self._settings, self._clock, self._serve, explain, self._connections, self._heads)
+        return Connection(self._settings, self._clock, self._serve, explain, self._connections, self._heads, self._held)
 
     async def drain(self, within_seconds: float) -> None:
         """Take no more requests, and wait for the running ones, at most so long."""
@@ -310,7 +326,11 @@ class HttpFrontend:
         exchange.respond(HTTPStatus.OK, document())
 
     async def _metrics(self, exchange: Exchange) -> None:
-        exchange.respond(HTTPStatus.OK, generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST)
+        if self._processes is None:
+            content = generate_latest(self._registry)
+        else:
+            content = merged(await self._processes.metrics()).encode()
+        exchange.respond(HTTPStatus.OK, content, content_type=CONTENT_TYPE_LATEST)
 
 
 def _what_is_left(allowance: Allowance | None) -> tuple[tuple[str, str], ...]:

@@ -9,6 +9,8 @@ from msgspec import Meta, Struct
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
 
+ORDINARY_BODY_BYTES = 64 << 10
+
 MAX_KNOWN_HEADS = 1024
 MAX_KNOWN_BYTES = 1024  # of one: some 300 are usual; more than a MiB is never held
 
@@ -24,6 +26,10 @@ class HttpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     max_body_bytes: PositiveInt = 8 << 20
     """Of a request: two million tokens as ids."""
+
+    max_held_bytes: PositiveInt = 1 << 30
+    """Of the bodies of all connections together, from the first byte to the end of the answer. Beyond that long ones are answered
+    with 503; ordinary ones, up to `ORDINARY_BODY_BYTES`, are always taken."""
 
     head_timeout_seconds: PositiveSeconds = 10.0
     """From the first byte of a request to the end of its headers."""
@@ -83,6 +89,13 @@ class KnownHeads:
         if len(self._known) >= MAX_KNOWN_HEADS:
             self._known.clear()
         self._known[content] = (head, body_bytes)
+
+
+class HeldBodies:
+    """What the bodies of all connections take together."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
 
 
 class Malformed(Struct, frozen=True):

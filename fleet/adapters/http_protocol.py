@@ -2,7 +2,8 @@
 
 Rules:
 
-1. One request of a connection is served at a time; what a client pipelines waits, and reading stops meanwhile.
+1. One request of a connection is served at a time; what a client pipelines waits, unparsed but for a few, and reading stops
+   meanwhile. In one turn of the event loop no more than a few are served, so that others have their turns.
 2. Whatever is wrong with a message is answered in its turn, and then the connection closes, since the two sides may no
    longer agree on where the next message begins.
 3. A client that closes its sending side while an engine works for it is taken to be gone: TCP cannot tell it from one
@@ -11,7 +12,8 @@ Rules:
    that does not read for `write_timeout_seconds` is cut off.
    What is relayed from elsewhere is not read there meanwhile (`Exchange.relay`).
 5. Every stage has a deadline, looked at by the server's sweep: a timer a connection would cost more than a request.
-6. A request that is there as a whole, with a head that was parsed before, byte for byte, is not parsed again.
+6. Another protocol that is offered (``Upgrade``, as Java's client does with HTTP/2) is not taken up, and its request served.
+7. A request that is there as a whole, with a head that was parsed before, byte for byte, is not parsed again.
 """
 
 import asyncio
@@ -25,7 +27,9 @@ from typing import Protocol, cast
 import httptools
 
 from fleet.adapters.http_messages import (
+    ORDINARY_BODY_BYTES,
     ClientGone,
+    HeldBodies,
     HttpHead,
     HttpRequest,
     HttpSettings,
@@ -37,6 +41,8 @@ from fleet.clock import SECOND, Clock, Nanos
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes of a connection from which on its writer waits
 _MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # say more than what is asked
+PIECE_BYTES = 8 << 10  # parsed at once, as long as nothing waits: some hundred of the shortest requests
+TURN_REQUESTS = 16
 LINGER_SECONDS = 2.0  # how long a client that still sends is listened to, so that it sees the answer instead of a reset
 
 
@@ -81,6 +87,7 @@ class Connection(asyncio.Protocol):
         explain: ContentOf,
         connections: "dict[Connection, None]",
         heads: KnownHeads,
+        held: HeldBodies,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -88,16 +95,23 @@ class Connection(asyncio.Protocol):
         self._explain = explain
         self._connections = connections
         self._heads = heads
+        self._held = held
+        self._held_bytes = 0  # of it, by this connection
         self._parser = httptools.HttpRequestParser(self)
         self._stage = Stage.IDLE
         self._deadline = self._in(settings.idle_timeout_seconds)
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
+        self._between_bytes = 0  # that came since the last piece of the body: sizes of chunks, trailers
         self._body = bytearray()
         self._began_with: bytes | None = None  # the data that the request began with
         self._known: tuple[HttpHead, int] | None = None  # of the request whose body arrives unparsed
         self._waiting: deque[HttpRequest | Malformed] = deque()
+        self._unparsed = b""  # that came behind those
+        self._served = 0  # in this turn, about
+        self._turn_is_due = False
+        self._declined: HttpHead | None = None  # of a request that offers another protocol
         self._exchange: Exchange | None = None  # that is served
         self._serving: Serving | None = None
         self._beginning = False
@@ -124,7 +138,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
         self._gone = True
         self._connections.pop(self, None)
-        self._waiting.clear()
+        self._hold(-self._held_bytes)
+        self._forget_waiting()
         self._source = None
         if self._serving is not None:
             self._serving.cancel()
@@ -142,6 +157,9 @@ class Connection(asyncio.Protocol):
         return True
 
     def data_received(self, data: bytes) -> None:
+        if self._unparsed:
+            self._unparsed += data
+            return
         stage = self._stage
         if stage is Stage.IDLE and self._exchange is None and self._paused is None:
             end = data.find(b"\r\n\r\n") + 4
@@ -149,6 +167,7 @@ class Connection(asyncio.Protocol):
             if known is not None:
                 head, body_bytes = known
                 if len(data) - end == body_bytes:
+                    self._hold(body_bytes)
                     self._begin(HttpRequest(head, data[end:]))
                     return
                 self._known = known
@@ -163,18 +182,24 @@ class Connection(asyncio.Protocol):
             if not data or self._stage is Stage.CLOSING:
                 return
         self._began_with = data if self._stage is Stage.IDLE else None
-        if self._stage is not Stage.BODY:
+        self._served = 0
+        if self._stage is Stage.BODY:
+            self._between_bytes += len(data)
+        else:
             self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # What follows is another protocol, which we do not speak; the request itself is answered.
-            self._stage = Stage.CLOSING
+            self._parse(data)
+        except httptools.HttpParserUpgrade as offered:
+            self._began_with = None
+            self._decline(data[offered.args[0] :])
+            return
         except httptools.HttpParserError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, f"the request is not HTTP: {error}")
         self._began_with = None
         if self._stage in (Stage.IDLE, Stage.HEAD) and self._head_bytes > self._settings.max_head_bytes:
             self._refuse_head()
+        elif self._stage is Stage.BODY and self._between_bytes > self._settings.max_head_bytes:
+            self._refuse_between()
 
     def pause_writing(self) -> None:
         if self._gone:
@@ -205,6 +230,8 @@ class Connection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._stage is not Stage.HEAD:
+            return  # a trailer: nothing that we understand may come after the body (RFC 9110, 6.5.1)
         name = name.lower()
         known = self._headers.get(name)
         self._headers[name] = value if known is None else known + b", " + value
@@ -218,6 +245,7 @@ class Connection(asyncio.Protocol):
             self._refuse_head()
             return
         self._stage = Stage.BODY
+        self._between_bytes = 0
         self._deadline = self._in(self._settings.body_timeout_seconds)
         declared = self._headers.get(b"content-length", b"0")
         if int(declared) > self._settings.max_body_bytes:
@@ -229,8 +257,12 @@ class Connection(asyncio.Protocol):
         if self._stage is Stage.CLOSING:
             return
         self._body += body
+        self._between_bytes = 0
+        self._hold(len(body))
         if len(self._body) > self._settings.max_body_bytes:
             self._refuse_body()
+        elif self._is_one_too_many():
+            self._refuse_long()
 
     def on_message_complete(self) -> None:
         if self._stage is Stage.CLOSING:
@@ -238,13 +270,17 @@ class Connection(asyncio.Protocol):
         self._stage = Stage.IDLE
         self._deadline = self._in(self._settings.idle_timeout_seconds)
         url = self._url.partition(b"?")[0]
+        offered = self._parser.should_upgrade()
         head = HttpHead(
             method=self._parser.get_method().decode("ascii"),
             path=url.decode("latin-1"),
             headers=self._headers,
-            keep_alive=self._parser.should_keep_alive(),
+            keep_alive=self._parser.should_keep_alive() and not offered,
             chunked_answer=self._parser.get_http_version() != "1.0",
         )
+        if offered:
+            self._declined = head
+            return
         body = bytes(self._body)
         self._body = bytearray()
         if (data := self._began_with) is not None:
@@ -320,6 +356,56 @@ class Connection(asyncio.Protocol):
 
     # Inside
 
+    def _parse(self, data: bytes) -> None:
+        """As far as rule 1 allows."""
+        if len(data) <= PIECE_BYTES:
+            self._parser.feed_data(data)
+            return
+        view = memoryview(data)
+        for start in range(0, len(view), PIECE_BYTES):
+            try:
+                self._parser.feed_data(view[start : start + PIECE_BYTES])
+            except httptools.HttpParserUpgrade as offered:
+                raise httptools.HttpParserUpgrade(start + offered.args[0]) from None
+            if self._waiting:
+                self._unparsed = data[start + PIECE_BYTES :]
+                return
+
+    def _parse_rest(self) -> None:
+        if self._gone or self._waiting:
+            return
+        data, self._unparsed = self._unparsed, b""
+        if data:
+            self.data_received(data)
+        self._advance()
+
+    def _decline(self, rest: bytes) -> None:
+        """Serve a request that offers another protocol as if it did not (rule 6); `rest` is what follows its head.
+
+        Its connection closes after it: the other side may have begun to speak otherwise.
+        """
+        head, self._declined = self._declined, None
+        if head is None:
+            return  # it was refused
+        if head.method == "CONNECT" or b"transfer-encoding" in head.headers or self._exchange is not None:
+            self._refuse(
+                HTTPStatus.NOT_IMPLEMENTED, "no other protocol is spoken here; send the request without an upgrade"
+            )
+            return
+        self._known = (head, int(head.headers.get(b"content-length", b"0")))
+        self._stage = Stage.BODY
+        self._deadline = self._in(self._settings.body_timeout_seconds)
+        self._rest_of_known(rest)
+
+    def _next_turn(self) -> None:
+        self._served, self._turn_is_due = 0, False
+        if not self._gone:
+            self._advance()
+
+    def _forget_waiting(self) -> None:
+        self._waiting.clear()
+        self._unparsed = b""
+
     def _remember(self, data: bytes, head: HttpHead, body: bytes) -> None:
         """Note the head of a request that was all of `data`, if nothing but its length says where the body ends."""
         end = len(data) - len(body)
@@ -332,12 +418,16 @@ class Connection(asyncio.Protocol):
         assert self._known is not None
         head, body_bytes = self._known
         missing = body_bytes - len(self._body)
+        before = len(self._body)
         self._body += data[:missing]
+        self._hold(len(self._body) - before)
         if len(self._body) < body_bytes:
+            if self._is_one_too_many():
+                self._refuse_long()
             return b""
         body, self._body = bytes(self._body), bytearray()
         self._known = None
-        self._stage = Stage.IDLE
+        self._stage = Stage.IDLE if head.keep_alive else Stage.CLOSING
         self._begin(HttpRequest(head, body))
         return data[missing:]
 
@@ -352,9 +442,15 @@ class Connection(asyncio.Protocol):
 
     def _advance(self) -> None:
         while self._exchange is None and self._waiting and self._paused is None:
+            if self._served >= TURN_REQUESTS:
+                if not self._turn_is_due:
+                    self._turn_is_due = True
+                    asyncio.get_running_loop().call_soon(self._next_turn)
+                break
+            self._served += 1
             following = self._waiting.popleft()
             if isinstance(following, Malformed):
-                self._waiting.clear()
+                self._forget_waiting()
                 content = self._explain(following)
                 self._transport.write(
                     response_head(following.status, "application/json", len(content), close=True) + content
@@ -362,31 +458,49 @@ class Connection(asyncio.Protocol):
                 self._hang_up()
                 return
             self._begin(following)
-        if self._reading and self._waiting:
+        if self._unparsed and not self._waiting:
+            asyncio.get_running_loop().call_soon(self._parse_rest)
+        behind = bool(self._waiting or self._unparsed)
+        if self._reading and behind:
             self._transport.pause_reading()
-        elif not self._reading and not self._waiting:
+        elif not self._reading and not behind:
             self._transport.resume_reading()
-        self._reading = not self._waiting
+        self._reading = not behind
 
     def finished(self, *, keep_alive: bool) -> None:
         """The served request is over, whether its answer is complete or not."""
         if self._source is not None and self._paused is not None:
             self._source.resume_reading()  # its next answer is another client's
+        if self._exchange is not None and not self._gone:
+            self._hold(-len(self._exchange.request.body))
         self._exchange = self._serving = self._source = None
         if self._gone:
             return
         if self._half_closed or not keep_alive or (self._stage is Stage.CLOSING and not self._waiting):
-            self._waiting.clear()
+            self._forget_waiting()
             self._hang_up()
             return
         if self._stage is Stage.IDLE:
             self._deadline = self._in(self._settings.idle_timeout_seconds)
-        if self._waiting and not self._beginning:  # else `_advance` goes on by itself
+        if (self._waiting or self._unparsed) and not self._beginning:  # else `_advance` goes on by itself
             self._advance()
+
+    def _hold(self, size: int) -> None:
+        self._held_bytes += size
+        self._held.bytes += size
+
+    def _is_one_too_many(self) -> bool:
+        """Whether the body that is coming is a long one, and there is no room for those."""
+        return len(self._body) > ORDINARY_BODY_BYTES and self._held.bytes > self._settings.max_held_bytes
+
+    def _refuse_long(self) -> None:
+        self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many long requests are being taken in; retry later")
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         if self._stage is Stage.CLOSING:
             return
+        self._hold(-len(self._body))
+        self._body = bytearray()
         self._stage = Stage.CLOSING
         self._waiting.append(Malformed(status, message))
         self._advance()
@@ -394,6 +508,11 @@ class Connection(asyncio.Protocol):
     def _refuse_head(self) -> None:
         limit = self._settings.max_head_bytes
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request's head is larger than {limit} bytes")
+
+    def _refuse_between(self) -> None:
+        limit = self._settings.max_head_bytes
+        message = f"the request's body has more than {limit} bytes that are no content: sizes of chunks, trailers"
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
 
     def _refuse_body(self) -> None:
         limit = self._settings.max_body_bytes

@@ -23,7 +23,7 @@ from msgspec import Struct, structs
 
 from fleet.adapters.local_processes import LocalProcess
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.config import TINY, StorePlace, Topology, save
+from fleet.config import SIMULATED, TINY, StorePlace, Topology, checked, save
 from fleet.control.supervision import Child
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName, WorkerId
@@ -107,7 +107,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     workers = list(_workers(topology, folder, model_dir, model, registry=_dialled(grpc), store=store))
     if is_embedded:
         workers = [structs.replace(worker, store="", embedded_store=node) for worker in workers]
-    ready_within = SIMULATED_READY_WITHIN if topology.cluster.engine == "simulated" else ENGINE_READY_WITHIN
+    ready_within = SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN
     for worker in workers:
         child = Child(
             name=worker.worker_id,
@@ -167,7 +167,8 @@ def _workers(
         for _ in range(pool.replicas):
             name = f"{pool.role}-{numbers[pool.role]}"
             numbers[pool.role] += 1
-            yield WorkerSettings(
+            yield checked(
+                WorkerSettings,
                 worker_id=WorkerId(name),
                 role=pool.role,
                 engine=cluster.engine,
@@ -181,6 +182,8 @@ def _workers(
                 block_tokens=cluster.block_tokens,
                 max_model_len=length,
                 max_running=pool.max_running,
+                adapters=cluster.adapters,
+                adapter_slots=cluster.adapter_slots,
                 drain_timeout_ms=WORKER_DRAIN // MILLISECOND,
                 vllm=_exact(pool.vllm) if cluster.model == TINY else pool.vllm,
                 simulated=pool.simulated,

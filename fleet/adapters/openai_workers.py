@@ -6,7 +6,8 @@ Rules:
    answers none, while nothing else is heard from it either. An answer to anything is as good as one for its health.
 2. Whoever cannot be reached, or fails `TRIPS` requests in a row, gets no new ones (it is draining), and has left when those
    that run there are over. It comes back when it answers for its health, after a pause that doubles as long as it goes on
-   failing requests; one more failure then is enough.
+   failing requests; one more failure then is enough. Of the servers of a model at least half go on whatever requests they
+   fail, and the only one does: a request that no server can take would otherwise put all of them out, as often as somebody sends it.
 3. Every request that was begun is told of once: as finished, as rejected, or by the server's leaving. One that is cancelled
    is told of no more. Where a connection turns out to have been closed while it was idle, the request is sent again over a
    new one: the server has not seen it.
@@ -14,7 +15,9 @@ Rules:
 5. A server without KV events is believed to hold what was sent there (`fleet.router.assumed_cache`). Of one with them it
    is known, from the first event after it joined, or from the oldest one that it repeats. Where something is wrong with its
    events, that is told by name (`workers.engines.event_health`), and it is placed as one that holds what was heard of it.
-6. A router that has no socket left blames no server: a request waits for one as long as for a connection, and is refused
+6. Before it joins, a server whose tokenizer the settings name is asked what it makes of the golden prompts
+   (`fleet.adapters.golden`); where that is something else, its events name nothing that is ever asked for.
+7. A router that has no socket left blames no server: a request waits for one as long as for a connection, and is refused
    then; a question for health that cannot be asked says nothing.
 """
 
@@ -24,12 +27,12 @@ import errno
 import logging
 import ssl
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import httptools
 
-from fleet.adapters.golden import GoldenCheck
+from fleet.adapters.golden import TEXTS, GoldenCheck, Tokenises, to_tokenise, tokenised_alike
 from fleet.adapters.openai_answers import UNLIMITED
 from fleet.adapters.prompt_keys import ALGORITHM
 from fleet.adapters.relay import CHAT, COMPLETIONS, EMBEDDINGS, Relayed
@@ -52,7 +55,7 @@ from fleet.router.messages import (
     WorkRejected,
     request_of,
 )
-from fleet.router.ports import Workers, WorkerUnreachable
+from fleet.router.ports import TextCodec, Workers, WorkerUnreachable
 from fleet.router.settings import OpenAiWorkerSettings
 from fleet.router.truth import Knowledge
 from fleet.work import Adapter, Description, Progress, Rejected, Start
@@ -70,12 +73,13 @@ SEARCH_SECONDS = (
     0.25  # between two questions to a server that is not there; these cost little, and waiting for it costs much
 )
 IDLE_SECONDS = 60.0  # of a connection that a burst has left over; servers close them sooner, or never
-STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # rule 6
+STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # rule 7
 STARVED_SECONDS = 0.05  # between two attempts then
 RETRY_AFTER_MS = 1000
 MAX_HEALTH_BYTES = 1 << 20  # of an answer
 TOKEN = 0  # stands for each that is not known
 NO_SUCH_PATH = frozenset({404, 405, 501})
+OK = 200
 FIRST_SERVER_ERROR = 500
 EVENT_PATIENCE = Nanos(10 * SECOND)  # from a prompt's end to the event of its blocks; vLLM takes a step and 0.1 s
 LONG_PROMPT_BLOCKS = 4  # of which some are full, even where only the bytes of a prompt were counted
@@ -96,7 +100,17 @@ class _Starved(_Dial):
 class OpenAiWorker:
     """One server. Implements `fleet.adapters.upstream.Owner`."""
 
-    def __init__(self, settings: OpenAiWorkerSettings, connect_timeout_seconds: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: OpenAiWorkerSettings,
+        connect_timeout_seconds: float,
+        clock: Clock,
+        codec: TextCodec | None = None,
+        can_spare: "Callable[[OpenAiWorker], bool]" = lambda _: True,
+    ) -> None:
+        self._codec = codec
+        self._can_spare = can_spare
+        self.tokenises = Tokenises.UNKNOWN
         self.worker_id = WorkerId(settings.worker_id)
         self.settings = settings
         self.heads = AnswerHeads()
@@ -141,6 +155,11 @@ class OpenAiWorker:
     def passed_over(self) -> Counter[PassedOver]:
         """Blocks that it published and that are not followed, by why."""
         return self._books.passed_over
+
+    @property
+    def taking(self) -> bool:
+        """Whether it takes new requests."""
+        return self._taking
 
     # From the router
 
@@ -235,7 +254,7 @@ class OpenAiWorker:
         )
 
     async def _dial(self, work_id: RequestId, relayed: Relayed) -> None:
-        """Send over a new connection (rule 6)."""
+        """Send over a new connection (rule 7)."""
         loop = asyncio.get_running_loop()
         upstream: Upstream | None = None
         starved = False
@@ -307,6 +326,7 @@ class OpenAiWorker:
             if healthy:
                 misses = 0
                 if not self.joined and self._clock.now() >= self._not_before:
+                    await self._compare_tokenizers()
                     self._join()
             elif heard:
                 misses = 0  # what runs there goes on
@@ -402,7 +422,7 @@ class OpenAiWorker:
 
     def _count_failure(self) -> None:
         self._failures += 1
-        if self._failures >= TRIPS and self._taking:
+        if self._failures >= TRIPS and self._taking and self._can_spare(self):
             self._failures = TRIPS - 1  # rule 2
             self._not_before = Nanos(self._clock.now() + int(self._pause_seconds * SECOND))
             self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
@@ -476,14 +496,41 @@ class OpenAiWorker:
             return False
         return status < FIRST_SERVER_ERROR
 
+    async def _compare_tokenizers(self) -> None:
+        """Have it tokenise the golden texts, if it can (rule 6)."""
+        tokenises = Tokenises.UNKNOWN
+        for text in () if self._codec is None else TEXTS:
+            assert self._codec is not None
+            try:
+                status, answer = await self._ask(
+                    b"POST", "/tokenize", to_tokenise(ModelName(self.settings.model), text)
+                )
+            except _Dial:
+                break
+            if status != OK or (tokenises := tokenised_alike(self._codec, text, answer)) is not Tokenises.ALIKE:
+                break
+        self.tokenises = tokenises
+        if tokenises is Tokenises.OTHERWISE:
+            told = {"worker": self.worker_id, "url": self.settings.url, "tokenizer": self.settings.tokenizer}
+            log.error(
+                "a server makes other tokens of the golden prompts than `tokenizer` does; set it to its own", extra=told
+            )
+
     async def _get(self, path: str) -> tuple[int, bytes]:
+        return await self._ask(b"GET", path)
+
+    async def _ask(self, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and content of an answer to a simple question, over a connection of its own."""
         key = b"authorization: %s\r\n" % self._authorization if self._authorization else b""
-        question = b"GET %s%s HTTP/1.1\r\nhost: %s\r\n%sconnection: close\r\n\r\n" % (
+        kind = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body) if body else b""
+        question = b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s%sconnection: close\r\n\r\n%s" % (
+            method,
             self._prefix,
             path.encode(),
             self._netloc,
             key,
+            kind,
+            body,
         )
         answer = _Answer()
         try:
@@ -517,12 +564,36 @@ class OpenAiWorker:
 class OpenAiWorkers:
     """All servers that a router's settings name. Implements `fleet.adapters.relay.Pending`."""
 
-    def __init__(self, settings: Sequence[OpenAiWorkerSettings], connect_timeout_seconds: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: Sequence[OpenAiWorkerSettings],
+        connect_timeout_seconds: float,
+        clock: Clock,
+        codecs: Mapping[ModelName, TextCodec] | None = None,
+    ) -> None:
+        """Nothing is dialled before `run`.
+
+        Args:
+            settings: Of each server.
+            connect_timeout_seconds: For a connection.
+            clock: Times them.
+            codecs: The tokenizers that the settings name, by model; what servers make of texts is compared with theirs.
+        """
+        codecs = codecs or {}
         self._workers = {
-            WorkerId(each.worker_id): OpenAiWorker(each, connect_timeout_seconds, clock) for each in settings
+            WorkerId(each.worker_id): OpenAiWorker(
+                each, connect_timeout_seconds, clock, codecs.get(ModelName(each.model)), self._can_spare
+            )
+            for each in settings
         }
         self.models = frozenset(ModelName(each.model) for each in settings)
         self._pending: dict[RequestId, Relayed] = {}
+
+    def _can_spare(self, worker: OpenAiWorker) -> bool:
+        """Whether the others of its model can do without a worker that takes requests (rule 2)."""
+        alike = [each for each in self._workers.values() if each.settings.model == worker.settings.model]
+        others = sum(each.taking for each in alike if each is not worker)
+        return others > 0 and 2 * others >= len(alike)
 
     def __contains__(self, worker_id: WorkerId) -> bool:
         return worker_id in self._workers
@@ -558,8 +629,16 @@ class OpenAiWorkers:
         counts = {"approximate": 0.0, "events": 0.0, "blind": 0.0}
         for worker in self._workers.values():
             if worker.joined:
-                followed = "events" if worker.alert is None else "blind"
+                seen = worker.alert is None and worker.tokenises is not Tokenises.OTHERWISE
+                followed = "events" if seen else "blind"
                 counts[followed if worker.settings.kv_events else "approximate"] += 1
+        return counts
+
+    def tokenizers(self) -> dict[str, float]:
+        """Workers that are there, by what they make of the golden texts."""
+        counts = {str(tokenises): 0.0 for tokenises in Tokenises}
+        for worker in self._workers.values():
+            counts[worker.tokenises] += worker.joined
         return counts
 
     def alerts(self) -> dict[str, float]:

@@ -48,6 +48,8 @@ COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 PATHS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS})
 
+LONGEST_ANSWER = 2**30  # tokens, for placement; a client may write any number, of as many digits as it likes
+
 # What concerns one connection only (RFC 9110, 7.6.1), or is said anew to the next one.
 _NOT_PASSED_ON = frozenset(
     b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
@@ -177,7 +179,7 @@ class Relayed:
     def put(self, item: Emit | Complete | Refused) -> None:
         """Only a refusal is news: what the others tell, was passed on before."""
         if isinstance(item, Refused):
-            self.refuse(item)
+            self.refuse(renamed(item, NAMES))
 
     def submitted(self) -> None:
         self._stage = Stage.SUBMITTED
@@ -356,7 +358,7 @@ class Relay:
             adapter=read.adapter,
             tokens=read.tokens,
             tenant=relayed.tenant,
-            sampling=_sampling(body.max_completion_tokens or body.max_tokens or 1),
+            sampling=_sampling(min(body.max_completion_tokens or body.max_tokens or 1, LONGEST_ANSWER)),
             keys=read.keys,
             only_end=True,
         )

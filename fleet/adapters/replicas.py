@@ -2,13 +2,17 @@
 
 Rules:
 
-1. Each router dials every other one and only speaks on that connection; what it hears comes on those that it accepted.
+1. Each router dials every other one and speaks on that connection; what it hears comes on those that it accepted. All that
+   comes back on a connection are answers to questions that were asked there.
 2. What is told is a whole: all bookings as they are. Whatever was missed, the next message repairs it.
 3. Bookings are told `TELL_SECONDS` after they began to change, since many change at once, and anyway every `ANYWAY_SECONDS`.
    The longer they wait, the more routers send their next requests to one and the same worker: told only after a quarter of
    the running requests has changed, it helps as little as not being told at all.
 4. A router that was not heard for `SILENCE_SECONDS`, or whose connection broke, has left, and its bookings with it.
 5. A worker registers with one router, as often as its lease demands; that one passes it on, and so all know it.
+6. What an operator asks of one router is asked of all: why a request went where it went, which only the one knows that placed
+   it, and, of the processes behind one port, their metrics. Who does not answer within `ANSWER_SECONDS` is left out.
+7. Thresholds that were set are told to all, and to who is reached later: of what was set by several the latest counts.
 """
 
 import asyncio
@@ -18,11 +22,16 @@ from math import inf
 from typing import Never, Protocol
 
 from google.protobuf.message import DecodeError
+from msgspec import Struct, structs
 
+from fleet.adapters.clock import unix_milliseconds
+from fleet.adapters.grpc_cluster import checked_thresholds, encode_explanation
 from fleet.control.messages import Deregister, Register
-from fleet.ids import Incarnation, WorkerId
+from fleet.errors import Refused
+from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLeft
-from fleet.router.settings import RouterSettings
+from fleet.router.settings import RouterSettings, Thresholds
+from fleet.router.snapshot import Explanation
 from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 from kvstore.frames import FrameConnection, SendBufferFull, connect, open_server
@@ -33,6 +42,7 @@ TELL_SECONDS = 0.002
 ANYWAY_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 DIAL_SECONDS = 1.0  # for an answer, and between two attempts
+ANSWER_SECONDS = 1.0  # of a router to what an operator asks
 MAX_MESSAGE_BYTES = 16 << 20  # a worker has about 50 bytes
 MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # to be taken by a router that does not listen; then it is dialled anew
 
@@ -46,6 +56,10 @@ class Router(Protocol):
 
     def hear(self, event: ReplicaEvent) -> None: ...
 
+    def explain(self, request_id: RequestId) -> Explanation | None: ...
+
+    def tune(self, thresholds: Thresholds) -> None: ...
+
 
 class Registry(Protocol):
     """What is needed of `fleet.control.server.RegistryServer`."""
@@ -55,14 +69,39 @@ class Registry(Protocol):
     def deregister(self, event: Deregister) -> None: ...
 
 
+class Tuned(Struct, frozen=True):
+    """Thresholds that an operator has set."""
+
+    thresholds: Thresholds
+    at_unix_ms: int
+
+
 class Replicas:
     """The other routers, as one of them knows them. `run` it."""
 
-    def __init__(self, settings: RouterSettings, router: Router, registry: Registry) -> None:
-        """Nothing is dialled before `run`."""
+    def __init__(
+        self,
+        settings: RouterSettings,
+        router: Router,
+        registry: Registry,
+        metrics: Callable[[], str],
+        now_unix_ms: Callable[[], int] = unix_milliseconds,
+    ) -> None:
+        """Nothing is dialled before `run`.
+
+        Args:
+            settings: Of this router; they name the others.
+            router: This one.
+            registry: Of workers.
+            metrics: All of this router, as Prometheus reads them.
+            now_unix_ms: Tells which of two thresholds was set last.
+        """
         self._settings = settings
         self._router = router
         self._registry = registry
+        self._metrics = metrics
+        self._now_unix_ms = now_unix_ms
+        self._tuned: Tuned | None = None  # the latest
         self._links: dict[str, _Link] = {}  # by address
         self._timer: asyncio.TimerHandle | None = None
         router.on_change = self._changed
@@ -95,6 +134,60 @@ class Replicas:
         """A worker has given its membership up here."""
         message = control_pb2.DeregisterRequest(worker_id=event.worker_id, incarnation=event.incarnation)
         self._send(pb.ReplicaMessage(deregistered=message))
+
+    async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None:
+        """Why a request went where it went, which another router has placed; None if none knows it."""
+        question = pb.ReplicaQuestion(explain=control_pb2.ExplainRequest(request_id=request_id))
+        for answer in await self._ask(list(self._links.values()), question):
+            if answer.WhichOneof("answer") == "explained":
+                return answer.explained
+        return None
+
+    @property
+    def share_a_port(self) -> bool:
+        """Whether some of them are processes beside this one."""
+        return any(map(_is_beside, self._settings.replicas))
+
+    async def metrics(self) -> dict[str, str]:
+        """All of this process and of those beside it, by router."""
+        beside = [link for address, link in self._links.items() if _is_beside(address)]
+        answers = await self._ask(beside, pb.ReplicaQuestion(metrics=pb.MetricsRequest()))
+        return {self._settings.router_id: self._metrics()} | {answer.router_id: answer.metrics for answer in answers}
+
+    def tuned(self, thresholds: Thresholds) -> None:
+        """An operator has set the thresholds of this router."""
+        self._tuned = Tuned(thresholds, self._now_unix_ms())
+        self._send(_tuned_message(self._tuned))
+
+    def tuned_elsewhere(self, tuned: Tuned) -> None:
+        """An operator has set those of another one."""
+        if self._tuned is None or tuned.at_unix_ms > self._tuned.at_unix_ms:
+            self._tuned = tuned
+            self._router.tune(tuned.thresholds)
+
+    def answer(self, question: pb.ReplicaQuestion) -> pb.ReplicaAnswer:
+        """What this router says to another one."""
+        answer = pb.ReplicaAnswer(number=question.number, router_id=self._settings.router_id)
+        match question.WhichOneof("question"):
+            case "explain":
+                explanation = self._router.explain(RequestId(question.explain.request_id))
+                if explanation is not None:
+                    answer.explained.CopyFrom(encode_explanation(explanation))
+            case "metrics":
+                answer.metrics = self._metrics()
+            case None:
+                """Of a later version."""
+        return answer
+
+    async def _ask(self, links: "list[_Link]", question: pb.ReplicaQuestion) -> list[pb.ReplicaAnswer]:
+        """The answers of those who give one in time."""
+        asked = [link.ask(question) for link in links]
+        if not asked:
+            return []
+        done, late = await asyncio.wait(asked, timeout=ANSWER_SECONDS)
+        for each in late:
+            each.cancel()
+        return [each.result() for each in asked if each in done and not each.cancelled()]
 
     def _changed(self) -> None:
         if self._timer is None and self._links:
@@ -138,6 +231,8 @@ class Replicas:
             log.info("reached another router", extra={"address": address})
             link.send(pb.ReplicaMessage(hello=pb.ReplicaHello(router_id=self._settings.router_id)).SerializeToString())
             link.send(self._bookings().SerializeToString())
+            if self._tuned is not None:
+                link.send(_tuned_message(self._tuned).SerializeToString())
             self._links[address] = link
             try:
                 await link.over.wait()
@@ -148,7 +243,7 @@ class Replicas:
             await asyncio.sleep(DIAL_SECONDS)  # who takes connections and ends them is not dialled without a pause
 
     def _accept(self, connection: FrameConnection) -> "_Heard":
-        return _Heard(connection, self._router, self._registry)
+        return _Heard(connection, self._router, self._registry, self)
 
 
 class _Link:
@@ -159,6 +254,8 @@ class _Link:
     def __init__(self, address: str) -> None:
         self.address = address
         self.over = asyncio.Event()
+        self._questions = 0
+        self._asked: dict[int, asyncio.Future[pb.ReplicaAnswer]] = {}  # by number; each has a deadline
 
     def accept(self, connection: FrameConnection) -> "_Link":  # noqa: ARG002 - a frame receiver's signature
         return self
@@ -169,23 +266,44 @@ class _Link:
         except SendBufferFull:
             self.over.set()
 
+    def ask(self, question: pb.ReplicaQuestion) -> asyncio.Future[pb.ReplicaAnswer]:
+        """Done when the answer has come, cancelled when it will not come; who gives it up cancels it."""
+        self._questions += 1
+        number = self._questions
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: self._asked.pop(number, None))
+        numbered = pb.ReplicaQuestion()
+        numbered.CopyFrom(question)
+        numbered.number = number
+        self.send(pb.ReplicaMessage(question=numbered).SerializeToString())
+        return answer
+
     def received(self, payload: bytes) -> None:
-        raise ConnectionError(f"a router that only listens has said {len(payload)} bytes")
+        try:
+            answer = pb.ReplicaAnswer.FromString(payload)
+        except DecodeError as error:
+            raise ConnectionError("what another router answers is no answer of ours") from error
+        asked = self._asked.get(answer.number)
+        if asked is not None and not asked.done():  # else it comes too late
+            asked.set_result(answer)
 
     def resumed(self) -> None:
         """Nothing waits for that."""
 
     def lost(self, cause: Exception | None) -> None:  # noqa: ARG002 - a frame receiver's signature
         self.over.set()
+        for asked in list(self._asked.values()):
+            asked.cancel()
 
 
 class _Heard:
     """A connection on which another router speaks."""
 
-    def __init__(self, connection: FrameConnection, router: Router, registry: Registry) -> None:
+    def __init__(self, connection: FrameConnection, router: Router, registry: Registry, replicas: Replicas) -> None:
         self._connection = connection
         self._router = router
         self._registry = registry
+        self._replicas = replicas
         self._replica = ""
         self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
 
@@ -217,11 +335,15 @@ class _Heard:
                 self._registry.deregister(
                     Deregister(worker_id=WorkerId(gone.worker_id), incarnation=Incarnation(gone.incarnation))
                 )
+            case "question":
+                self._connection.send(self._replicas.answer(message.question).SerializeToString())
+            case "tuned":
+                self._replicas.tuned_elsewhere(_tuned(message.tuned))
             case None:
                 """Of a later version."""
 
     def resumed(self) -> None:
-        """Nothing is said here."""
+        """Nothing waits for that."""
 
     def lost(self, cause: Exception | None) -> None:
         self._silence.cancel()
@@ -231,6 +353,29 @@ class _Heard:
 
     def _silent(self) -> None:
         self._connection.abort(ConnectionError(f"it said nothing for {SILENCE_SECONDS:g} s"))
+
+
+def _is_beside(address: str) -> bool:
+    """Whether a router is another process of this host, and so behind the same ports."""
+    return address.startswith("unix:")
+
+
+def _tuned_message(tuned: Tuned) -> pb.ReplicaMessage:
+    thresholds = control_pb2.Thresholds(**structs.asdict(tuned.thresholds))
+    return pb.ReplicaMessage(tuned=pb.ReplicaTuned(thresholds=thresholds, at_unix_ms=tuned.at_unix_ms))
+
+
+def _tuned(told: pb.ReplicaTuned) -> Tuned:
+    """Thresholds that another router tells.
+
+    Raises:
+        ConnectionError: They are none.
+    """
+    values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
+    try:
+        return Tuned(checked_thresholds(values), told.at_unix_ms)
+    except Refused as refused:
+        raise ConnectionError(f"another router has set {refused.message}") from refused
 
 
 def _booked(told: pb.ReplicaBookings) -> dict[WorkerId, Booked]:

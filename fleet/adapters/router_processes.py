@@ -48,6 +48,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             grpc_listen=grpc,
             kserve_listen=kserve,
             share_ports=True,
+            record=settings.record and f"{settings.record}-{number}",
             replicas_listen=own,
             replicas=(*settings.replicas, *(other for other in sockets if other != own)),
         )

@@ -22,7 +22,7 @@ from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import Malformed, decode_router_message, encode_worker_message
 from fleet.work import Goodbye, Hello, Rejected, RouterMessage, WorkerMessage
 from kvstore.errors import StoreNotStarted
-from kvstore.frames import FrameConnection, open_server
+from kvstore.frames import Accept, FrameConnection, open_server
 from workers.server import WorkerServer
 from workers.session import Session
 
@@ -44,15 +44,16 @@ async def serve_routers(worker: WorkerServer, listen: str, tls: ssl.SSLContext |
     Raises:
         ConfigurationRefused: The address is in use or none of this machine; nothing was started.
     """
-
-    def accept(connection: FrameConnection) -> _Stream:
-        return _Stream(connection, worker)
-
     try:
-        async with open_server("listen", listen, accept, limit=MAX_MESSAGE_BYTES, tls=tls) as address:
+        async with open_server("listen", listen, routers_of(worker), limit=MAX_MESSAGE_BYTES, tls=tls) as address:
             yield address
     except StoreNotStarted as error:
         raise ConfigurationRefused(str(error)) from error
+
+
+def routers_of(worker: WorkerServer) -> Accept:
+    """Says who hears a router that has connected."""
+    return lambda connection: _Stream(connection, worker)
 
 
 class _Stream:

@@ -3,7 +3,8 @@
 Rules:
 
 1. An adapter is served by the workers that list it: they have it, or load it when the first request for it comes. Of adapters of
-   one name and several revisions the one counts that joined first, and only workers that have this very one serve it.
+   one name and several revisions the one counts that joined first, of workers that do not drain, so that a new revision takes
+   over when the last worker of the old one drains; and only workers that have this very one serve it.
 2. A request goes where its adapter is loaded, or is being loaded for a request before it; where none has it, or the batches of
    all who have are full, to a worker with a slot for it; where there is none, to any that can have it, which will then drop
    another. Among those the policy chooses.
@@ -77,7 +78,7 @@ def meant_by(card: ModelCard, salt: bytes) -> Meant:
 
 
 def listed(descriptions: Iterable[Description]) -> dict[ModelName, tuple[ModelName, Adapter]]:
-    """The adapters that somebody serves, with their model, by name; the first to join counts (rule 1)."""
+    """The adapters of some workers, in order of joining, with their model, by name; the first counts (rule 1)."""
     found: dict[ModelName, tuple[ModelName, Adapter]] = {}
     for each in descriptions:
         for adapter in each.adapters:

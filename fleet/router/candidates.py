@@ -61,6 +61,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     pin: WorkerId | None = None  # the only worker that the client accepts
     labels: tuple[str, ...] = ()  # that the worker must have
     adapter: Adapter | None = None  # that it must have, or be able to load
+    form: bool = False  # whether it must keep the answer to one
     first_key: int = 0  # of the prompt's first full block; 0: it has none
     seconds_left: float | None = None  # for the first token
 

@@ -9,6 +9,7 @@ QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
 A request is in exactly one stage; the table below is the whole truth about what may follow what.
 """
 
+from collections.abc import Callable
 from enum import IntEnum, auto
 
 from msgspec import Struct, structs
@@ -23,6 +24,14 @@ from fleet.router.messages import Arrived
 from fleet.router.placement import Decision
 from fleet.router.sessions import SessionKey
 from kvstore.block import chain
+
+Hasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
+"""Keys of the full blocks of a prompt, from its tokens, the tokens of a block, and the salt."""
+
+
+def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
+    """The `Hasher` of everybody who has the tokens; a recording, say, does not."""
+    return keys_of(chain(tokens, block_tokens, salt=salt))
 
 
 class Stage(IntEnum):  # hashed by C: `advance` is on every path
@@ -92,10 +101,13 @@ class LiveRequest(Struct, kw_only=True):
     cached_tokens: int = 0  # of the prompt; 0 as well while no worker has told
     told: dict[RequestId, KvPhase] = {}  # by work
     chains: dict[int, tuple[int, ...]] = {}  # keys of the prompt's full blocks, by block size
+    hasher: Hasher = hash_prompt
+    id: RequestId = RequestId("")  # this and the next one are those of `arrived`, which everybody asks for
+    own_tokens: int = 0  # of the prompt
 
-    @property
-    def id(self) -> RequestId:
-        return self.arrived.request_id
+    def __post_init__(self) -> None:
+        self.id = self.arrived.request_id
+        self.own_tokens = len(self.arrived.tokens) // TOKEN_BYTES
 
     @property
     def session_key(self) -> SessionKey:
@@ -110,7 +122,7 @@ class LiveRequest(Struct, kw_only=True):
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.arrived.tokens) // TOKEN_BYTES + len(self.sent)
+        return self.own_tokens + len(self.sent)
 
     @property
     def remaining_tokens(self) -> int:
@@ -133,7 +145,7 @@ class LiveRequest(Struct, kw_only=True):
         """Of the full blocks of the prompt as it is now (`forget_chains` when tokens were sent since)."""
         if (keys := self.chains.get(block_tokens)) is None:
             known = None if self.sent else self.arrived.keys.get(block_tokens)
-            keys = keys_of(chain(self.prompt, block_tokens, salt=self.arrived.salt)) if known is None else known
+            keys = self.hasher(self.prompt, block_tokens, self.arrived.salt) if known is None else known
             self.chains[block_tokens] = keys
         return keys
 
@@ -168,6 +180,7 @@ class LiveRequest(Struct, kw_only=True):
             pin=arrived.pin,
             labels=arrived.labels,
             adapter=arrived.adapter,
+            form=arrived.sampling.form is not None,
             first_key=self.first_key,
             seconds_left=None if arrived.deadline is None else (arrived.deadline - now) / SECOND,
         )
@@ -196,5 +209,4 @@ class LiveRequest(Struct, kw_only=True):
         """
         self.told[work.id] = KvPhase(phase=work.phase, worker_id=work.worker_id, report=report)
         self.kv = tuple(self.told.values())
-        own_tokens = len(self.arrived.tokens) // TOKEN_BYTES
-        self.cached_tokens = min(own_tokens, *(phase.report.cached_tokens for phase in self.kv))
+        self.cached_tokens = min([self.own_tokens, *[phase.report.cached_tokens for phase in self.kv]])

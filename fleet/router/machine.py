@@ -25,10 +25,11 @@ from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, ModelCard
-from fleet.roles import KvPath, Phase, Placement
+from fleet.roles import Phase, Placement
 from fleet.router.candidates import Asked, Chance
 from fleet.router.crossover import Crossover
-from fleet.router.live import LiveRequest, Stage, Turn, Work, advance
+from fleet.router.lanes import Lanes
+from fleet.router.live import Hasher, LiveRequest, Stage, Turn, Work, advance, hash_prompt
 from fleet.router.messages import (
     Arrived,
     Booked,
@@ -90,19 +91,27 @@ _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING
 class RouterMachine:
     """All requests of one router."""
 
-    def __init__(self, settings: RouterSettings, chance: Chance, policy: Policy | None = None):
+    def __init__(
+        self,
+        settings: RouterSettings,
+        chance: Chance,
+        policy: Policy | None = None,
+        hasher: Hasher = hash_prompt,
+    ):
         """A router that knows nobody yet.
 
         Args:
             settings: Its settings.
             chance: Where ties get their luck from.
             policy: That chooses workers; by default the one that settings name, if it is one of ours.
+            hasher: Says the keys of prompts whose front does not know them.
 
         Raises:
             ConfigurationRefused: Settings name another, or give it parameters that it does not take.
         """
         self._settings = settings
         self._policy = policy or built_in_policy(settings.policy, parameters(settings))
+        self._hasher = hasher
         self._crossover = Crossover()
         self._sessions = Sessions(settings.session_ttl_seconds, settings.max_sessions)
         self._chance = chance
@@ -110,6 +119,7 @@ class RouterMachine:
         self._live: dict[RequestId, LiveRequest] = {}
         self._works: dict[RequestId, Work] = {}
         self._waiting = WaitingRoom({name: tenant.weight for name, tenant in settings.tenants.items()})
+        self._lanes = Lanes(settings.prefill_window_tokens)
         self._deadlines = Ranked()
         self._seq = 0
         self._works_begun = 0
@@ -169,7 +179,10 @@ class RouterMachine:
                 self._undelivered(event, now, out)
             case _:
                 assert_never(event)
-        self._move_queues(now, out)
+        if self._freed:
+            self._move_queues(now, out)
+        if self._lanes.opened:
+            self._move_lanes(now, out)
         return out
 
     def next_deadline(self) -> Nanos | None:
@@ -183,7 +196,7 @@ class RouterMachine:
         assert event.request_id not in self._live, event.request_id
         self._explained.pop(event.request_id, None)
         self._seq += 1
-        live = LiveRequest(arrived=event, seq=self._seq, since=now)
+        live = LiveRequest(arrived=event, seq=self._seq, since=now, hasher=self._hasher)
         self._live[live.id] = live
         if event.deadline is not None:
             self._deadlines.add(event.deadline, live.seq, live.id)
@@ -249,6 +262,13 @@ class RouterMachine:
                 if isinstance(self._place(self._live[first], now, out), Wait):
                     break
 
+    def _move_lanes(self, now: Nanos, out: list[Command]) -> None:
+        """Send the prompts that their workers are about to compute."""
+        while (request_id := self._lanes.next()) is not None:
+            live = self._live[request_id]
+            assert live.work is not None
+            self._send(live, live.work, now, out)
+
     # Placement.
 
     def _place(self, live: LiveRequest, now: Nanos, out: list[Command]) -> Decision | Wait | Impossible:
@@ -300,7 +320,7 @@ class RouterMachine:
         else:
             self._book(live, placed.decode, 0, now)
             self._book(live, placed.prefill, placed.prefill_tokens, now)
-            self._start(live, placed.prefill, Phase.PREFILL, now, out, kv_path=placed.kv_path)
+            self._start(live, placed.prefill, Phase.PREFILL, now, out)
 
     def _record(self, live: LiveRequest, placed: Decision) -> None:
         counters = self._counters
@@ -345,14 +365,36 @@ class RouterMachine:
         now: Nanos,
         out: list[Command],
         *,
-        kv_path: KvPath | None = None,
         handoff: Handoff | None = None,
     ) -> None:
         self._works_begun += 1  # never starts again: a client may use the id of a request that has ended
         work = Work(id=work_id(live.id, self._works_begun), request_id=live.id, worker_id=worker_id, phase=phase)
         live.work = work
         self._works[work.id] = work
-        arrived = live.arrived
+        if phase is Phase.DECODE or self._goes_at_once(live, worker_id):
+            self._send(live, work, now, out, handoff=handoff)
+
+    def _goes_at_once(self, live: LiveRequest, worker_id: WorkerId) -> bool:
+        """Whether a prompt that was placed on a worker is sent there now, or later by `_move_lanes`."""
+        arrived, settings = live.arrived, self._settings
+        if arrived.only_end or arrived.second_hand or not settings.prefill_window_tokens:
+            return True  # nobody may tell when its prompt is computed; or nobody asks
+        assert live.placed is not None
+        tokens = live.placed.prefill_tokens
+        place = rank(
+            live.since,
+            arrived.priority,
+            tokens,
+            priority_seconds=settings.priority_seconds,
+            size_seconds=settings.prefill_size_seconds,
+        )
+        return self._lanes.enter(live.id, worker_id, tokens, rank=place, seq=live.seq)
+
+    def _send(
+        self, live: LiveRequest, work: Work, now: Nanos, out: list[Command], *, handoff: Handoff | None = None
+    ) -> None:
+        arrived, phase = live.arrived, work.phase
+        assert live.placed is not None
         start = Start(
             request_id=work.id,
             phase=phase,
@@ -360,13 +402,13 @@ class RouterMachine:
             sampling=live.sampling(max_tokens=1 if phase is Phase.PREFILL else live.remaining_tokens),
             salt=arrived.salt,
             handoff=handoff,
-            kv_path=kv_path,
+            kv_path=live.placed.kv_path if phase is Phase.PREFILL else None,
             priority=arrived.priority,
             timeout_ms=0 if arrived.deadline is None else max(1, (arrived.deadline - now) // MILLISECOND),
             session=arrived.session,
             adapter="" if arrived.adapter is None else arrived.adapter.name,
         )
-        out.append(Dispatch(worker_id=worker_id, start=start))
+        out.append(Dispatch(worker_id=work.worker_id, start=start))
 
     def _tuned(self, thresholds: Thresholds) -> None:
         self._settings = structs.replace(self._settings, **structs.asdict(thresholds))
@@ -430,6 +472,7 @@ class RouterMachine:
                     self._crossover.handed_over(Nanos(now - live.handed_over_at))
                 live.stage = advance(live.stage, Turn.FIRST_TOKEN)
                 self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
+                self._lanes.leave(live.id)
             self._emit(live, work.worker_id, progress, out)
         if progress.finish is not None:
             self._complete(live, progress.finish, out)
@@ -438,6 +481,7 @@ class RouterMachine:
         if progress.finish is None:
             return  # the token comes again with the finish
         self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
+        self._lanes.leave(live.id)
         assert live.placed is not None
         assert live.placed.kv_path is not None
         stopped = progress.finish is Finish.STOP and live.ends_with_prefill_token(live.placed.kv_path)
@@ -558,7 +602,9 @@ class RouterMachine:
         if worker is not None:  # who left needs no mark; a new incarnation may try
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1
-        if not live.may_continue:
+        if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
+            self._complete(live, Finish.LENGTH, out)  # the client has it all; only the worker's last word is missing
+        elif not live.may_continue:
             message = f"{message}; another worker cannot go on with this sampling, send the request again"
             self._refuse(live, Reason.WORKER_LOST, message, out)
         elif live.failures >= self._settings.max_attempts:
@@ -615,7 +661,7 @@ class RouterMachine:
         )
 
     def _stop_work(self, live: LiveRequest, out: list[Command]) -> None:
-        if live.work is not None:
+        if live.work is not None and not self._lanes.holds(live.id):
             out.append(CancelWork(worker_id=live.work.worker_id, request_id=live.work.id))
 
     def _end(self, live: LiveRequest) -> None:
@@ -629,6 +675,7 @@ class RouterMachine:
         """Take a request off all workers."""
         for worker_id in list(live.booked_on):
             self._release(live, worker_id)
+        self._lanes.leave(live.id)
         if live.work is not None:
             del self._works[live.work.id]
             live.work = None
@@ -667,7 +714,7 @@ class RouterMachine:
             pools=self._roster.pools(),
             stores=self._roster.stores(),
             active=len(self._live),
-            queued=len(self._waiting),
+            queued=len(self._waiting) + len(self._lanes),
             index_blocks=self._roster.known_blocks(),
             index_overflowed=self._roster.index.overflowed,
             counters=structs.replace(
@@ -694,6 +741,7 @@ class RouterMachine:
         """Assert that requests, work, bookings, queue and deadlines agree. For tests and the simulator."""
         self._roster.check()
         self._waiting.check()
+        self._lanes.check()
         queued = set(self._waiting.ids())
         booked: dict[RequestId, list[WorkerId]] = {}
         for worker in self._roster:

@@ -32,6 +32,7 @@ class Members:
         self.capacities: Floats = np.array([each.kv_blocks * each.block_tokens for each in descriptions], np.float64)
         self.shortest = min((each.max_model_len for each in descriptions), default=0)
         self.smallest = min((each.kv_blocks * each.block_tokens for each in descriptions), default=0)
+        self.keeping_forms: Flags = np.array([each.keeps_forms for each in descriptions], dtype=np.bool_)
         self.even = all(each.prefill_speed == 1 and each.decode_speed == 1 for each in descriptions)
         self._partners: dict[tuple[int, bool, KvPath | None], Partners] = {}
         self._with_adapter: dict[Adapter, Flags] = {}

@@ -69,6 +69,7 @@ class Unfit(StrEnum):
     NOT_PINNED = "not_pinned"  # the client named another
     LABEL_MISSING = "label_missing"
     NO_ADAPTER = "no_adapter"  # it has none of this name, or another revision
+    KEEPS_NO_FORM = "keeps_no_form"
     ADAPTER_ELSEWHERE = "adapter_elsewhere"  # others have it loaded, or have a slot for it
     OTHER_SESSION = "other_session"  # the session is kept on another
     DRAINING = "draining"
@@ -92,6 +93,7 @@ class Cause(StrEnum):
     PIN_UNFIT = "pin_unfit"
     NO_LABEL = "no_label"
     NO_ADAPTER = "no_adapter"
+    NO_FORM = "no_form"
     SESSION_LOST = "session_lost"
 
 
@@ -270,6 +272,8 @@ def decide_decode(
     able = standings.answering & members.fit(asked.prompt_tokens, asked.answer_tokens)
     if asked.adapter is not None:
         able &= members.with_adapter(asked.adapter)
+    if asked.form:
+        able &= members.keeping_forms
     reads = [
         row
         for row in able.nonzero()[0].tolist()
@@ -331,6 +335,8 @@ def _able(asked: Asked, standings: Standings) -> Flags:
         able &= members.fit(asked.prompt_tokens, asked.answer_tokens)
     if asked.adapter is not None:
         able &= members.with_adapter(asked.adapter)
+    if asked.form:
+        able &= members.keeping_forms
     if asked.pin is not None or asked.labels or asked.must_keep:
         able &= np.array([_excluded(asked, members, row) is None for row in range(len(members))], dtype=np.bool_)
     if asked.placement is Placement.DISAGGREGATED:
@@ -357,6 +363,8 @@ def _paired(asked: Asked, standings: Standings, decode_row: int) -> Rows:
         able &= standings.members.fit(asked.prompt_tokens, 1)[rows]
     if asked.adapter is not None:
         able = able & standings.members.with_adapter(asked.adapter)[rows]
+    if asked.form:
+        able = able & standings.members.keeping_forms[rows]
     paired: Rows = rows[able]
     return paired
 
@@ -406,6 +414,8 @@ def _excluded(asked: Asked, members: Members, row: int) -> Unfit | None:
         return Unfit.LABEL_MISSING
     if asked.adapter is not None and asked.adapter not in description.adapters:
         return Unfit.NO_ADAPTER
+    if asked.form and not description.keeps_forms:
+        return Unfit.KEEPS_NO_FORM
     if asked.must_keep and asked.bound is not None and description.worker_id != asked.bound:
         return Unfit.OTHER_SESSION
     return None
@@ -449,8 +459,15 @@ def _nobody(asked: Asked, standings: Standings) -> Wait | Impossible:
         return Impossible(
             reason=Reason.INVALID_ARGUMENT,
             cause=Cause.PIN_UNKNOWN,
-            message=f"worker: {asked.pin} is no worker that answers for this model; leave it out to let the router choose",
-            field="worker",
+            message=f"pin: {asked.pin} is no worker that answers for this model; leave it out to let the router choose",
+            field="pin",
+        )
+    if Unfit.KEEPS_NO_FORM in causes and causes <= {Unfit.KEEPS_NO_FORM, Unfit.NOT_PINNED}:
+        return Impossible(
+            reason=Reason.INVALID_ARGUMENT,
+            cause=Cause.NO_FORM,
+            message="sampling.form: no worker of this model, or not the one that was asked for, can keep an answer to a form",
+            field="sampling.form",
         )
     if asked.must_keep and Unfit.OTHER_SESSION in causes and causes <= _SESSION_GONE:
         return Impossible(
@@ -463,8 +480,8 @@ def _nobody(asked: Asked, standings: Standings) -> Wait | Impossible:
         return Impossible(
             reason=Reason.NO_WORKER,
             cause=Cause.PIN_UNFIT,
-            message=f"worker: {asked.pin} takes no requests now ({unfit[asked.pin].value}); name another or none",
-            field="worker",
+            message=f"pin: {asked.pin} takes no requests now ({unfit[asked.pin].value}); name another or none",
+            field="pin",
         )
     if Unfit.NO_PAIR in causes:
         roles = zip(members.descriptions, standings.draining.tolist(), strict=True)

@@ -173,7 +173,7 @@ class Roster:
 
     def _new_cards(self) -> list[ModelCard]:
         cards: list[ModelCard] = []
-        adapters = listed(worker.description for worker in self)
+        adapters = listed(worker.description for worker in self if not worker.draining)
         for model, pool in self._pools.items():
             answering = [
                 worker.description for worker in pool.workers.values() if worker.decodes and not worker.draining

@@ -73,7 +73,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
         parts = urlsplit(self.url)
         try:
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # of the port
+            (parts.hostname or "").encode("idna")
+        except ValueError:  # of the port, or of a name that no resolver would take
             usable = False
         if not usable or parts.query or parts.fragment or parts.username:
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
@@ -204,6 +205,16 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     lower_tier_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 0.5
     """Credit for a block that the store has to fetch from below its memory first: SSD, Redis, another node."""
 
+    prefill_window_tokens: Annotated[int, Meta(ge=0)] = 8192
+    """How far ahead a worker gets prompts: while it has fewer tokens than that to compute, which is one step of vLLM on a large
+    GPU. What is beyond waits in the router, in the worker's lane, where those of higher priority and shorter ones go first. 0: all
+    go at once, and are computed as they come."""
+
+    prefill_size_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
+    """By how much each thousand tokens that have to be computed put a prompt back in its lane. A prompt of 30,000 tokens then
+    lets those of a thousand go first that come up to about five minutes later, which is seldom needed: a lane is empty most of
+    the time. 0: first come, first served."""
+
     conversion_cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.1
     """What a block from the store costs a worker that has to convert it, since its layout or number of ranks differs from
     the store's, in blocks of prefill. A core converts at half the speed of a copy or faster: a block of 32 tokens of an
@@ -239,6 +250,14 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     explained_requests: PositiveInt = 1024
     """Latest requests whose placement can be explained, about 150 bytes a worker each."""
+
+    record: str = ""
+    """File to which everything is written that this router hears and decides, for `fleet sim replay`: without the content of
+    prompts and answers, with the names of requests, tenants and sessions. Empty: nothing is written."""
+
+    record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
+    """MiB after which a recording ends; its beginning is kept. A MiB holds about 350 requests of 500 tokens in and 20 out, or 45 of
+    8,000 and 200."""
 
     heartbeat_timeout_seconds: PositiveSeconds = 3.0
     """A worker that sends nothing for so long is lost; workers report their load each second."""

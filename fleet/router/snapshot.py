@@ -76,7 +76,7 @@ class RouterSnapshot(Struct, frozen=True, kw_only=True):
     pools: tuple[PoolSnapshot, ...]
     stores: tuple[StoreSnapshot, ...]
     active: int  # requests, waiting ones included
-    queued: int
+    queued: int  # for a worker with room, or in the lane of one
     index_blocks: int  # distinct
     index_overflowed: int  # blocks that were not noted because their holder was full
     counters: Counters

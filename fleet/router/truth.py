@@ -68,8 +68,8 @@ class Compared(Struct, frozen=True):
 
 def compare(prompt_tokens: int, predicted_tokens: int, reported_tokens: int, block_tokens: int) -> Compared:
     """One prompt, by rule 1."""
-    most = (prompt_tokens - 1) // block_tokens * block_tokens
-    predicted, reported = min(predicted_tokens, most), min(reported_tokens, most)
+    most = max(0, prompt_tokens - 1) // block_tokens * block_tokens
+    predicted, reported = max(0, min(predicted_tokens, most)), min(reported_tokens, most)
     return Compared(prompt_tokens, predicted, reported, min(predicted, reported))
 
 
@@ -87,11 +87,12 @@ class CacheTruth:
 
     def note(self, compared: Compared) -> bool:
         """Take a comparison in; whether `drifting` has changed by it."""
-        if compared.predicted or compared.reported:
-            self._window.append(compared)
-            self.recent += compared
-            if len(self._window) > WINDOW:
-                self.recent -= self._window.popleft()
+        if not compared.predicted and not compared.reported:
+            return False
+        self._window.append(compared)
+        self.recent += compared
+        if len(self._window) > WINDOW:
+            self.recent -= self._window.popleft()
         worst = min(self.recent.precision, self.recent.recall)
         drifting = worst < (RECOVERED if self.drifting else DRIFTS) and len(self._window) >= ENOUGH
         changed = drifting is not self.drifting

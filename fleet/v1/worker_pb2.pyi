@@ -418,6 +418,7 @@ class Description(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
     GOLDEN_FIELD_NUMBER: _builtins.int
+    KEEPS_FORMS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """New at each start of the worker process."""
@@ -442,6 +443,8 @@ class Description(_message.Message):
     decode_speed: _builtins.float
     adapter_slots: _builtins.int
     """adapters that are loaded at a time; 0: all of them"""
+    keeps_forms: _builtins.bool
+    """whether it can see to it that an answer is of a form"""
     @_builtins.property
     def kv_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -482,10 +485,11 @@ class Description(_message.Message):
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
         adapter_slots: _builtins.int = ...,
         golden: Global___Golden | None = ...,
+        keeps_forms: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["golden", b"golden", "kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "golden", b"golden", "incarnation", b"incarnation", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "prefill_speed", b"prefill_speed", "role", b"role", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "prefill_speed", b"prefill_speed", "role", b"role", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

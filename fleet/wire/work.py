@@ -187,6 +187,7 @@ def encode_description(description: Description) -> pb.Description:
         adapters=[pb.Adapter(name=each.name, revision=each.revision) for each in description.adapters],
         adapter_slots=description.adapter_slots,
         golden=_golden_to_wire(description.golden),
+        keeps_forms=description.keeps_forms,
     )
 
 
@@ -219,6 +220,7 @@ def decode_description(description: pb.Description) -> Description:
         ),
         adapter_slots=description.adapter_slots,
         golden=_golden_from_wire(description.golden) if description.HasField("golden") else None,
+        keeps_forms=description.keeps_forms,
     )
 
 

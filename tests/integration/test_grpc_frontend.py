@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from fleet.adapters import grpc_calls
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.grpc_frontend import open_grpc_frontend
@@ -266,6 +267,30 @@ async def test_cancelling_a_call_cancels_the_request(fronts, stub):
     call.cancel()
 
     await fronts.router.until(fronts.router.cancelled)
+
+
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+"""Of a client that takes little before it reads."""
+
+
+async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, monkeypatch, caplog):
+    monkeypatch.setattr(grpc_calls, "WRITE_SECONDS", 0.2)
+    fronts.router.answer = [300] * 4000
+    asked = pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=3900, ignore_eos=True))
+    async with grpc.aio.insecure_channel(fronts.grpc.address, options=SMALL_WINDOW) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(asked)
+        await call.read()
+
+        await fronts.router.until(fronts.router.cancelled)
+
+        async with grpc.aio.insecure_channel(
+            fronts.grpc.address, options=[("grpc.use_local_subchannel_pool", 1)]
+        ) as other:
+            short = pb.GenerateRequest(text="y", sampling=pb.Sampling(max_tokens=1))
+            assert await collect(inference_pb2_grpc.InferenceStub(other).Generate(short))
+        call.cancel()
+    assert fronts.generation.running == 0
+    assert caplog.records == []
 
 
 async def test_a_bug_is_internal_and_the_next_call_is_served(fronts, stub, caplog):

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
@@ -187,6 +187,43 @@ async def test_a_chunked_body_is_put_together(fronts):
     assert (status, json.loads(answer)["choices"][0]["text"]) == (200, "the fox")
 
 
+CHUNKED = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n".encode()
+
+
+async def test_what_follows_a_body_in_chunks_changes_nothing_about_the_request(fronts):
+    fronts.will_answer("abc")
+    body = b'{"prompt": "x"}'
+    trailers = b"content-type: text/plain\r\nauthorization: Bearer no\r\n"
+    async with connected(fronts) as peer:
+        for _ in range(2):
+            await peer.send(CHUNKED + b"\r\n%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailers))
+            status, headers, _ = await peer.answer()
+
+            assert (status, headers.get("connection")) == (200, None)
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"1\r\nx\r\n0\r\n", b"x-trailer: " + b"v" * 50 + b"\r\n"),
+        (b"1\r\nx\r\n0\r\nx-trailer: ", b"v" * 64),
+        (b"5;", b"extension" * 8),
+    ],
+    ids=["trailers", "one trailer", "an extension of a chunk"],
+)
+async def test_a_body_cannot_go_on_for_ever_without_content(model_dir, begin, more):
+    async with open_fronts(model_dir, max_head_bytes=4096) as fronts, connected(fronts) as peer:
+        with suppress(ConnectionError):
+            await peer.send(CHUNKED + b"\r\n" + begin)
+            for _ in range(200):
+                await peer.send(more * 100)  # more than one read, since what comes with content is not counted
+        status, _, body = await peer.answer()
+
+        assert status == 431
+        assert "no content" in error_of(body)["message"]
+        assert await peer.rest() == b""
+
+
 async def test_a_request_byte_by_byte_is_understood(fronts):
     fronts.will_answer("the fox")
     async with connected(fronts) as peer:
@@ -226,6 +263,68 @@ async def test_requests_in_one_packet_are_answered_in_order_one_at_a_time(fronts
         statuses = [(await peer.answer())[0] for _ in range(4)]
 
         assert statuses == [200, 404, 200, 400]
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize("cut", [20, 9000])
+async def test_hundreds_of_requests_in_one_packet_are_answered_in_order(fronts, cut):
+    many = b"".join(get(f"/{number}") for number in range(800))
+    async with connected(fronts) as peer:
+        await peer.send(many[:cut])
+        await peer.send(many[cut:])
+        for number in range(800):
+            status, _, body = await peer.answer()
+            assert (status, error_of(body)["message"]) == (404, f"there is nothing at /{number}")
+        await peer.send(get("/health"))
+        assert (await peer.answer())[0] == 200
+
+
+async def test_who_sends_many_requests_at_once_does_not_hold_up_others(fronts):
+    many = get("/nowhere", "DELETE") * 5000
+    async with connected(fronts) as peer, connected(fronts) as other:
+        await peer.send(many)
+        await other.send(get("/health"))
+        assert (await other.answer())[0] == 200
+
+        (busy,) = [each for each in fronts.http._connections if each._unparsed]
+        assert len(busy._waiting) < 500
+
+
+OFFER = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAoAAAAAIAAAAA")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_request_that_offers_another_protocol_is_served_in_this_one(fronts, whole):
+    """As Java's client does, and curl when it is told --http2."""
+    fronts.will_answer("the fox")
+    asked = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 20_000}, *OFFER)
+    async with connected(fronts) as peer:
+        await peer.send(asked if whole else asked[:-1])
+        if not whole:
+            await asyncio.sleep(0.02)
+            await peer.send(asked[-1:])
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"]) == (200, "close")
+        assert json.loads(body)["choices"][0]["text"] == "the fox"
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"\r\n".join([CHUNKED[:-2], *(line.encode() for line in OFFER), b"", b"0\r\n\r\n"]),
+    ],
+    ids=["a tunnel", "a body in chunks"],
+)
+async def test_another_protocol_is_not_spoken(fronts, sent):
+    async with connected(fronts) as peer:
+        await peer.send(sent)
+        status, _, body = await peer.answer()
+
+        assert status == 501
+        assert "no other protocol" in error_of(body)["message"]
         assert await peer.rest() == b""
 
 
@@ -362,6 +461,34 @@ async def test_a_client_that_never_reads_is_cut_off(model_dir):
             await fronts.router.until(fronts.router.cancelled)
 
         assert fronts.generation.running == 0
+
+
+async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_taken(model_dir):
+    long = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 300_000})
+    async with open_fronts(model_dir, max_held_bytes=1 << 20) as fronts, AsyncExitStack() as stack:
+        fronts.will_answer("abc")
+        peers = [await stack.enter_async_context(connected(fronts)) for _ in range(4)]
+        for peer in peers[:3]:
+            await peer.send(long[:-1])
+        async with asyncio.timeout(10):
+            while fronts.http._held.bytes < 3 * 300_000:
+                await asyncio.sleep(0.002)
+        await peers[3].send(long[:-1])
+
+        status, headers, body = await peers[-1].answer()
+
+        assert (status, headers["connection"]) == (503, "close")
+        assert "too many long requests" in error_of(body)["message"]
+        async with connected(fronts) as other:
+            await other.send(post(COMPLETIONS, {"prompt": "x"}))
+            assert (await other.answer())[0] == 200
+        for peer in peers[:2]:
+            await peer.send(long[-1:])
+            assert (await peer.answer())[0] == 200
+        async with connected(fronts) as other:
+            for _ in range(4):  # the second one comes with a head that is known
+                await other.send(long)
+                assert (await other.answer())[0] == 200
 
 
 async def test_more_connections_than_allowed_are_turned_away(model_dir):

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fleet.adapters import kserve_frontend
+from fleet.adapters import grpc_calls, kserve_frontend
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.kserve_frontend import open_kserve_frontend
 from fleet.client import Client
@@ -25,7 +25,7 @@ from fleet.v1 import kserve_pb2 as pb
 from tests.builders import token_ids
 from tests.fake_router import a_card
 from tests.fronts import open_fronts
-from tests.integration.test_grpc_frontend import details_of
+from tests.integration.test_grpc_frontend import SMALL_WINDOW, details_of
 from tests.integration.test_up_simulated import PROMPT, fleet_up
 from tests.text_model import EOS
 from tests.triton_client import TritonClient, described_protocol
@@ -479,6 +479,23 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_else(fronts, kserve, 
     assert outputs_of(response)["text_output"][0].startswith(b"the quick")
     idle.cancel()
     await fronts.router.until(fronts.router.cancelled)
+
+
+async def test_a_caller_that_does_not_read_for_too_long_is_given_up_with_all_its_requests(
+    fronts, kserve, monkeypatch, caplog
+):
+    monkeypatch.setattr(grpc_calls, "WRITE_SECONDS", 0.5)  # for each in turn that would be longer than `until` waits
+    fronts.router.answer = [300] * 4000
+    asked = streaming(a_message(parameters={"max_tokens": 200, "ignore_eos": True}))
+    async with grpc.aio.insecure_channel(kserve.address, options=SMALL_WINDOW) as channel:
+        call = kserve_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer([asked] * 30)
+        await call.read()
+
+        await fronts.router.until(fronts.router.cancelled, 30)
+
+        call.cancel()
+    assert fronts.generation.running == 0
+    assert caplog.records == []
 
 
 async def test_the_earlier_of_the_deadlines_of_call_and_request_counts(fronts, stub):

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import threading
+import tracemalloc
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -24,7 +25,18 @@ from fleet.ids import RequestId
 from fleet.router.tenants import TenantSettings
 from tests.builders import token_ids
 from tests.integration.test_http_connections import Peer, error_of, post
-from tests.openai_servers import EVENTS, MODEL, Answering, OpenAiServer, RelayWorld, a_relay, chunk, token, until
+from tests.openai_servers import (
+    EVENTS,
+    MODEL,
+    Answering,
+    OpenAiServer,
+    RelayWorld,
+    a_relay,
+    chunk,
+    five_tokens,
+    token,
+    until,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -177,6 +189,28 @@ async def test_what_cannot_be_placed_is_refused_and_the_connection_lives_on(serv
 
             assert answered == status
             assert said in error_of(content)["message"]
+        await world.settled()
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+async def test_a_length_of_any_number_of_digits_is_the_servers_to_refuse(server, field, number):
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(2):
+            await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", field: number}))
+            status, _, _ = await peer.answer()
+
+            assert status == 200
+        assert server.seen[0].json[field] == number
+        await world.settled()
+
+
+async def test_a_hint_that_nobody_can_follow_is_refused_under_the_name_that_the_client_wrote(server):
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", "fleet": {"pin": "nobody"}}))
+        status, _, body = await peer.answer()
+
+        assert (status, error_of(body)["param"]) == (400, "fleet.pin")
         await world.settled()
 
 
@@ -593,6 +627,22 @@ async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(serv
         await world.settled()
 
 
+async def test_a_request_that_no_server_can_take_does_not_put_them_all_out_however_often_it_is_sent(servers):
+    async def choke(answering: Answering) -> None:
+        poison = "poison" in answering.seen.json["prompt"]
+        await (answering.respond(500, b"{}") if poison else five_tokens(answering))
+
+    for server in servers:
+        server.play = choke
+    async with a_relay(*servers) as world, a_client(world) as client:
+        for number in range(12):
+            with pytest.raises(openai.InternalServerError):
+                await client.completions.create(model=MODEL, prompt=f"poison {number}")
+        assert world.serving() >= 1
+        assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
+        await world.settled()
+
+
 async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
     go_on = asyncio.Event()
 
@@ -615,6 +665,47 @@ async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
         go_on.set()
         assert set(await texts(stream)) == {"a"}
         await until(lambda: world.serving() == 0)
+
+
+async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_bound_and_grows_by_nothing(server):
+    """Row R11: 2 run and 4 wait; of 12 at once the others are told when to come again, and none that nobody is there."""
+    go = asyncio.Event()
+
+    async def when_let(answering: Answering) -> None:
+        await go.wait()
+        await five_tokens(answering)
+
+    async def ask(world: RelayWorld) -> tuple[int, dict[str, str]]:
+        async with connected(world) as peer:
+            await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x" * 2000}))
+            status, headers, _ = await peer.answer()
+            return status, headers
+
+    server.play = when_let
+    sizes = []
+    tracemalloc.start()
+    limits = {"oversubscribe": 1.0, "max_queued": 4, "explained_requests": 4}
+    async with a_relay(server, max_running=2, limits=limits) as world:
+        for _ in range(6):
+            go.clear()
+            async with asyncio.TaskGroup() as tasks:
+                asking = [tasks.create_task(ask(world)) for _ in range(12)]
+                await until(lambda: sum(each.done() for each in asking) == 6)  # noqa: B023
+                assert (world.router.status().active, world.router.status().queued) == (6, 4)
+                go.set()
+            answers = [each.result() for each in asking]
+            assert sorted(status for status, _ in answers) == [200] * 6 + [429] * 6
+            assert all(int(headers["retry-after"]) >= 1 for status, headers in answers if status == 429)
+            await world.settled()
+            server.seen.clear()
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+        assert sizes[-1] - sizes[2] < 50_000
+
+        await server.stop()
+        await until(lambda: world.serving() == 0)
+        assert (await ask(world))[0] == 503
+    tracemalloc.stop()
 
 
 async def test_no_server_is_a_refusal_that_says_so(server):
@@ -762,6 +853,29 @@ async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, m
         peer.writer.close()
         await world.settled()
         assert world.registry.get_sample_value("fleet_relayed_requests_total", {"outcome": "served"}) == 5
+
+
+@pytest.mark.parametrize(
+    ("made", "tokenises"),
+    [
+        (lambda ids: ids, "alike"),
+        (lambda ids: ids[1:], "alike"),  # llama.cpp sets the first one later
+        (lambda ids: [token + 1 for token in ids], "otherwise"),
+        (lambda ids: "nonsense", "unknown"),
+        (None, "unknown"),
+    ],
+    ids=["the same", "without the first", "others", "no tokens", "not served"],
+)
+async def test_what_a_server_makes_of_the_golden_prompts_is_compared_before_it_joins(
+    server, model_dir, made, tokenises, caplog
+):
+    """Row B10, of servers that are not Fleet's."""
+    codec = load_codec(model_dir)
+    server.tokenise = made and (lambda text: made(token_ids(codec.encode(text))))
+    async with a_relay(server, model_dir=model_dir) as world, a_client(world) as client:
+        assert {name for name, count in world.workers.tokenizers().items() if count} == {tokenises}
+        assert [record.levelname for record in caplog.records] == ["ERROR"] * (tokenises == "otherwise")
+        assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "abcde"
 
 
 async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir):

@@ -11,6 +11,7 @@ from http.client import HTTPConnection
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.client import Client, FleetError
 from tests.servers import a_free_port
@@ -91,10 +92,14 @@ class Routers:
             process.wait(30)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def routers(tmp_path_factory, model_dir):
+    """Two routers, and two workers that both know."""
     started = Routers(tmp_path_factory.mktemp("r"), model_dir, 2)
     try:
+        for name in ("w0", "w1"):
+            started.add_worker(name)
+        until(lambda: all(seen == {"w0", "w1"} for seen in started.asked(workers_seen)))
         yield started
     finally:
         started.stop()
@@ -110,10 +115,60 @@ def booked_by_all(client):
     return {worker.worker_id: worker.booked_requests + worker.booked_elsewhere for worker in workers}
 
 
+def test_what_one_router_has_booked_keeps_the_others_off(routers):
+    """Eight long answers, each over a connection of its own, so through either router: four on each worker."""
+    body = {"model": "tiny", "max_tokens": 3000, "ignore_eos": True, "temperature": 0, "stream": True}
+    with ExitStack() as held:
+        for number in range(8):
+            connection = held.enter_context(closing(HTTPConnection(routers.http, timeout=20)))
+            asked = json.dumps({**body, "prompt": f"{number} is a number"})
+            connection.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
+            held.enter_context(connection.getresponse())
+            until(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {number + 1})  # noqa: B023
+        assert booked_by_all(held.enter_context(Client(routers.grpc))) == {"w0": 4, "w1": 4}
+
+
+def scraped(routers):
+    """All samples of one answer, by name and labels."""
+    with closing(HTTPConnection(routers.http, timeout=20)) as connection:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_whoever_is_asked_explains_what_any_router_has_placed(routers):
+    placed = routers.asked(lambda client: client.complete("Hello", max_tokens=1).request_id)
+
+    for request_id in placed[:4]:
+        assert all(len(told) == 1 for told in routers.asked(lambda client: client.explain(request_id)))  # noqa: B023
+    with pytest.raises(FleetError), Client(routers.grpc) as client:
+        client.explain("nobodys")
+
+
+def test_thresholds_that_one_router_is_told_count_for_all(routers):
+    with Client(routers.grpc) as client:
+        client.tune(max_queued=77)
+
+    until(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {77})
+
+
+def test_one_scrape_has_the_metrics_of_all_routers(routers):
+    before = scraped(routers)
+    routers.asked(lambda client: client.complete("Hello", max_tokens=1))
+    after = scraped(routers)
+
+    served = {key: after[key] - before.get(key, 0) for key in after if key[0] == "fleet_requests_total"}
+    assert sum(served.values()) == 16
+    assert {dict(labels)["router"] for _, labels in after} == {"router-0", "router-1"}
+
+
 def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_serves_while_any_router_lives(routers):
-    for name in ("w0", "w1"):
-        routers.add_worker(name)
-    until(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
+    with Client(routers.grpc) as client:
+        client.tune(max_queued=78)
     first, second = routers.replicas()
 
     os.kill(first, signal.SIGKILL)
@@ -128,20 +183,5 @@ def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_se
     assert second in routers.replicas()
     until(lambda: len(routers.replicas()) == 2)  # it is started again
     until(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
-
-
-def test_what_one_router_has_booked_keeps_the_others_off(routers):
-    """Eight long answers, each over a connection of its own, so through either router: four on each worker."""
-    for name in ("w0", "w1"):
-        routers.add_worker(name)
-    until(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
-
-    body = {"model": "tiny", "max_tokens": 3000, "ignore_eos": True, "temperature": 0, "stream": True}
-    with ExitStack() as held:
-        for number in range(8):
-            connection = held.enter_context(closing(HTTPConnection(routers.http, timeout=20)))
-            asked = json.dumps({**body, "prompt": f"{number} is a number"})
-            connection.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
-            held.enter_context(connection.getresponse())
-            until(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {number + 1})  # noqa: B023
-        assert booked_by_all(held.enter_context(Client(routers.grpc))) == {"w0": 4, "w1": 4}
+    # What was set before it died counts for its successor too.
+    until(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {78})

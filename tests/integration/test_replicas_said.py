@@ -56,7 +56,8 @@ def heard_of(tmp_path, *said):
     async def play():
         router = Heard()
         address = f"unix:{tmp_path}/r.sock"
-        running = asyncio.create_task(Replicas(RouterSettings(replicas_listen=address), router, router).run())
+        replicas = Replicas(RouterSettings(replicas_listen=address), router, router, lambda: "")
+        running = asyncio.create_task(replicas.run())
         speaker = Speaker()
         async with asyncio.timeout(10):
             while not (tmp_path / "r.sock").exists():

@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import msgspec
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.adapters.tiny_model import CONFIG
 from fleet.client import Client, Placement, Source
@@ -106,8 +109,18 @@ def run_fleet(*arguments, timeout=90):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with fleet_up(tmp_path_factory.mktemp("up"), "--kv-paths", "store,direct", "--demo", "Hello") as up:
+    folder = tmp_path_factory.mktemp("up")
+    topology = folder / "topology.toml"
+    topology.write_text("[cluster.adapters]\nada = 'adapters/ada'\n")
+    with fleet_up(folder, "--config", str(topology), "--kv-paths", "store,direct", "--demo", "Hello") as up:
         yield up
+
+
+def asked_over_http(cluster, **fields):
+    body = json.dumps({"model": "tiny", "max_tokens": 4, "ignore_eos": True, **fields}).encode()
+    request = Request(f"{cluster.endpoints['http']}/v1/completions", body, {"content-type": "application/json"})
+    with urlopen(request, timeout=20) as response:
+        return json.load(response)
 
 
 def test_the_ready_file_says_how_the_cluster_is_reached_and_who_it_is(cluster):
@@ -163,14 +176,64 @@ def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_from(clus
     assert stopped.usage.cached_tokens == 0, "every token was computed by one of the phases"
 
 
+def kv_counters(cluster):
+    """What the router has counted of KV, blocks and bytes, by phase and source."""
+    with urlopen(f"{cluster.endpoints['http'].removesuffix('/v1')}/metrics", timeout=20) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    return Counter(
+        {
+            (sample.name, sample.labels["phase"], sample.labels["source"]): int(sample.value)
+            for family in families
+            for sample in family.samples
+            if sample.name in ("fleet_kv_blocks_total", "fleet_kv_bytes_total")
+        }
+    )
+
+
+def test_the_routers_counters_of_blocks_are_the_sums_of_what_its_answers_say(cluster):
+    """Row B3, over both fronts, both ways and one worker, for new prompts and those that caches and store have."""
+    ways = [
+        {"placement": "aggregated"},
+        {"placement": "disaggregated", "kv_path": "store"},
+        {"placement": "disaggregated", "kv_path": "direct"},
+    ]
+    told = []
+    before = kv_counters(cluster)
+    with Client(cluster.grpc) as client:
+        for number, way in enumerate(ways * 2):
+            prompt = [1000 + number % 3, *PROMPT]
+            names = {"placement": Placement(way["placement"])}
+            if "kv_path" in way:
+                names["kv_path"] = KvPath(way["kv_path"])
+            result = client.complete(prompt, max_tokens=4, ignore_eos=True, **names)
+            told += [msgspec.to_builtins(phase) for phase in result.kv]
+            answer = asked_over_http(cluster, prompt=[2000, *prompt], fleet=way)
+            told += answer["fleet"]["kv"]
+    counted = kv_counters(cluster) - before
+
+    summed = Counter()
+    for phase in told:
+        report = phase.get("report", phase)
+        assert sum(origin["blocks"] for origin in report["origins"]) == report["prompt_blocks"] == 7
+        for origin in report["origins"]:
+            summed["fleet_kv_blocks_total", phase["phase"], origin["source"]] += origin["blocks"]
+            summed["fleet_kv_bytes_total", phase["phase"], origin["source"]] += origin["bytes"]
+    assert counted == +summed
+    assert {source for _, _, source in counted} == {"engine", "store", "direct", "computed"}
+
+
 def test_a_prompt_goes_in_over_http(cluster):
-    body = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": 5}).encode()
-    request = Request(f"{cluster.endpoints['http']}/v1/completions", body, {"content-type": "application/json"})
+    assert asked_over_http(cluster, prompt="Hello", max_tokens=5)["usage"]["completion_tokens"] == 5
 
-    with urlopen(request, timeout=20) as response:
-        answer = json.load(response)
 
-    assert answer["usage"]["completion_tokens"] == 5
+def test_an_adapter_of_the_topology_is_asked_for_by_its_name_and_shares_no_block(cluster):
+    with Client(cluster.grpc) as client:
+        own, adapted = (client.complete(PROMPT, model=name, max_tokens=8) for name in ("tiny", "ada"))
+        again = client.complete(PROMPT, model="ada", max_tokens=8)
+
+    assert own.token_ids != adapted.token_ids == again.token_ids
+    assert adapted.usage.cached_tokens == 0
+    assert again.usage.cached_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What a connection does with the source of a relayed answer, transport by hand."""
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.http_messages import HttpSettings, KnownHeads
+from fleet.adapters.http_messages import HeldBodies, HttpSettings, KnownHeads
 from fleet.adapters.http_protocol import Connection
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}"
@@ -45,7 +45,7 @@ def a_connection(transport):
         exchanges.append(exchange)
         return Work()
 
-    connection = Connection(HttpSettings(), SystemClock(), serve, lambda _: b"", {}, KnownHeads())
+    connection = Connection(HttpSettings(), SystemClock(), serve, lambda _: b"", {}, KnownHeads(), HeldBodies())
     connection.connection_made(transport)
     return connection, exchanges
 

@@ -24,6 +24,7 @@ def test_a_short_section_is_enough(tmp_path):
         (WORKER.replace("http://127.0.0.1:9001", "127.0.0.1:9001"), "openai_workers[0]: url: '127.0.0.1:9001'"),
         (WORKER.replace(":9001", ":90010"), "url: 'http://127.0.0.1:90010'"),
         (WORKER.replace("http:", "ftp:"), "url: 'ftp:"),
+        (WORKER.replace("127.0.0.1", "gpu..local"), "url: 'http://gpu..local:9001'"),
         (WORKER.replace("9001", "9001/\\r\\nx: y"), "openai_workers[0]: url"),
         (WORKER + 'api_key = "a\\nb"\n', "only printable ASCII"),
         (WORKER + "max_running = 0\n", "openai_workers[0].max_running"),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fleet.adapters.traces import TraceRefused, read_trace
+from fleet.adapters.traces import TraceRefused, open_trace, read_trace
 from fleet.clock import SECOND
 from kvstore.replay import distinct_blocks, ideal
 from tests.traces import AGENTIC, agentic, conversation
@@ -132,3 +132,146 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(TraceRefused, match="nowhere: No such file"):
         read_trace(tmp_path / "nowhere")
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,1396,109
+2023-11-16 18:15:51.2224670,879,0
+"""
+
+
+def written_text(tmp_path, text: str):
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return path
+
+
+def test_azures_rows_are_read_and_share_nothing(tmp_path):
+    trace = read_trace(written_text(tmp_path, AZURE.replace("\n", "\r\n")))
+
+    assert (trace.format, trace.block_tokens) == ("azure", 512)
+    assert [(each.prompt_tokens, each.output_tokens) for each in trace.requests] == [(374, 44), (1396, 109), (879, 0)]
+    assert [each.arrival / SECOND for each in trace.requests] == [0, 4.314579, 4.541877]
+    assert [len(each.chain) for each in trace.requests] == [1, 3, 2]
+    assert distinct_blocks(trace.requests) == 6
+
+
+def test_blocks_that_nobody_named_are_as_large_as_they_are_wanted(tmp_path):
+    file = open_trace(written_text(tmp_path, AZURE), block_tokens=16)
+    assert file.block_tokens == 16
+    assert [len(each.chain) for each in file.requests()] == [24, 88, 55]
+
+
+def test_later_azure_traces_tell_their_time_zone(tmp_path):
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01+00:00,1,1\n"
+    first, second = read_trace(written_text(tmp_path, rows)).requests
+    assert (first.arrival, second.arrival) == (0, 990_070_000)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,374\n", "trace.csv:1: GeneratedTokens: there is no such column"),
+        (AZURE + "2023-11-16 18:15:52,ten,5\n", "trace.csv:5: ContextTokens: 'ten' is no number of tokens from 1 on"),
+        (AZURE + "2023-11-16 18:15:52,0,5\n", "trace.csv:5: ContextTokens: '0' is no number of tokens"),
+        (AZURE + "2023-11-16 18:15:52,5,-5\n", "trace.csv:5: GeneratedTokens: '-5' is no number"),
+        (AZURE + "2023-11-16 18:15:52,5," + "9" * 30 + "\n", "trace.csv:5: GeneratedTokens: '9999"),
+        (AZURE + "yesterday,5,5\n", "trace.csv:5: TIMESTAMP: 'yesterday' is no time"),
+        (AZURE + "2023-11-16 18:15:52,5\n", "trace.csv:5: has 2 fields, not 3"),
+        (
+            AZURE + "2023-11-16 18:15:40,5,5\n",
+            "trace.csv:5: TIMESTAMP: 2023-11-16 18:15:40 is before that of the row above",
+        ),
+    ],
+)
+def test_a_wrong_row_of_azures_is_refused_by_line_and_field(tmp_path, rows, message):
+    with pytest.raises(TraceRefused, match=message):
+        read_trace(written_text(tmp_path, rows))
+
+
+def test_rows_in_any_order_are_sorted_when_that_is_asked_for(tmp_path):
+    path = written(tmp_path, a_row(timestamp=5, hash_ids=[2]), a_row(timestamp=4, hash_ids=[1]))
+    assert [each.chain for each in open_trace(path, sort=True).requests()] == [(1,), (2,)]
+    path = written_text(tmp_path, AZURE + "2023-11-16 18:15:45.6805900,5,5\n")
+    assert [each.arrival / SECOND for each in open_trace(path, sort=True).requests()] == [0, 1, 5.314579, 5.541877]
+
+
+def a_record(**fields):
+    return {"request_id": "1", "arrival": 0, "prompt_tokens": 600, "output_tokens": 5, "end": 9, **fields}
+
+
+def test_records_are_read_in_the_order_of_their_arrival(tmp_path):
+    rows = [
+        a_record(arrival=7, session=3, max_tokens=9),
+        a_record(arrival=5, refused="queue_full", output_tokens=0, max_tokens=8),
+        a_record(arrival=6),
+    ]
+    trace = read_trace(written(tmp_path, *rows))
+
+    assert trace.format == "records"
+    assert [(each.arrival, each.output_tokens, each.session) for each in trace.requests] == [
+        (5, 8, 0),
+        (6, 5, 0),
+        (7, 9, 3),
+    ]
+    assert distinct_blocks(trace.requests) == 6, "nothing is known of their blocks"
+
+
+def test_records_with_blocks_share_what_they_shared(tmp_path):
+    named = {"block_tokens": 256, "hash_ids": [1, 2, 3]}
+    trace = read_trace(written(tmp_path, a_record(**named), a_record(**named), a_record()))
+    assert trace.block_tokens == 256
+    assert distinct_blocks(trace.requests) == 3 + 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([a_record(prompt_tokens=0)], "trace.jsonl:1: prompt_tokens: Expected `int` >= 1"),
+        ([a_record(), {"arrival": 1}], "trace.jsonl:2: .*missing required field `prompt_tokens`"),
+        ([a_record(arrival=-1)], "trace.jsonl:1: arrival: Expected `int` >= 0"),
+        (
+            [a_record(block_tokens=256, hash_ids=[1]), a_record(block_tokens=16, hash_ids=[1])],
+            "trace.jsonl:2: block_tokens: 16 is not 256, as in the first row",
+        ),
+        (
+            [a_record(block_tokens=256, hash_ids=[1, 2, 3, 4])],
+            "trace.jsonl:1: hash_ids: 4 blocks are more than 600 tokens",
+        ),
+        ([a_record(block_tokens=256, hash_ids=[1 << 63])], r"trace.jsonl:1: hash_ids\[0\]: "),
+    ],
+)
+def test_a_wrong_record_is_refused_by_line_and_field(tmp_path, rows, message):
+    with pytest.raises(TraceRefused, match=message):
+        read_trace(written(tmp_path, *rows))
+
+
+def test_a_turn_waits_for_what_it_was_recorded_to_wait_for(tmp_path):
+    def turn(t, took):
+        return {**a_request(t, 64, 0, [int(10 * t) + 1, 1]), "api_time": took}
+
+    quick = {"t": 10, "type": "subagent", "requests": [turn(1, 2), turn(5, 1)]}  # until 16
+    slow = {"t": 10.5, "type": "subagent", "requests": [turn(2, 30)]}  # until 42.5
+    path = written(tmp_path, a_session(turn(0, 4), quick, slow, turn(18, 1), turn(50, 1)))
+
+    (session,) = open_trace(path).sessions()
+
+    assert [each.request.arrival / SECOND for each in session.turns] == [0, 11, 12.5, 15, 18, 50]
+    assert [each.after for each in session.turns] == [(), (0,), (0,), (1,), (0, 3), (4, 2)]
+    assert [each.gap / SECOND for each in session.turns] == [0, 7, 8.5, 2, 2, 7.5]
+
+
+def test_recorded_pauses_are_those_between_an_answer_and_the_next_turn():
+    sessions = list(open_trace(AGENTIC).sessions())
+    assert sum(len(session.turns) for session in sessions) == len(agentic().requests)
+    assert [turn.after for turn in sessions[0].turns][:3] == [(), (0,), (1,)]
+    assert [round(turn.gap / SECOND, 1) for turn in sessions[0].turns][:3] == [0.0, 11.7, 7.8]
+
+
+def test_rows_are_read_one_after_the_other(tmp_path):
+    path = written(tmp_path, *[a_row(timestamp=number) for number in range(3)], a_row(timestamp=0))
+    requests = open_trace(path).requests()
+    assert [next(requests).arrival // 1_000_000 for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(TraceRefused, match=r"trace\.jsonl:4: timestamp"):
+        next(requests)

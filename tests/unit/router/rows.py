@@ -43,7 +43,9 @@ class Standing(Struct, frozen=True, kw_only=True):
 def a_standing(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_tokens: int = 100, **fields) -> Standing:
     own = {name: fields.pop(name) for name in tuple(fields) if name in Standing.__struct_fields__}
     own.setdefault("new_blocks", blocks_for(prompt_tokens, fields.get("block_tokens", BLOCK_TOKENS)))
-    seldom = {name: fields.pop(name) for name in ("prefill_speed", "decode_speed", "labels") if name in fields}
+    seldom = {
+        name: fields.pop(name) for name in ("prefill_speed", "decode_speed", "labels", "keeps_forms") if name in fields
+    }
     description = structs.replace(a_description(worker_id=worker_id, role=role, **fields), **seldom)
     return Standing(description=description, **own)
 

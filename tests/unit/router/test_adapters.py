@@ -7,7 +7,7 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import Finish
 from fleet.roles import Phase, Role
-from fleet.router.messages import KvChanged, LoadReported, Refuse
+from fleet.router.messages import KvChanged, LoadReported, Refuse, WorkerDraining
 from fleet.router.placement import Cause, Unfit
 from fleet.work import Adapter, KvStored, Load
 from kvstore.block import chain, salt_of_adapter
@@ -199,6 +199,16 @@ def test_of_two_revisions_the_one_that_joined_first_counts(leaving):
     fleet.leave(leaving)
 
     assert cards(fleet)["ada"] == (MODEL, "2" if leaving == "d1" else "1", 1)
+
+
+def test_a_new_revision_takes_over_when_the_last_worker_of_the_old_one_drains():
+    fleet = Fleet()
+    fleet.join_with("d1", ADA)
+    fleet.join_with("d2", Adapter(ADA.name, "2"))
+
+    fleet.send(WorkerDraining(worker_id=WorkerId("d1")))
+
+    assert cards(fleet)["ada"] == (MODEL, "2", 1)
 
 
 def test_a_model_goes_before_an_adapter_of_its_name():

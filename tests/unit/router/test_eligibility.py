@@ -31,17 +31,25 @@ IMPOSSIBLE = [
     (Cause.NO_PREFILL_WORKER, PAIRED, [D], Reason.NO_WORKER, "placement"),
     (Cause.NO_PAIR, PAIRED, [D, a_standing("p", Role.PREFILL, fingerprint="x")], Reason.KV_MISMATCH, "placement"),
     (Cause.NO_PATH, {**PAIRED, "kv_path": KvPath.DIRECT}, [D, P], Reason.KV_MISMATCH, "kv_path"),
-    (Cause.PIN_UNKNOWN, {"pin": WorkerId("x")}, [D], Reason.INVALID_ARGUMENT, "worker"),
-    (Cause.PIN_UNKNOWN, {"pin": WorkerId("p")}, [D, P], Reason.INVALID_ARGUMENT, "worker"),
+    (Cause.PIN_UNKNOWN, {"pin": WorkerId("x")}, [D], Reason.INVALID_ARGUMENT, "pin"),
+    (Cause.PIN_UNKNOWN, {"pin": WorkerId("p")}, [D, P], Reason.INVALID_ARGUMENT, "pin"),
     (
         Cause.PIN_UNFIT,
         {"pin": WorkerId("d")},
         [a_standing("d", draining=True), a_standing("e")],
         Reason.NO_WORKER,
-        "worker",
+        "pin",
     ),
     (Cause.NO_LABEL, {"labels": ("gold",)}, [D, a_standing("s", labels=("silver",))], Reason.NO_WORKER, "labels"),
     (Cause.NO_ADAPTER, {"adapter": Adapter(ModelName("ada"))}, [D], Reason.NO_WORKER, "model"),
+    (Cause.NO_FORM, {"form": True}, [D], Reason.INVALID_ARGUMENT, "sampling.form"),
+    (
+        Cause.NO_FORM,
+        {"form": True, "pin": WorkerId("d")},
+        [D, a_standing("k", keeps_forms=True)],
+        Reason.INVALID_ARGUMENT,
+        "sampling.form",
+    ),
     (Cause.SESSION_LOST, {"bound": WorkerId("gone"), "must_keep": True}, [D], Reason.WORKER_LOST, "session"),
 ]
 
@@ -74,6 +82,26 @@ def test_a_pin_goes_before_any_cost_and_the_others_are_told_why_not():
 
     assert isinstance(placed, Placed)
     assert (placed.decode, dict(placed.unfit)) == ("slow", {"d": Unfit.NOT_PINNED})
+
+
+def test_a_form_goes_to_workers_that_keep_it_however_busy_they_are():
+    keeps = a_standing("k", requests=9, keeps_forms=True)
+
+    placed = outcome({"form": True}, D, keeps)
+
+    assert isinstance(placed, Placed)
+    assert (placed.decode, dict(placed.unfit)) == ("k", {"d": Unfit.KEEPS_NO_FORM})
+    assert outcome({"form": True}, D, a_standing("k", requests=16, keeps_forms=True)) == Wait()
+
+
+def test_a_pair_keeps_a_form_on_both_sides():
+    asked = {"form": True, "prompt_tokens": 2000}
+    keeps = a_standing("k", keeps_forms=True)
+
+    alone, paired = (outcome(asked, keeps, a_standing("p", Role.PREFILL, keeps_forms=both)) for both in (False, True))
+
+    assert (alone.decode, alone.prefill) == ("k", None)
+    assert (paired.decode, paired.prefill) == ("k", "p")
 
 
 def test_labels_are_all_needed():

@@ -817,6 +817,26 @@ def test_a_stream_that_another_worker_could_not_continue_is_refused():
     assert refusal.reason is Reason.WORKER_LOST
 
 
+@pytest.mark.parametrize("sampling", [Sampling(max_tokens=2, temperature=0), Sampling(max_tokens=2, seed=7)])
+def test_a_stream_of_which_only_the_workers_last_word_is_missing_is_complete(sampling):
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival(sampling=sampling)))
+    router.step(work, 5, 6)
+
+    commands = router.leave(work.worker_id)
+
+    assert the(Complete, commands).finish is Finish.LENGTH
+    assert not any(isinstance(command, Dispatch) for command in commands)
+
+
+def test_an_answer_that_is_passed_on_unread_is_not_complete_for_its_length():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival(sampling=Sampling(max_tokens=2, seed=0), only_end=True)))
+    router.step(work, 0, 0)
+
+    assert the(Refuse, router.leave(work.worker_id)).reason is Reason.WORKER_LOST
+
+
 def test_stateful_sampling_is_placed_again_as_long_as_nothing_was_sent():
     router = Driver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=SEEDED)))

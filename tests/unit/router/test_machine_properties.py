@@ -36,7 +36,14 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Driver(max_queued=3, oversubscribe=1.0, remote_prefill_min_tokens=64, max_attempts=3)
+        self.router = Driver(
+            max_queued=3,
+            oversubscribe=1.0,
+            remote_prefill_min_tokens=64,
+            max_attempts=3,
+            prefill_window_tokens=100,
+            prefill_size_seconds=5.0,
+        )
         self.up: dict[str, int] = {}  # incarnation by worker
         self.incarnations = 0
         self.running: dict[str, Dispatch] = {}  # by work id

@@ -95,15 +95,15 @@ GOLDEN = [
 """Worked out by hand from the docstring of `fleet.router.policies.fleet`, in fractions: blocks of 32, batch of 16."""
 
 
-def test_decoding_weighs_a_tenth_of_prefill_so_that_a_shared_prefix_stays_together():
+def test_decoding_weighs_less_than_prefill_so_that_a_shared_prefix_stays_together():
     """A worker with all of the prompt and two requests that use it is better than an idle one without anything."""
     settings = RouterSettings()
     cold = score(a_standing(prompt_tokens=2048), 2048, settings)
     warm = score(
         a_standing(prompt_tokens=2048, engine_blocks=60, active_blocks=64, new_blocks=4, requests=2), 2048, settings
     )
-    assert cold.cost == pytest.approx(64 + 6.4)
-    assert warm.cost == pytest.approx(64 - 60 + 0.8 + 6.8 + 2)
+    assert cold.cost == pytest.approx(64 + 19.2)
+    assert warm.cost == pytest.approx(64 - 60 + 4 * 0.3 * 2 + 68 * 0.3 + 2)
 
 
 PRICES = [  # workers in all, of these computing prompts now, requests on this one; price of its work
@@ -114,7 +114,7 @@ PRICES = [  # workers in all, of these computing prompts now, requests on this o
     (4, 4, 0, 4.0),
     (16, 8, 0, 8 / 9),
     (16, 16, 0, 16.0),
-    (4, 2, 5, 2 / 3 + 0.5),
+    (4, 2, 5, 2 / 3 + 1.5),
 ]
 
 
@@ -151,7 +151,7 @@ def test_work_goes_where_it_holds_up_fewer_streams():
 
     assert choice("fleet", ASKED, many, few, **apart) == "few"
     (alone, crowded) = costs("fleet", ASKED, few, many, **apart)
-    assert crowded - alone == pytest.approx(10 * 0.1 * 7)
+    assert crowded - alone == pytest.approx(10 * 0.3 * 7)
 
 
 @pytest.mark.parametrize(("fields", "cost"), GOLDEN)

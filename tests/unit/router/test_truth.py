@@ -27,6 +27,7 @@ HIT, MISS = Compared(320, 256, 256, 256), Compared(320, 256, 0, 0)
         ((96, 95, 64, 32), Compared(96, 64, 64, 64)),  # the last token is always computed, and with it its block
         ((96, 96, 95, 32), Compared(96, 64, 64, 64)),
         ((1, 0, 0, 32), Compared(1, 0, 0, 0)),
+        ((0, -1, 0, 32), Compared(0, 0, 0, 0)),  # no prompt that we know of, and one token to compute
     ],
 )
 def test_whole_blocks_before_the_last_token_are_compared(told, compared):

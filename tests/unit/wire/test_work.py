@@ -166,6 +166,7 @@ worker_messages = (
         adapters=st.lists(st.builds(Adapter, NAME.map(ModelName), TEXT), max_size=2).map(tuple),
         adapter_slots=U32,
         golden=st.none() | st.builds(Golden, tokens=TEXT, template=TEXT, blocks=TEXT),
+        keeps_forms=st.booleans(),
     )
     | st.just(Draining())
     | st.builds(Goodbye, reason=st.text())

@@ -1,0 +1,39 @@
+"""Metrics of several processes in one answer: a scrape through their common port reaches any one of them."""
+
+from collections.abc import Iterator, Mapping
+
+LABEL = "router"
+
+
+def merged(expositions: Mapping[str, str]) -> str:
+    """All samples, each with the label ``router``; what is said of a metric is said once.
+
+    Args:
+        expositions: As `prometheus_client.generate_latest` writes them, by router.
+    """
+    described: dict[str, list[str]] = {}  # by metric: help and type
+    samples: dict[str, list[str]] = {}
+    for router, exposition in expositions.items():
+        label = f'{LABEL}="{_escaped(router)}"'
+        for metric, lines in _metrics(exposition):
+            described.setdefault(metric, [line for line in lines if line.startswith("#")])
+            samples.setdefault(metric, []).extend(_labelled(line, label) for line in lines if not line.startswith("#"))
+    return "".join(f"{line}\n" for metric, lines in described.items() for line in (*lines, *samples[metric]))
+
+
+def _metrics(exposition: str) -> Iterator[tuple[str, list[str]]]:
+    """Name and lines of each metric, which begin with its help."""
+    for lines in exposition.split("# HELP ")[1:]:
+        yield lines.partition(" ")[0], f"# HELP {lines}".splitlines()
+
+
+def _labelled(sample: str, label: str) -> str:
+    name, brace, rest = sample.partition("{")
+    if brace and " " not in name:
+        return f"{name}{{{label},{rest}"
+    name, _, value = sample.partition(" ")
+    return f"{name}{{{label}}} {value}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

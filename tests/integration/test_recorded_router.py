@@ -1,0 +1,132 @@
+"""A router of production that records, and its recording, which the same machine hears again."""
+
+import json
+import os
+import signal
+import subprocess
+from threading import Thread
+
+import pytest
+
+from fleet.cli.main import run
+from fleet.client import Client
+from tests.integration.test_replicas import FLEET, until, workers_seen
+from tests.servers import a_free_port
+
+pytestmark = pytest.mark.integration
+
+TOKENS = 200  # of an answer: some two seconds
+
+
+class Cluster:
+    """`fleet serve router --record`, and simulated workers."""
+
+    def __init__(self, folder, model_dir):
+        self.folder = folder
+        self.recording = folder / "flight"
+        self.grpc = f"127.0.0.1:{a_free_port()}"
+        self.processes = []
+        self.config = {"http_listen": "127.0.0.1:0", "grpc_listen": self.grpc, "models": {"tiny": str(model_dir)}}
+        self.start_router()
+        self.workers = {name: self.start("worker", self.worker(name)) for name in ("w0", "w1")}
+
+    def worker(self, name):
+        return {
+            "worker_id": name,
+            "role": "both",
+            "engine": "simulated",
+            "model": "tiny",
+            "listen": f"unix:{self.folder / name}.sock",
+            "registry": self.grpc,
+            "simulated": {"speedup": 0.25, "eos_probability": 0.0, "vocab_size": 500},
+        }
+
+    def start_router(self):
+        self.router = self.start("router", self.config, "--record", str(self.recording))
+
+    def start(self, part, config, *options):
+        path = self.folder / f"{config.get('worker_id', part)}.json"
+        path.write_text(json.dumps(config))
+        reading, writing = os.pipe()
+        command = [*FLEET, "serve", part, "--config", str(path), "--ready-fd", str(writing), *options]
+        with path.with_suffix(".log").open("w") as log:
+            self.processes.append(subprocess.Popen(command, pass_fds=[writing], stdout=log, stderr=log))
+        os.close(writing)
+        with os.fdopen(reading) as ready:
+            assert ready.readline(), path.with_suffix(".log").read_text()
+        return self.processes[-1]
+
+    def recorded(self, what):
+        """How often that is in the recording by now."""
+        return self.recording.read_bytes().count(what) if self.recording.exists() else 0
+
+    def stop(self):
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait(30)
+
+
+@pytest.fixture
+def cluster(tmp_path, model_dir):
+    started = Cluster(tmp_path, model_dir)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def ask(cluster, number, tokens, answers):
+    prompt = [1, *range(10, 10 + 40 * (number % 3 + 1)), number + 400]
+    with Client(cluster.grpc) as client:
+        answers.append(client.complete(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True))
+
+
+def replayed(path, capsys):
+    status = run(["sim", "replay", str(path), "--json", "-"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, capsys):
+    with Client(cluster.grpc) as client:
+        until(lambda: workers_seen(client) == {"w0", "w1"})
+    answers = []
+    asking = [Thread(target=ask, args=(cluster, number, TOKENS, answers)) for number in range(6)]
+    for each in asking:
+        each.start()
+    until(lambda: cluster.recorded(b'"Arrived"') == 6 and cluster.recorded(b'["emit"') > 20)
+    cluster.workers["w1"].kill()  # in the middle of answers, which go on elsewhere
+    for each in asking:
+        each.join(30)
+    assert [len(answer.token_ids) for answer in answers] == [TOKENS] * 6
+    until(lambda: cluster.recorded(b'["complete"') == 6)
+    cluster.router.kill()
+    cluster.router.wait(30)
+
+    # Another router takes its place, and leaves the recording of the first alone.
+    incident = cluster.folder / "flight.1"
+    cluster.start_router()
+    until(lambda: incident.exists() and cluster.recorded(b'"WorkerJoined"') == 1)
+    cluster.router.send_signal(signal.SIGTERM)
+    assert cluster.router.wait(30) == 0
+    status, outcome = replayed(cluster.recording, capsys)
+    assert (status, outcome["agree"], outcome["notes"]) == (0, True, ["it ends because the router ended"])
+
+    # What the killed one recorded is heard up to its end, be that within a line.
+    status, outcome = replayed(incident, capsys)
+    assert (status, outcome["agree"], outcome["requests"]) == (0, True, 6)
+    assert outcome["notes"] == ["it has no end: the router was killed, or records on"]
+    lines = incident.read_bytes().splitlines(keepends=True)
+    lost = next(number for number, line in enumerate(lines) if b'"name":"WorkerLeft"' in line)
+    assert json.loads(lines[lost])["keys"], "nothing was continued"
+    incident.write_bytes(b"".join(lines)[:-5])
+    status, outcome = replayed(incident, capsys)
+    assert (status, outcome["agree"]) == (0, True)
+    assert outcome["notes"] == ["its last line is cut off, as when a router is killed; it was replayed up to there"]
+
+    # What it hears otherwise it answers otherwise.
+    lines[lost] = lines[lost].replace(b'"worker_id":"w1"', b'"worker_id":"w0"')
+    incident.write_bytes(b"".join(lines))
+    status, outcome = replayed(incident, capsys)
+    assert (status, outcome["agree"]) == (1, False)
+    assert (outcome["difference"]["line"], outcome["difference"]["event"]) == (lost + 1, "WorkerLeft")

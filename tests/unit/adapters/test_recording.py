@@ -1,0 +1,168 @@
+"""Every event of a router is in a recording as it was, less what it only carries along."""
+
+from typing import get_args
+
+import pytest
+from msgspec import structs
+
+from fleet.adapters.recording import FORMAT, Head, Recording, deciding, end_line, entry_line, head_line, said
+from fleet.clock import SECOND, Nanos
+from fleet.errors import Reason
+from fleet.requests import Finish, KvOrigin, KvPhase, KvReport, Source
+from fleet.roles import KvPath, Phase
+from fleet.router.messages import (
+    Arrived,
+    Booked,
+    CacheAged,
+    CacheAssumed,
+    CacheDrifts,
+    CacheReported,
+    Cancelled,
+    CancelWork,
+    Complete,
+    Dispatch,
+    Emit,
+    KvChanged,
+    LoadReported,
+    Refuse,
+    ReplicaBooked,
+    ReplicaLeft,
+    RouterEvent,
+    Stepped,
+    StoreChanged,
+    Ticked,
+    Tuned,
+    Undelivered,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+    WorkRejected,
+)
+from fleet.router.settings import RouterSettings, Thresholds
+from fleet.router.truth import Knowledge
+from fleet.work import Adapter, Handoff, KvCleared, KvRemoved, KvStored, Progress, Rejected
+from tests.builders import a_description, a_load, a_start, an_arrival
+
+NOW = Nanos(7 * SECOND + 1)
+HASH = bytes(range(16))
+HANDOFF = Handoff(kv_path=KvPath.DIRECT, prefill_worker="p", fingerprint="f", num_tokens=9, params=b"")
+REPORT = KvReport(prompt_blocks=1, origins=(KvOrigin(source=Source.ENGINE, blocks=1),), cached_tokens=32)
+EVENTS = (
+    WorkerJoined(description=a_description(), address="a", knowledge=Knowledge.APPROXIMATE, believed_for=Nanos(5)),
+    WorkerLeft(worker_id="w"),
+    WorkerDraining(worker_id="w"),
+    LoadReported(worker_id="w", load=a_load(running=3)),
+    KvChanged(worker_id="w", events=(KvCleared(), KvStored((HASH,)), KvRemoved((HASH, HASH)))),
+    CacheAssumed(worker_id="w", stored=[1, (1 << 64) - 1], removed=[3]),
+    CacheAged(worker_id="w"),
+    CacheReported(worker_id="w", request_id="r#1", prompt_tokens=9, cached_tokens=8),
+    StoreChanged(store_id="s", fingerprint="f", stored=(HASH,), removed=(HASH,), reset=True),
+    Stepped(
+        worker_id="w",
+        progress=(
+            Progress(request_id="r#1", token_ids=(0, 0), kv=REPORT),
+            Progress(request_id="r#2", finish=Finish.STOP, handoff=HANDOFF),
+        ),
+    ),
+    WorkRejected(worker_id="w", rejected=Rejected(request_id="r#1", reason=Reason.KV_MISMATCH, message="", field="x")),
+    ReplicaBooked(replica="o", booked={"w": Booked(5, 2.5, 1)}),
+    ReplicaLeft(replica="o"),
+    an_arrival(
+        tokens=b"",
+        deadline=NOW,
+        session="s",
+        tenant="t",
+        labels=("l",),
+        adapter=Adapter("a", "1"),
+        keys={32: (1, 2), 64: ((1 << 64) - 1,)},
+        kv_path=KvPath.STORE,
+        pin="w",
+    ),
+    Cancelled(request_id="r"),
+    Undelivered(request_id="r#1", worker_id="w"),
+    Ticked(),
+    Tuned(thresholds=Thresholds(max_queued=3)),
+)
+COMMANDS = (
+    Dispatch(worker_id="w", start=a_start(phase=Phase.DECODE, handoff=HANDOFF)),
+    CancelWork(worker_id="w", request_id="r#1"),
+    Emit(request_id="r", progress=Progress(request_id="r", token_ids=(5, 6)), cached_tokens=3),
+    Complete(
+        request_id="r",
+        finish=Finish.LENGTH,
+        kv=(KvPhase(phase=Phase.DECODE, worker_id="w", report=REPORT),),
+        cached_tokens=32,
+    ),
+    Refuse(request_id="r", reason=Reason.QUEUE_FULL, message="text", field="f", retry_after_ms=7),
+    CacheDrifts(worker_id="w", knowledge=Knowledge.EXACT, drifting=True, precision=0.1, recall=1 / 3),
+)
+
+
+def read_back(tmp_path, *lines):
+    path = tmp_path / "flight"
+    head = Head(recording=FORMAT, fleet="0", began=NOW, began_unix=1, seed=1, settings=RouterSettings())
+    path.write_bytes(b"".join([head_line(head), *lines, end_line("it is a test")]))
+    return list(Recording(path).entries())
+
+
+def test_these_are_all_events():
+    assert {type(event) for event in EVENTS} == set(get_args(RouterEvent))
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_comes_back_as_it_was(tmp_path, event):
+    keys = ((), (1, (1 << 64) - 1))
+    (entry,) = read_back(tmp_path, entry_line(NOW, event, keys, COMMANDS))
+    assert (entry.line, entry.now, entry.event, tuple(entry.keys)) == (2, NOW, event, keys)
+    assert entry.commands == [said(command) for command in COMMANDS]
+
+
+def test_keys_that_are_a_view_of_a_dictionary_are_written_as_well(tmp_path):
+    event = CacheAssumed(worker_id="w", stored={1: 0, 2: 0}.keys(), removed={3})
+    (entry,) = read_back(tmp_path, entry_line(NOW, event, (), ()))
+    assert entry.event == CacheAssumed(worker_id="w", stored=[1, 2], removed=[3])
+
+
+def test_a_prompt_comes_back_blank_and_as_long_as_it_was(tmp_path):
+    (entry,) = read_back(tmp_path, entry_line(NOW, an_arrival(tokens=10), (), ()))
+    assert isinstance(entry.event, Arrived)
+    assert entry.event.tokens == bytes(40)
+
+
+def test_every_setting_is_recorded_or_known_not_to_matter():
+    names = RouterSettings.__struct_fields__
+    changed = {
+        name: structs.replace(RouterSettings(), **{name: value})
+        for name in names
+        if (value := _another(getattr(RouterSettings(), name))) is not None
+    }
+    lost = {name for name, settings in changed.items() if deciding(settings) == deciding(RouterSettings())}
+    assert lost <= {
+        "router_id",
+        "http_listen",
+        "share_ports",
+        "replicas_listen",
+        "grpc_listen",
+        "control_listen",
+        "kserve_listen",
+        "store",
+        "tenant_secret",
+        "tenants_redis",
+        "record",
+        "record_mib",
+        "connect_timeout_seconds",
+        "heartbeat_timeout_seconds",
+        "max_reconnect_seconds",
+    }, "does the machine look at it? then it must be recorded, else name it in `fleet.adapters.recording` and here"
+
+
+def _another(value):
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case str():
+            return value + "x"
+        case _:
+            return None

@@ -230,20 +230,25 @@ def compose(
 
 
 def scaled(efficiency: Efficiency, placement: Placement, known: Coefficients) -> Efficiency:
-    """An efficiency of other GPUs, for this one: in proportion to what matrix products reach on both."""
+    """An efficiency of other GPUs, for this one: in proportion to what matrix products reach on both.
+
+    Attention and reading KV follow products on GPUs of one maker, who share kernels. Of another maker's they say nothing: these stay as they are.
+    """
     gpu, precision = placement.gpu.id, placement.model.precision
-    measured = {key for level, key in known.groups() if level == "gpu"}
+    groups = known.groups()
+    measured = {key for level, key in groups if level == "gpu"}
     compute, memory = _relative(known.operators, gpu, measured, placement.gpu.computes_in(precision.weights))
     routed, routed_memory = _relative(known.operators, gpu, measured, placement.gpu.computes_in(precision.experts))
-    return msgspec.structs.replace(
+    made = msgspec.structs.replace(
         efficiency,
         compute=efficiency.compute * compute,
-        attention=efficiency.attention * compute,
         memory=efficiency.memory * memory,
-        kv=efficiency.kv * memory,
         experts_compute=efficiency.experts_compute * routed,
         experts_memory=efficiency.experts_memory * routed_memory,
     )
+    if placement.gpu.maker not in _measured_makers(groups):
+        return made
+    return msgspec.structs.replace(made, attention=efficiency.attention * compute, kv=efficiency.kv * memory)
 
 
 def _relative(operators: Sequence[Operators], gpu: str, measured: set[str], number: Number) -> tuple[float, float]:

@@ -71,7 +71,7 @@ def wheel_operators(wheel: Path, cache: Path) -> list[Operators]:
 def aiter_operators(folder: Path) -> list[Operators]:
     """Of the MI300X, from a checkout's `aiter/configs`; none if there is no table of it."""
     fastest: dict[Product, float] = {}
-    for path in sorted(folder.rglob("*blockscale*gemm*.csv")):
+    for path in sorted(folder.rglob("*blockscale*_tuned_gemm*.csv")):
         with path.open(newline="") as file:
             _keep_fastest(fastest, _aiter_rows(csv.DictReader(file)))
     return [operators("mi300x", Number.FP8, fastest, "ROCm/aiter, aiter/configs, MIT")] if fastest else []

@@ -13,6 +13,7 @@ from fleet.hardware.coefficients import (
     compose,
     estimate,
     kind_of,
+    scaled,
     shape_of,
     subject_of,
 )
@@ -96,6 +97,35 @@ def test_an_estimate_says_whose_measurements_it_rests_on():
     assert on("h100", MIXTRAL, tp=2).basis is Basis.GPU
     assert on("mi300x").basis is Basis.ENGINE
     assert on("mi300x").tpot_error > on("a100").tpot_error > on("h100").tpot_error
+
+
+PUBLISHED = {  # tokens a second of Llama-3.1-70B in fp8 on eight MI300X, by prompt tokens, with 2,048 of answer (AMD's ROCm performance page)
+    128: 13_212,
+    2048: 7_252,
+}
+
+
+@pytest.mark.parametrize(("prompt", "published"), PUBLISHED.items())
+def test_products_measured_on_an_mi300x_bring_its_estimates_near_what_its_maker_published(prompt, published):
+    concurrency, answer = 512, 2048
+    step = on("mi300x").step
+    between = step.seconds(0, 0, concurrency, concurrency * (prompt + answer / 2))
+    prefill = step.seconds(prompt, pairs(prompt, 0), 0, 0) * concurrency
+
+    predicted = concurrency * answer / (between * answer + prefill)
+
+    assert predicted == pytest.approx(published, rel=0.35)
+
+
+def test_products_of_another_makers_gpu_say_nothing_of_its_attention():
+    placement = place(read_model(LLAMA_70B, precision=FP8), gpus()["mi300x"], Parallelism(tp=8))
+    efficiency, _ = compose(KNOWN.start, KNOWN.groups(), subject_of(placement.model, "mi300x", "vllm"))
+
+    here = scaled(efficiency, placement, KNOWN)
+
+    assert here.compute < efficiency.compute
+    assert here.memory < efficiency.memory
+    assert (here.attention, here.kv) == (efficiency.attention, efficiency.kv)
 
 
 def test_factors_of_every_level_that_fits_are_multiplied():

@@ -1,5 +1,6 @@
 """The select-and-book service over a real port: what it books, and when bookings end."""
 
+import asyncio
 import random
 from contextlib import asynccontextmanager
 
@@ -39,9 +40,10 @@ class Untouched:
 
 
 class Brain:
-    def __init__(self, server, service, stub):
+    def __init__(self, server, service, stub, address):
         self.server = server
         self.service = service
+        self.address = address
         self._stub = stub
 
     async def select(self, tokens=PROMPT, **fields):
@@ -79,7 +81,7 @@ async def a_brain(*workers, **settings):
     address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"
     await port.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Brain(server, service, SelectionStub(channel))
+        yield Brain(server, service, SelectionStub(channel), address)
     await port.stop(0)
 
 
@@ -99,6 +101,20 @@ async def test_a_selection_is_booked_in_one_step_and_given_back_at_release():
         for selected in (first, second, first):
             await brain.release(selected.lease_id)
         assert brain.booked() == {"d1": (0, 0), "d2": (0, 0)}
+
+
+async def test_callers_that_ask_at_once_see_each_others_bookings():
+    workers = [decode(f"d{number}") for number in range(8)]
+    async with a_brain(*workers) as brain, grpc.aio.insecure_channel(brain.address) as channel:
+        other = Brain(brain.server, brain.service, SelectionStub(channel), brain.address)
+        prompts = [a_prompt(100, first=1000 * number) for number in range(1, 81)]
+
+        async with asyncio.TaskGroup() as callers:
+            for number, prompt in enumerate(prompts):
+                callers.create_task((brain, other)[number % 2].select(tokens=prompt))
+
+        # Each was placed with all before it in the books: who had decided on the same view would have gone to the same worker.
+        assert brain.booked() == {worker_id: (10, 1000) for worker_id, *_ in workers}
 
 
 async def test_the_first_tokens_give_the_prefill_back_and_later_ones_count_as_load():

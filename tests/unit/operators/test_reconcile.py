@@ -1,0 +1,210 @@
+"""A cluster that does what it is told ends as the deployment says, whatever was interrupted on the way."""
+
+import random
+
+import msgspec
+import pytest
+
+from operators.children import REVISION, ROLE, Deployment, Images
+from operators.reconcile import DIGEST, Apply, Child, Remove, Scale, Seen, reconcile
+from operators.resources import DisaggDeploymentSpec
+from operators.scaling import Replicas
+
+IMAGES = Images(router="router", worker_cpu="cpu", worker_cuda="cuda", worker_rocm="rocm")
+NOW, LATER = "2026-11-22T00:00:00Z", "2026-11-22T01:00:00Z"
+
+
+def a_wish(*roles, **spec):
+    roles = roles or ({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode", "replicas": 2})
+    content = {"model": {"name": "m"}, "roles": list(roles)} | spec
+    return Deployment(name="dd", namespace="ns", uid="1", spec=msgspec.convert(content, DisaggDeploymentSpec))
+
+
+class Cluster:
+    """Holds what is applied, and starts and ends pods when it is told that time has passed."""
+
+    def __init__(self):
+        self.objects = {}
+        self.pods = {}  # by kind and name: pods, ready, leaving
+        self.conditions = ()
+        self.writes = []
+
+    def seen(self, foreign=frozenset()):
+        children = []
+        for (kind, name), each in self.objects.items():
+            labels = each["metadata"].get("labels", {})
+            if kind in ("Deployment", "LeaderWorkerSet") and REVISION in labels:
+                pods, ready, leaving = self.pods.get((kind, name), (0, 0, 0))
+                replicas = Replicas(
+                    revision=labels[REVISION], asked=each["spec"]["replicas"], pods=pods, ready=ready, leaving=leaving
+                )
+                children.append(Child(kind=kind, name=name, role=labels[ROLE], replicas=replicas))
+        return Seen(
+            children=tuple(children),
+            digests={key: each["metadata"]["annotations"][DIGEST] for key, each in self.objects.items()},
+            foreign=foreign,
+            scalers={
+                each["spec"]["target"]["role"]: each["spec"]["replicas"]
+                for (kind, _), each in self.objects.items()
+                if kind == "RoleScaler"
+            },
+            conditions=self.conditions,
+            generation=1,
+        )
+
+    def do(self, action):
+        self.writes.append(action)
+        match action:
+            case Apply(manifest):
+                key = manifest["kind"], manifest["metadata"]["name"]
+                kept = self.objects.get(key, {}).get("spec", {}).get("replicas")
+                self.objects[key] = msgspec.json.decode(msgspec.json.encode(manifest))
+                if kept is not None and "replicas" not in manifest["spec"]:
+                    self.objects[key]["spec"]["replicas"] = kept
+            case Scale(kind, name, replicas):
+                self.objects[kind, name]["spec"]["replicas"] = replicas
+            case Remove(kind, name):
+                self.objects.pop((kind, name), None)
+
+    def pass_time(self):
+        for each in self.seen().children:
+            asked, pods, leaving = each.replicas.asked, each.replicas.pods, each.replicas.leaving
+            self.pods[each.kind, each.name] = (asked, min(asked, pods), max(0, pods - asked) if not leaving else 0)
+
+    def settle(self, wish, most=100):
+        """The last status, when nothing is left to do."""
+        for _ in range(most):
+            outcome = reconcile(wish, self.seen(), IMAGES, NOW)
+            for action in outcome.actions:
+                self.do(action)
+            self.conditions = outcome.status.conditions
+            before = dict(self.pods)
+            self.pass_time()
+            if not outcome.actions and self.pods == before:
+                return outcome.status
+        raise AssertionError("it never came to rest")
+
+
+def condition(status, kind):
+    return next(each for each in status.conditions if each.type == kind)
+
+
+def replicas(cluster):
+    return {each.role: each.replicas.asked for each in cluster.seen().children}
+
+
+def test_an_empty_cluster_becomes_what_is_wished_and_then_nothing_more_is_written():
+    cluster = Cluster()
+
+    status = cluster.settle(a_wish())
+
+    assert condition(status, "Ready").status == "True"
+    assert (status.ratio, status.ready_roles) == ("1:2", "2/2")
+    assert replicas(cluster) == {"prefill": 1, "decode": 2}
+    assert reconcile(a_wish(), cluster.seen(), IMAGES, LATER).actions == ()
+
+
+def test_a_new_specification_rolls_out_and_leaves_nothing_of_the_old_one():
+    cluster = Cluster()
+    old = cluster.settle(a_wish()).update_revision
+
+    status = cluster.settle(a_wish(image="another"))
+
+    assert status.update_revision != old
+    assert {each.replicas.revision for each in cluster.seen().children} == {status.update_revision}
+    assert not any(old in name for _, name in cluster.objects)
+    assert replicas(cluster) == {"prefill": 1, "decode": 2}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_operator_that_dies_after_any_write_ends_at_the_same(seed):
+    chance = random.Random(seed)
+    wishes = [a_wish(), a_wish(image="another"), a_wish(suspend=True), a_wish(balance={"gpuBudget": 3})]
+    last = chance.choice(wishes)
+    expected = Cluster()
+    expected.settle(last)
+
+    cluster = Cluster()
+    for _ in range(chance.randint(1, 15)):
+        actions = reconcile(chance.choice(wishes), cluster.seen(), IMAGES, NOW).actions
+        for action in actions[: chance.randint(0, len(actions))]:  # and there it dies
+            cluster.do(action)
+        cluster.pass_time()
+    cluster.settle(last)
+
+    def kept(of):
+        return {key: each["metadata"]["annotations"][DIGEST] for key, each in of.objects.items()}
+
+    assert kept(cluster) == kept(expected)
+    assert replicas(cluster) == replicas(expected)
+
+
+def test_replicas_of_a_scaled_role_are_the_scalers_and_the_specifications_only_at_the_start():
+    def wish(count):
+        return a_wish(
+            {"name": "all", "type": "aggregated", "replicas": count, "scaling": {"mode": "External", "most": 5}}
+        )
+
+    cluster = Cluster()
+    cluster.settle(wish(2))
+    assert replicas(cluster) == {"all": 2}
+
+    cluster.settle(wish(4))
+    assert replicas(cluster) == {"all": 2}
+
+    cluster.do(Scale("RoleScaler", "dd-all", 9))
+    status = cluster.settle(wish(4))
+    assert replicas(cluster) == {"all": 5}
+    assert status.roles[0].desired == 5
+    assert not [
+        each for each in cluster.writes[1:] if isinstance(each, Apply) and each.manifest["kind"] == "RoleScaler"
+    ][1:]
+
+
+def test_what_somebody_else_made_under_our_name_is_left_alone_and_told():
+    outcome = reconcile(a_wish(), Seen(foreign=frozenset({("Service", "dd-router")})), IMAGES, NOW)
+
+    assert not [
+        each
+        for each in outcome.actions
+        if each.manifest["metadata"]["name"] == "dd-router" and each.manifest["kind"] == "Service"
+    ]
+    assert condition(outcome.status, "Ready").reason == "NameTaken"
+    assert "Service dd-router" in condition(outcome.status, "Degraded").message
+
+
+def test_a_budget_that_is_too_small_is_told_in_a_condition():
+    roles = [
+        {"name": name, "type": name, "replicas": 2, "gpus": {"perReplica": 4}, "parallelism": {"tensor": 4}}
+        for name in ("prefill", "decode")
+    ]
+    cluster = Cluster()
+
+    status = cluster.settle(a_wish(*roles, balance={"gpuBudget": 12}))
+
+    assert status.gpus == 12
+    assert condition(status, "ScalingLimited").status == "True"
+    assert "1 of 2" in condition(status, "ScalingLimited").message
+
+
+def test_a_condition_keeps_its_instant_while_its_status_is_the_same():
+    cluster = Cluster()
+    cluster.settle(a_wish())
+
+    same = reconcile(a_wish(), cluster.seen(), IMAGES, LATER).status
+    changed = reconcile(a_wish(image="another"), cluster.seen(), IMAGES, LATER).status
+
+    assert condition(same, "Ready").last_transition_time == NOW
+    assert condition(changed, "Ready").last_transition_time == LATER
+
+
+def test_a_role_that_is_not_wished_any_more_is_emptied_and_then_removed():
+    aside = {"name": "aside", "type": "aggregated"}
+    both = [{"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"}]
+    cluster = Cluster()
+    cluster.settle(a_wish(*both, aside))
+
+    cluster.settle(a_wish(*both))
+
+    assert replicas(cluster) == {"prefill": 1, "decode": 1}
+    assert not [name for kind, name in cluster.objects if name.startswith("dd-aside-")]

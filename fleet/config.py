@@ -157,7 +157,7 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
         raise ConfigurationRefused(f"{path}: {error.strerror}") from error
     except msgspec.ValidationError as error:
         raise ConfigurationRefused(f"{path}: {_with_path(str(error))}") from error
-    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # thousands of brackets
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 
 
@@ -179,9 +179,10 @@ def changes_of(assignments: Iterable[str]) -> dict[str, Any]:
 def value_of(text: str) -> Any:
     """A value as TOML writes it; what is none is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        read = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # thousands of digits or brackets are no value either
         return text
+    return read["value"] if len(read) == 1 else text
 
 
 def _change(raw: Any, where: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from fleet.adapters.trace_rows import Count, Line, Time, TraceRefused, decoded
+from fleet.adapters.trace_rows import LONGEST_PROMPT, Count, Line, Time, TraceRefused, decoded
 from fleet.clock import SECOND, Nanos
 from kvstore.replay import Request
 
@@ -49,7 +49,7 @@ class _Row(Struct, frozen=True, rename={"prompt_tokens": "in", "output_tokens": 
     """A request; or a sub-agent, which has requests of its own."""
 
     t: Time
-    prompt_tokens: Count = 0
+    prompt_tokens: Annotated[int, Meta(ge=0, le=LONGEST_PROMPT)] = 0
     output_tokens: Count = 0
     api_time: Time = 0.0
     hash_delta: _Delta | None = None

@@ -3,19 +3,16 @@
 From the papers "Splitwise" (ISCA 2024) and "DynamoLLM" (HPCA 2025). Nothing is told about prefixes, so prompts share none.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from fleet.adapters.trace_rows import LONGEST_NUMBER, Line, TraceRefused
+from fleet.adapters.trace_rows import LONGEST_NUMBER, LONGEST_PROMPT, Chain, Line, TraceRefused
 from fleet.clock import Nanos
 from kvstore.replay import Request
 
 TIME, PROMPT, ANSWER = "TIMESTAMP", "ContextTokens", "GeneratedTokens"
 MICROSECOND = timedelta(microseconds=1)
-
-Chain = Callable[[int], tuple[int, ...]]
-"""Names that nobody else has, for the blocks of so many tokens."""
 
 
 def is_header(line: bytes) -> bool:
@@ -53,8 +50,8 @@ def requests_of(path: Path, header: Line, lines: Iterator[Line], chain: Chain, *
         if ordered and arrival < latest:
             raise TraceRefused(f"{path}:{number}: {TIME}: {fields[time].strip()} is before that of the row above")
         latest = arrival
-        prompt_tokens = _tokens(path, number, PROMPT, fields[prompt], 1)
-        answer_tokens = _tokens(path, number, ANSWER, fields[answer], 0)
+        prompt_tokens = _tokens(path, number, PROMPT, fields[prompt], 1, LONGEST_PROMPT)
+        answer_tokens = _tokens(path, number, ANSWER, fields[answer], 0, LONGEST_NUMBER)
         yield Request(Nanos(arrival), prompt_tokens, chain(prompt_tokens), answer_tokens)
 
 
@@ -66,8 +63,8 @@ def _moment(path: Path, number: int, text: str) -> datetime:
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
 
 
-def _tokens(path: Path, number: int, field: str, text: str, least: int) -> int:
+def _tokens(path: Path, number: int, field: str, text: str, least: int, most: int) -> int:
     text = text.strip()
-    if not (text.isascii() and text.isdecimal()) or len(text) > 13 or not least <= int(text) <= LONGEST_NUMBER:
-        raise TraceRefused(f"{path}:{number}: {field}: {text!r} is no number of tokens from {least} on")
+    if not (text.isascii() and text.isdecimal()) or len(text) > 13 or not least <= int(text) <= most:
+        raise TraceRefused(f"{path}:{number}: {field}: {text!r} is no number of tokens from {least} to {most}")
     return int(text)

@@ -5,21 +5,18 @@ come in the order of their arrival, so that those behind one that lasts are held
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
 
 from fleet.adapters.recording import Completed, Passed, Recorded, Recording, RecordingRefused, Refused
-from fleet.adapters.trace_rows import TraceRefused
+from fleet.adapters.trace_rows import Chain, TraceRefused
 from fleet.clock import Nanos
 from fleet.ids import RequestId
 from fleet.requests import TOKEN_BYTES
 from fleet.router.messages import Arrived, Cancelled, WorkerJoined
 from kvstore.replay import Request
-
-Chain = Callable[[int], tuple[int, ...]]
-"""Names that nobody else has, for the blocks of so many tokens."""
 
 
 class _Held(Struct):

@@ -184,42 +184,39 @@ def end_line(why: str) -> bytes:
 
 
 def deciding(settings: RouterSettings) -> RouterSettings:
-    """Settings less those on which nothing depends that a machine does; among these are all that are secret or private."""
-    kept = {
-        name: value
-        for name, value in ((name, getattr(settings, name)) for name in RouterSettings.__struct_fields__)
-        if name in _DECIDING
-    }
+    """The settings on which depends what a machine does, and no others: what is not named here is not written, be it secret or not."""
+    kept = {name: getattr(settings, name) for name in _DECIDING}
     tenants = {name: TenantSettings(weight=tenant.weight) for name, tenant in settings.tenants.items()}
     chosen = {name: table for name, table in settings.policies.items() if name == settings.policy}
     return RouterSettings(**kept, tenants=tenants, policies=chosen)
 
 
-_IRRELEVANT = {
-    "router_id",
-    "http_listen",
-    "share_ports",
-    "replicas_listen",
-    "replicas",
-    "grpc_listen",
-    "control_listen",
-    "kserve_listen",
-    "models",
-    "openai_workers",
-    "store",
-    "store_credentials",
-    "worker_credentials",
-    "tenant_secret",
-    "tenants",  # their weights are added
-    "tenants_redis",
-    "policies",  # those of the chosen one are added
-    "record",
-    "record_mib",
-    "connect_timeout_seconds",
-    "heartbeat_timeout_seconds",
-    "max_reconnect_seconds",
-}
-_DECIDING = set(RouterSettings.__struct_fields__) - _IRRELEVANT
+_DECIDING = (
+    "remote_prefill_min_tokens",
+    "oversubscribe",
+    "max_queued",
+    "max_queue_seconds",
+    "priority_seconds",
+    "size_seconds",
+    "prefer_direct",
+    "retry_after_ms",
+    "max_attempts",
+    "running_request_blocks",
+    "engine_hit_credit",
+    "store_hit_credit",
+    "lower_tier_hit_credit",
+    "prefill_window_tokens",
+    "prefill_size_seconds",
+    "conversion_cost",
+    "learn_remote_prefill",
+    "policy",
+    "policy_budget_ms",
+    "session_affinity",
+    "session_ttl_seconds",
+    "max_sessions",
+    "max_store_blocks",
+    "explained_requests",
+)
 
 
 def without_content(event: RouterEvent) -> RouterEvent | Steps:
@@ -307,7 +304,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
 
 
 class Recording:
-    """A file, read from its beginning: `head`, then `entries`, once; then `end` and `notes`."""
+    """A file, read from its beginning: `head`, then `entries`, once; then `end` and `torn`."""
 
     def __init__(self, path: Path):
         """Opens it and reads the head.
@@ -389,7 +386,7 @@ class Recording:
             raise self._refused(f"{field}: {cause}" if field else cause) from error
         except AssertionError as error:  # of a value that checks itself
             raise self._refused(f"{where}: contradicts itself: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._refused(f"{where}: {error}" if where else str(error)) from error
 
     def _refused(self, why: str) -> RecordingRefused:

@@ -2,7 +2,8 @@
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, TypeVar
@@ -12,14 +13,20 @@ from msgspec import Meta, Struct
 
 GZIP_MAGIC = b"\x1f\x8b"
 LONGEST_NUMBER = 1 << 40  # tokens, ids, milliseconds: beyond that, a row is nonsense
+LONGEST_PROMPT = 1 << 24  # tokens; its blocks are named one by one, in memory
+LONGEST_LINE = 64 << 20  # bytes
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, le=LONGEST_NUMBER)]
-Tokens = Annotated[int, Meta(ge=1, le=LONGEST_NUMBER)]
+Tokens = Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)]
 Time = Annotated[float, Meta(ge=0, le=LONGEST_NUMBER)]
 
 Line = tuple[int, bytes]
 """Its number in the file, from 1, and what it says."""
+
+
+Chain = Callable[[int], tuple[int, ...]]
+"""Names that nobody else has, for the blocks of so many tokens."""
 
 
 class TraceRefused(Exception):
@@ -43,13 +50,17 @@ def lines_of(path: Path) -> Iterator[Line]:
     """Lines that are not empty.
 
     Raises:
-        TraceRefused: The file cannot be read.
+        TraceRefused: The file cannot be read, more than once too; or a line is too long.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise TraceRefused(f"{path}: is no regular file, and a trace is read several times")
     try:
         with path.open("rb") as file:
             is_compressed = file.read(2) == GZIP_MAGIC
         with gzip.open(path) if is_compressed else path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
+            for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
+                if len(line) == LONGEST_LINE:
+                    raise TraceRefused(f"{path}:{number}: is longer than {LONGEST_LINE} bytes")
                 if line.strip():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
@@ -96,7 +107,7 @@ def decoded(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
         what, _, place = str(error).partition(" - at `$")
         field = place.rstrip("`").lstrip(".")
         raise TraceRefused(f"{path}:{number}: {field + ': ' if field else ''}{what}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceRefused(f"{path}:{number}: is no JSON object: {error}") from error
 
 

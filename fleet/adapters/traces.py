@@ -39,7 +39,7 @@ from fleet.clock import MILLISECOND, Nanos
 from kvstore.block import blocks_for
 from kvstore.replay import Request
 
-__all__ = ["Cut", "Session", "Trace", "TraceFile", "TraceRefused", "Turn", "open_trace", "read_trace"]
+__all__ = ["LIVE_SESSIONS", "Cut", "Session", "Trace", "TraceFile", "TraceRefused", "Turn", "open_trace", "read_trace"]
 
 BLOCK_TOKENS = agentic_traces.BLOCK_TOKENS
 LIVE_SESSIONS = 64
@@ -184,7 +184,7 @@ def _of_requests(
     def requests() -> Iterator[Request]:
         each = read(rows())
         ordered = iter(sorted(each, key=_arrival)) if sort else each
-        return _from_first(ordered) if from_first else ordered
+        yield from _from_first(ordered) if from_first else ordered
 
     return TraceFile(
         format=format_,

@@ -6,6 +6,7 @@ is imported.
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -45,16 +46,28 @@ def run(argv: Sequence[str]) -> int:
     """Run one command line; returns the exit status, except that argparse exits by itself with 0 (help) or 2 (misuse)."""
     try:
         status = _run(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who started us
+            sys.stdout.flush()
     except ConfigurationRefused as error:
-        print(f"fleet: {error}", file=sys.stderr)
+        print(f"fleet: {_in_one_line(str(error))}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         return FAILED
     except BrokenPipeError:  # the reader of our output has gone; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:  # files are refused where their names are known; this is where our output goes
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"fleet: standard output: {error.strerror}", file=sys.stderr)
+        return FAILED
     return status
+
+
+def _in_one_line(text: str) -> str:
+    """Whatever names are in it: what a terminal would obey is spelled out."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fleet.sim.sweep import Case, Row
 
 COMPARED_SEEDS = tuple(range(1, 6))
+MOST_DIGITS = 40  # of seeds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +109,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="compare the decisions of a scenario with those of production's servers",
         description="Run a scenario through production's servers in virtual time and through the simulation, and compare all decisions.",
     )
-    sim_agree.configure(agree)
+    _scenario(agree)
 
 
 def _scenario(parser: argparse.ArgumentParser) -> None:
@@ -138,12 +139,12 @@ def _spread(parser: argparse.ArgumentParser) -> None:
 
 def _seeds(text: str) -> tuple[int, ...]:
     first, colon, last = text.partition(":")
-    if not first.isdecimal() or not (last.isdecimal() or not colon):
+    if len(text) > MOST_DIGITS or not first.isdecimal() or not (last.isdecimal() or not colon):
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed, or two as in 1:5")
-    seeds = tuple(range(int(first), int(last or first) + 1))
-    if not 0 < len(seeds) <= 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} are {len(seeds)} seeds; 1 to 1000 are possible")
-    return seeds
+    number = int(last or first) + 1 - int(first)
+    if not 0 < number <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} are {number} seeds; 1 to 1000 are possible")
+    return tuple(range(int(first), int(first) + number))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -232,7 +233,7 @@ def _write_report(
         with Progress(len(LOADS)) as progress:
             known = LoadPoint(load=1.0, rate=history.rate, users=waiting_users(scenario), outcome=run_.outcome)
             load_curve(scenario, arguments.scenario.parent, known=known, tried=tried)
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="replace") as file:  # a file's name may be any bytes
         write_report(file, arguments.scenario.name, scenario, run_, windows=history.windows(), curve=points)
 
 
@@ -328,9 +329,15 @@ class _Outputs:
     def __init__(self, arguments: argparse.Namespace, files: ExitStack):
         from fleet.sim.files import whole_file  # noqa: PLC0415
 
+        named: dict[Path, str] = {}
+
         def begun(option: str) -> Path | None:
             path = getattr(arguments, option, None)
-            return None if path in {None, "-"} else files.enter_context(whole_file(Path(path), f"--{option}"))
+            if path in {None, "-"}:
+                return None
+            if (other := named.setdefault(Path(path).absolute(), option)) != option:
+                raise ConfigurationRefused(f"--{option}: {path} is the file of --{other} as well")
+            return files.enter_context(whole_file(Path(path), f"--{option}"))
 
         self.requests, self.report, self._json = begun("requests"), begun("report"), begun("json")
 

@@ -19,15 +19,6 @@ from fleet.cli.exits import DONE, FAILED
 SHOWN = 3  # lines of each log, from the first that differs on
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scenario", type=Path, help="TOML file: see docs/simulator.md")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, as in workload.requests=500"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="instead of the scenario's")
-    parser.add_argument("--json", metavar="FILE", help="write the outcome there; - for standard output")
-
-
 def run(arguments: argparse.Namespace) -> int:
     from fleet.config import changes_of  # noqa: PLC0415 - help needs none of it
     from fleet.sim.agreement import first_difference, served, simulated  # noqa: PLC0415

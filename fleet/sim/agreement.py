@@ -22,18 +22,18 @@ What that shows, and what it does not:
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
 
 from msgspec import Struct
 
 from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.errors import ConfigurationRefused
 from fleet.router.machine import RouterMachine
 from fleet.router.observed import ObservedMachine
 from fleet.sim.clients import Traffic, begin
 from fleet.sim.decisions import DecisionLog
 from fleet.sim.kernel import Kernel
 from fleet.sim.results import Ended
-from fleet.sim.run import Plan
+from fleet.sim.run import Plan, named
 from fleet.sim.shell import AHEAD, ShellWorld, keys_spelled
 from fleet.sim.world import World
 
@@ -41,8 +41,8 @@ LOOK_EVERY = 100 * MILLISECOND
 PATIENCE = 600 * SECOND  # between two ends of requests
 
 
-class Stuck(Exception):
-    """A request is never over."""
+class Stuck(ConfigurationRefused):
+    """A request is never over, or takes longer than can be waited for."""
 
 
 class Logged(Struct, frozen=True):
@@ -55,7 +55,7 @@ class Logged(Struct, frozen=True):
 def simulated(plan: Plan, traffic: Traffic) -> Logged:
     """The decisions of a simulation."""
     kernel, log, ended = Kernel(plan.seed), DecisionLog(), list[Ended]()
-    world = World(kernel, plan.pools, plan.router, record=log, ended=ended.append, **_named(plan))
+    world = World(kernel, plan.pools, plan.router, record=log, ended=ended.append, **named(plan))
     log.machine = world.machine
     _drive(kernel, world, plan, traffic, ended.append, over=lambda: None)
     return Logged(log.lines, ended)
@@ -80,25 +80,12 @@ def serve(plan: Plan, traffic: Traffic, machine: RouterMachine) -> list[Ended]:
     Raises:
         Stuck: A request is never over.
     """
-    kernel, ended = Kernel(plan.seed), list[Ended]()
-    kernel.instant = Nanos(-AHEAD)
-    world = ShellWorld(kernel, plan.pools, plan.router, machine=machine, ended=ended.append, **_named(plan))
+    kernel, ended = Kernel(plan.seed, begin=-AHEAD), list[Ended]()
+    world = ShellWorld(kernel, plan.pools, plan.router, machine=machine, ended=ended.append, **named(plan))
     kernel.run(until=Nanos(-1))
-    kernel.instant = Nanos(0)
+    kernel.skip(Nanos(0))
     _drive(kernel, world, plan, traffic, ended.append, over=world.close)
     return ended
-
-
-def _named(plan: Plan) -> dict[str, Any]:
-    """What a world is told of a plan by name."""
-    return {
-        "seed": plan.seed,
-        "block_tokens": plan.block_tokens,
-        "message_delay": plan.message_delay,
-        "policy": plan.policy,
-        "store": plan.store,
-        "verbatim_answers": plan.verbatim_answers,
-    }
 
 
 def _drive(
@@ -119,7 +106,9 @@ def _drive(
         if clients.over:
             over()
         elif world.live and kernel.now() - max(world.last_end, 0) > PATIENCE:
-            raise Stuck(f"{world.live} requests are not over at {kernel.now() / SECOND:.3f} s")
+            raise Stuck(
+                f"{world.live} requests are not over at {kernel.now() / SECOND:.3f} s, and none has been for {PATIENCE // SECOND} s"
+            )
         else:
             kernel.after(LOOK_EVERY, look)
 

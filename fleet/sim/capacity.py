@@ -11,8 +11,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
-from fleet.sim.load_curve import Arrivals
-from fleet.sim.scenario import Scenario, run_scenario, scaled, waiting_users
+from fleet.sim.load_curve import at_load
+from fleet.sim.scenario import Scenario, scaled, waiting_users
 
 CLOSE = 0.02
 """Relative distance of the two loads between which the answer lies."""
@@ -107,11 +107,11 @@ class _Search:
     def at(self, load: float) -> Point:
         if (known := self.points.get(load)) is not None:
             return known
-        loaded, arrivals = scaled(self._scenario, load), Arrivals()
-        outcome = run_scenario(loaded, self._folder, told=arrivals.add).outcome
+        ran = at_load(self._scenario, self._folder, load)
+        outcome = ran.outcome
         point = Point(
-            rate=arrivals.rate,
-            users=waiting_users(loaded),
+            rate=ran.rate,
+            users=ran.users,
             attainment=outcome.attainment,
             goodput_rps=outcome.goodput_rps,
             ttft_ms=outcome.ttft_ms["p90"],

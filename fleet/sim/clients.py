@@ -244,13 +244,8 @@ class _Conversation:
     """One session, from its begin."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, session: Session, longest: Nanos, over: Callable[[], None]):
-        self._kernel, self._sender, self._turns, self._longest, self._over = (
-            kernel,
-            sender,
-            session.turns,
-            longest,
-            over,
-        )
+        self._kernel, self._sender, self._longest, self._over = kernel, sender, longest, over
+        self._turns = session.turns
         self._left = len(session.turns)
         self._waits = [len(turn.after) for turn in session.turns]  # answers that each turn still waits for
         self._followers: list[list[int]] = [[] for _ in session.turns]

@@ -57,7 +57,7 @@ class StoreLost(Struct, frozen=True, kw_only=True):
 
 
 class RoleFlip(Struct, frozen=True, kw_only=True):
-    """A worker drains, and goes on in another role with the cache that it has. It returns never to the old one by itself."""
+    """A worker drains, and goes on in another role with the cache that it has. It never returns to the old one by itself."""
 
     at: Nanos
     worker: WorkerId

@@ -9,10 +9,9 @@ from msgspec import structs
 
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish
-from fleet.router.index import KEY_BYTES
 from fleet.router.messages import CacheAssumed, CancelWork, Dispatch, Stepped
+from fleet.sim.prompts import hashes_of
 from fleet.work import Description, KvEvent, KvRemoved, KvStored, Load, Progress, Start
-from kvstore.block import HASH_BYTES
 from workers.ports import EngineFacts, EngineOutput
 
 Item = TypeVar("Item")
@@ -77,9 +76,9 @@ class HostedEngine:
     def cache_changed(self, event: CacheAssumed) -> None:
         changes: list[KvEvent] = []
         if event.removed:  # first: it makes the room
-            changes.append(KvRemoved(_hashes(list(event.removed))))
+            changes.append(KvRemoved(hashes_of(event.removed)))
         if event.stored:
-            changes.append(KvStored(_hashes(event.stored)))
+            changes.append(KvStored(hashes_of(event.stored)))
         self._changes.put(changes)
 
 
@@ -107,8 +106,3 @@ def _unsigned(progress: Progress) -> Progress:
     if progress.handoff is None:
         return progress
     return structs.replace(progress, handoff=structs.replace(progress.handoff, prefill_worker=WorkerId("")))
-
-
-def _hashes(keys: Sequence[int]) -> tuple[bytes, ...]:
-    """Names of blocks with these keys: a router looks at no more of them."""
-    return tuple([key.to_bytes(KEY_BYTES, "little").ljust(HASH_BYTES, b"\0") for key in keys])

@@ -29,11 +29,11 @@ class Event(list[Any]):  # Any: when, luck, number, action; a list, since lists 
 class Kernel:
     """The heap of events; a `fleet.clock.Clock` too."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, begin: int = 0):
         self._heap: list[Event] = []
         self._tie = Random(seed).random
         self._scheduled = 0
-        self.instant = Nanos(0)
+        self.instant = Nanos(begin)
         """The present, for those who ask often; theirs to read."""
 
     def now(self) -> Nanos:
@@ -52,6 +52,12 @@ class Kernel:
         event = Event((self.instant + delay, self._tie(), self._scheduled, action))
         heappush(self._heap, event)
         return event
+
+    def skip(self, to: Nanos) -> None:
+        """Let time pass in which nothing happens."""
+        assert self.instant <= to, (self.instant, to)
+        assert not self._heap or self._heap[0][0] >= to, self._heap[0]
+        self.instant = to
 
     def run(self, until: Nanos | None = None) -> int:
         """Let events happen until there are none, or the next one is later than `until`; returns how many happened."""

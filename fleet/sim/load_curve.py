@@ -49,6 +49,13 @@ class Arrivals:
         return self._requests * SECOND / self._last if self._last else 0.0
 
 
+def at_load(scenario: Scenario, folder: Path, load: float) -> LoadPoint:
+    """Run a scenario at so many times its load; for what is raised, see `run_scenario`."""
+    loaded, arrivals = scaled(scenario, load), Arrivals()
+    outcome = run_scenario(loaded, folder, told=arrivals.add).outcome
+    return LoadPoint(load=load, rate=arrivals.rate, users=waiting_users(loaded), outcome=outcome)
+
+
 def load_curve(
     scenario: Scenario,
     folder: Path,
@@ -77,9 +84,7 @@ def load_curve(
         if known is not None and known.load == load and known.outcome.requests <= MOST_REQUESTS:
             points.append(known)
         else:
-            loaded, arrivals = scaled(structs.replace(scenario, workload=cut), load), Arrivals()
-            outcome = run_scenario(loaded, folder, told=arrivals.add).outcome
-            points.append(LoadPoint(load=load, rate=arrivals.rate, users=waiting_users(loaded), outcome=outcome))
+            points.append(at_load(structs.replace(scenario, workload=cut), folder, load))
         if tried is not None:
             tried(points[-1])
 

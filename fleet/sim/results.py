@@ -7,6 +7,8 @@ from msgspec import Meta, Struct
 
 from fleet.clock import MILLISECOND, SECOND, Nanos
 
+Milliseconds = Annotated[float, Meta(gt=0, le=1e12)]
+
 RESOLUTION = 0.005
 """Of quantiles: a value told lies within half a percent of the true one (logarithmic bins, as in DDSketch, VLDB 2019)."""
 
@@ -68,9 +70,9 @@ class Quantiles:
 class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a request must keep to count as good: all of it. The defaults are those of chat."""
 
-    ttft_ms: Annotated[float, Meta(gt=0)] = 2000.0
-    tpot_ms: Annotated[float, Meta(gt=0)] = 50.0
-    e2e_ms: Annotated[float, Meta(gt=0)] | None = None
+    ttft_ms: Milliseconds = 2000.0
+    tpot_ms: Milliseconds = 50.0
+    e2e_ms: Milliseconds | None = None
     """The whole answer; none: however long it takes."""
 
     def __post_init__(self) -> None:

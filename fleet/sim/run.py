@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -13,9 +14,10 @@ from fleet.sim.clients import ClientSection, Open, Traffic, begin
 from fleet.sim.engine import SimulatedEngine
 from fleet.sim.faults import Fault
 from fleet.sim.kernel import Kernel
+from fleet.sim.pools import PoolProfile
 from fleet.sim.results import Ended, Outcome, PoolOutcome, Quantiles, Slo, Tally, Timeline, seconds
 from fleet.sim.store import StoreProfile
-from fleet.sim.world import PoolProfile, World
+from fleet.sim.world import World
 
 HOUR = 3600.0
 LOOK_EVERY = Nanos(10 * SECOND)
@@ -73,18 +75,7 @@ def simulate(
         if told is not None:
             told(request)
 
-    world = World(
-        kernel,
-        plan.pools,
-        plan.router,
-        seed=plan.seed,
-        block_tokens=plan.block_tokens,
-        message_delay=plan.message_delay,
-        ended=ended,
-        policy=plan.policy,
-        store=plan.store,
-        verbatim_answers=plan.verbatim_answers,
-    )
+    world = World(kernel, plan.pools, plan.router, ended=ended, **named(plan))
     for fault in plan.faults:
         world.fail(fault)
     clients = begin(plan.clients, kernel, world, traffic, ended)
@@ -97,6 +88,18 @@ def simulate(
         tally=tally,
         timeline=timeline.looks,
     )
+
+
+def named(plan: Plan) -> dict[str, Any]:
+    """What a world is told of a plan by name: the same wherever one is made, or production and simulation were not compared."""
+    return {
+        "seed": plan.seed,
+        "block_tokens": plan.block_tokens,
+        "message_delay": plan.message_delay,
+        "policy": plan.policy,
+        "store": plan.store,
+        "verbatim_answers": plan.verbatim_answers,
+    }
 
 
 class _Looks:

@@ -1,6 +1,6 @@
 """Scenarios: what a simulation is of, as an operator writes it, and the plan that follows from it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,17 +22,25 @@ from fleet.router.settings import RouterSettings
 from fleet.sim.clients import ClientSection, Closed, Open, Sessions, Traffic
 from fleet.sim.engine import EngineLimits
 from fleet.sim.faults import Fault, NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
+from fleet.sim.pools import PoolProfile, node_of
 from fleet.sim.results import Ended, Quality, Slo
 from fleet.sim.run import Plan, Run, simulate
 from fleet.sim.store import StoreProfile, TierProfile
 from fleet.sim.workloads import Drawn, Recorded, Workload, requests_of, sessions_of
-from fleet.sim.world import PoolProfile, node_of
 from kvstore.eviction.policies import PolicyName
 from kvstore.messages import POOL_TIER
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 31)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+Gib = Annotated[float, Meta(ge=0, le=1e9)]
+Bandwidth = Annotated[float, Meta(ge=1, le=1e15)]
+Microseconds = Annotated[float, Meta(ge=0, le=1e9)]
+FileName = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]+$")]
+
+MOST_WORKERS = 10_000
+SHOWN = 8
+"""Names of workers or nodes in a refusal."""
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +68,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers that are alike."""
 
-    name: str = ""
+    name: Annotated[str, Meta(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
     """In results; empty: role and GPU."""
 
     role: Role = Role.BOTH
@@ -75,35 +83,35 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dp: Positive = 1
     ep: Positive = 1
 
-    dollars_per_hour: Annotated[float, Meta(ge=0)] | None = None
+    dollars_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     """One GPU; by default the list price that comes with the profile."""
 
 
 class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A KV store on every node; without this section there is none."""
 
-    memory_gib: Annotated[float, Meta(gt=0)]
+    memory_gib: Annotated[float, Meta(gt=0, le=1e9)]
     """Of a node's memory, the pool."""
 
     policy: PolicyName = "lru"
     """Which blocks go first, in all tiers."""
 
-    ssd_gib: Annotated[float, Meta(ge=0)] = 0.0
+    ssd_gib: Gib = 0.0
     """Of a node's disks; 0: none."""
 
-    ssd_read_bandwidth: Annotated[float, Meta(gt=0)] = 6.8e9
-    ssd_write_bandwidth: Annotated[float, Meta(gt=0)] = 4.0e9
-    ssd_latency_us: Annotated[float, Meta(ge=0)] = 100.0
+    ssd_read_bandwidth: Bandwidth = 6.8e9
+    ssd_write_bandwidth: Bandwidth = 4.0e9
+    ssd_latency_us: Microseconds = 100.0
     """Bytes a second of all disks of a node together; the defaults are about one data-centre disk of PCIe 4 by its data sheet."""
 
     ssd_admission: Literal["all", "reuse"] = "reuse"
     """Which blocks are written to disk: all, or those that were seen before."""
 
-    remote_gib: Annotated[float, Meta(ge=0)] = 0.0
+    remote_gib: Gib = 0.0
     """Of one store for all nodes (Redis, S3, a file system); 0: none."""
 
-    remote_bandwidth: Annotated[float, Meta(gt=0)] = 10e9
-    remote_latency_us: Annotated[float, Meta(ge=0)] = 500.0
+    remote_bandwidth: Bandwidth = 10e9
+    remote_latency_us: Microseconds = 500.0
     """Bytes a second that one node reads from it, and as many that it writes."""
 
 
@@ -136,7 +144,7 @@ class SlowFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     at_seconds: Seconds
     worker: Annotated[str, Meta(min_length=1)]
-    factor: Annotated[float, Meta(gt=0, le=1e6)] = 3.0
+    factor: Annotated[float, Meta(ge=1e-3, le=1e6)] = 3.0
     lasting_seconds: Seconds = 60.0
 
 
@@ -171,7 +179,7 @@ FaultSection = WorkerFault | NodeFault | SlowFault | CutFault | StoreFault | Fli
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One simulation."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: FileName
     """Folder with a Hugging Face config.json, or that file, relative to the scenario's file."""
 
     pools: Annotated[tuple[PoolSection, ...], Meta(min_length=1)]
@@ -232,6 +240,8 @@ def plan(scenario: Scenario, folder: Path) -> Plan:
     model = _model(folder / scenario.model)
     sections = list(enumerate(scenario.pools))
     profiles = [_profile(scenario, index, pool, model) for index, pool in sections]
+    if (workers := sum(profile.workers for profile in profiles)) > MOST_WORKERS:
+        raise ConfigurationRefused(f"pools: {workers:,} workers are more than {MOST_WORKERS:,}")
     return Plan(
         pools=tuple(profiles),
         router=scenario.router,
@@ -294,9 +304,7 @@ def _faults(scenario: Scenario, profiles: Sequence[PoolProfile]) -> tuple[Fault,
         if isinstance(section, NodeFault | StoreFault):
             node = StoreId(section.node)
             if node not in nodes:
-                raise ConfigurationRefused(
-                    f"faults[{index}].node: {section.node!r} is not one of {', '.join(sorted(nodes))}"
-                )
+                raise ConfigurationRefused(f"faults[{index}].node: {section.node!r} is not one of {_named(nodes)}")
             if isinstance(section, StoreFault) and scenario.store is None:
                 raise ConfigurationRefused(f"faults[{index}].kind: there is no store to be lost; add a section [store]")
             down = Nanos(round(section.down_seconds * SECOND))
@@ -304,9 +312,7 @@ def _faults(scenario: Scenario, profiles: Sequence[PoolProfile]) -> tuple[Fault,
             return kind(at=at, node=node, down=down)
         worker = WorkerId(section.worker)
         if worker not in workers:
-            raise ConfigurationRefused(
-                f"faults[{index}].worker: {section.worker!r} is not one of {', '.join(sorted(workers))}"
-            )
+            raise ConfigurationRefused(f"faults[{index}].worker: {section.worker!r} is not one of {_named(workers)}")
         match section:
             case WorkerFault():
                 start = None if section.start_seconds is None else Nanos(round(section.start_seconds * SECOND))
@@ -320,6 +326,12 @@ def _faults(scenario: Scenario, profiles: Sequence[PoolProfile]) -> tuple[Fault,
                 return RoleFlip(at=at, worker=worker, role=section.role)
 
     return tuple(made(index, section) for index, section in enumerate(scenario.faults))
+
+
+def _named(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - SHOWN:,} more" if len(ordered) > SHOWN else ""
+    return ", ".join(ordered[:SHOWN]) + more
 
 
 def traffic(scenario: Scenario, folder: Path) -> Traffic:

@@ -21,6 +21,7 @@ from typing import Literal
 from msgspec import Struct
 
 from fleet.clock import Nanos
+from fleet.hardware.steps import pairs
 from fleet.ids import StoreId
 from fleet.sim.engine import StepTimes
 from fleet.sim.kernel import Kernel
@@ -65,9 +66,8 @@ class Tier:
         self._policy = policy(profile.policy)
         self._admission: ReuseAdmission[int] | None = ReuseAdmission() if profile.admission == "reuse" else None
         self._pins: dict[int, int] = {}  # loads that a block is part of, by name; of all blocks that are here
-        self._aside: dict[
-            int, None
-        ] = {}  # blocks whose turn to go came while they were loaded: the policy does not know them
+        # Blocks whose turn to go came while they were loaded: the policy does not know them.
+        self._aside: dict[int, None] = {}
 
     def __contains__(self, key: int) -> bool:
         return key in self._pins
@@ -287,7 +287,7 @@ class NodeStore:
             num_bytes = len(run.keys) * self._profile.block_bytes
             loading = self._network.seconds(lanes, num_bytes, run.tier.profile.latency)
             tokens = len(run.keys) * size
-            computing = borrower.times.seconds(tokens, tokens * (depth * size + 0.5 * tokens), 0, 0)
+            computing = borrower.times.seconds(tokens, pairs(tokens, depth * size), 0, 0)
             if loading is None or loading >= computing:
                 break
             worth.append(run)
@@ -402,7 +402,7 @@ class NodeStore:
         return (self._lane(tier, "read"), borrower.load_lane)
 
     def check(self) -> None:
-        """Assert that tiers are in order, and with nothing on its way, that nothing is kept."""
+        """Assert that tiers are in order, and that nobody waits while nothing is on its way."""
         for tier in self.tiers:
             tier.check()
         assert not self._waiters or self._saving

@@ -15,14 +15,16 @@ from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta, Struct, structs
 
-from fleet.adapters.traces import Cut, Session, TraceFile, TraceRefused, Turn, open_trace
+from fleet.adapters.trace_rows import LONGEST_PROMPT
+from fleet.adapters.traces import LIVE_SESSIONS, Cut, Session, TraceFile, TraceRefused, Turn, open_trace
 from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from kvstore.block import blocks_for
 from kvstore.replay import Request
 
 T = TypeVar("T")
-Positive = Annotated[float, Meta(gt=0, le=1e9)]
+NEVER_ENDS = 1e9  # seconds: the longest that can be named
+Positive = Annotated[float, Meta(ge=1e-9, le=1e9)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -31,7 +33,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 class Recorded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="trace"):
     """Requests of a file, as `fleet.adapters.traces` reads them. It is cut in the order of these fields."""
 
-    file: Annotated[str, Meta(min_length=1)]
+    file: Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]+$")]
     """Relative to the scenario's file."""
 
     sort: bool = False
@@ -45,16 +47,16 @@ class Recorded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     """Share of these rows that counts; which of them, the scenario's seed says."""
 
     from_seconds: Seconds = 0.0
-    to_seconds: Positive = 1e9
+    to_seconds: Positive = NEVER_ENDS
     """Of the recorded time: what arrived in between, counted from there."""
 
-    requests: Annotated[int, Meta(ge=0)] = 0
+    requests: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     """At most so many, from the start; 0: all."""
 
     speed: Positive = 1.0
     """Arrivals come so many times as fast as they were recorded; of sessions, what lies between turns passes as much faster."""
 
-    live_sessions: Count = 64
+    live_sessions: Count = LIVE_SESSIONS
     """Kept running at a time where the format knows sessions, and clients send as it was recorded (`clients.kind = "open"`)."""
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     """By chance; at equal distances; by chance with gaps that vary by `variation`; or by chance with a rate that swings between
     a quarter of the mean and 1.75 times it, or that is higher in bursts."""
 
-    variation: Annotated[float, Meta(gt=0, le=100)] = 2.0
+    variation: Annotated[float, Meta(ge=1e-3, le=100)] = 2.0
     """gamma: standard deviation of a gap over its mean. 1 is poisson, more is burstier."""
 
     day_seconds: Positive = 86_400.0
@@ -83,7 +85,7 @@ class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
 
     burst_seconds: Positive = 10.0
     burst_every_seconds: Positive = 60.0
-    burst_factor: Annotated[float, Meta(gt=1, le=1e6)] = 5.0
+    burst_factor: Annotated[float, Meta(gt=1, le=1000)] = 5.0
     """bursts: how long one lasts, how often one begins, and how many times higher the rate is then than outside."""
 
     prompt_tokens: Count = 2048
@@ -97,7 +99,7 @@ class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     prefix_tokens: Annotated[int, Meta(ge=0)] = 0
     """Of each; longer prompts go on by themselves."""
 
-    turns: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    turns: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Of a conversation, on average; with more than one, clients must be of kind `sessions`. `rate` still counts requests."""
 
     turn_tokens: Count = 256
@@ -107,6 +109,9 @@ class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
     """From an answer to the next turn, on average; by chance (exponential)."""
 
     def __post_init__(self) -> None:
+        later = (self.turns - 1) * (self.turn_tokens + self.output_tokens) if self.turns > 1 else 0
+        if (longest := self.prompt_tokens + later) > LONGEST_PROMPT:
+            raise ValueError(f"prompt_tokens: {longest:,}, with all turns, are more than {LONGEST_PROMPT:,}")
         if self.arrivals == "bursts" and not self.burst_seconds < self.burst_every_seconds:
             raise ValueError(
                 f"burst_seconds: {self.burst_seconds:g} is not less than burst_every_seconds, {self.burst_every_seconds:g}"
@@ -149,7 +154,7 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
         raise ConfigurationRefused(
             f"clients.kind: {workload.file} ({file.format}) knows no sessions; take open or closed"
         )
-    if workload.from_seconds or workload.to_seconds < 1e9:
+    if workload.from_seconds or workload.to_seconds < NEVER_ENDS:
         raise ConfigurationRefused(
             "workload.from_seconds: sessions that wait have no recorded time; cut by part or sample"
         )
@@ -208,7 +213,7 @@ def _refusing(rows: Iterator[T]) -> Iterator[T]:
 
 def _cut(requests: Iterator[Request], workload: Recorded) -> Iterator[Request]:
     begin = round(workload.from_seconds * SECOND)
-    end = round(workload.to_seconds * SECOND) if workload.to_seconds < 1e9 else inf
+    end = round(workload.to_seconds * SECOND) if workload.to_seconds < NEVER_ENDS else inf
     speed = workload.speed
     for each in requests:
         if each.arrival >= end:
@@ -220,7 +225,8 @@ def _cut(requests: Iterator[Request], workload: Recorded) -> Iterator[Request]:
 
 def _faster(sessions: Iterator[Session], speed: float) -> Iterator[Session]:
     for session in sessions:
-        yield Session(tuple([structs.replace(turn, gap=Nanos(round(turn.gap / speed))) for turn in session.turns]))
+        turns = tuple([structs.replace(turn, gap=Nanos(round(turn.gap / speed))) for turn in session.turns])
+        yield structs.replace(session, turns=turns)
 
 
 def _first_turns(sessions: Iterator[Session], requests: int) -> Iterator[Session]:
@@ -228,7 +234,7 @@ def _first_turns(sessions: Iterator[Session], requests: int) -> Iterator[Session
     left = requests or inf
     for session in sessions:
         if left <= len(session.turns):
-            yield Session(session.turns[: int(left)] if left < inf else session.turns, session.begins)
+            yield Session(session.turns[: int(left)], session.begins)
             return
         left -= len(session.turns)
         yield session
@@ -243,9 +249,8 @@ class _Prompts:
         self._chance = chance
         self._shared_blocks = workload.prefix_tokens // block_tokens
         self._weights = list(accumulate(1 / rank for rank in range(1, workload.prefixes + 1)))
-        self._names = workload.prefixes * blocks_for(
-            workload.prefix_tokens, block_tokens
-        )  # shared ones are below all others
+        # Names of shared blocks are below all others.
+        self._names = workload.prefixes * blocks_for(workload.prefix_tokens, block_tokens)
 
     def first(self) -> tuple[int, tuple[int, ...]]:
         """Tokens and blocks of a prompt that begins a conversation."""

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Every decision is `fleet.router.machine`'s. The world tells it what a router would hear (arrivals, steps, caches, workers that
-   come and go), each a message later than it happened, and does what it commands, a message later too.
+1. Every decision is `fleet.router.machine`'s. The world tells it what a router would hear: arrivals and new workers at once, what
+   workers and stores say a message later than it happened; and what it commands reaches a worker a message later too.
    What is said on one way between the router and a worker arrives in the order in which it was said, as on the wire.
 2. What a sequence generates is told with its first token, when it begins another block, and with its end, not step by step: the
    instants of first tokens and ends are exact, and the router counts blocks. What was generated before a fault is told too.
@@ -13,20 +13,18 @@ Rules:
 5. The digest is over every request's end, in order: two runs are the same if, and as far as anybody can tell only if, it is.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
 from random import Random
-from typing import Any, Generic, Self, TypeVar, assert_never
+from typing import assert_never
 
 from msgspec import Struct, structs
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
-from fleet.requests import Finish, KvReport, Sampling, TokenBytes
+from fleet.requests import TOKEN_BYTES, Finish, KvReport, Sampling
 from fleet.roles import KvPath, Phase, Role
-from fleet.router.index import KEY_BYTES
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
@@ -45,59 +43,29 @@ from fleet.router.messages import (
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
+    request_of,
 )
 from fleet.router.observed import Observer
 from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
 from fleet.sim.answers import Answers
-from fleet.sim.engine import EngineLimits, Job, SimulatedEngine, StepTimes, Told
+from fleet.sim.engine import Job, SimulatedEngine, Told
 from fleet.sim.faults import Fault, NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
 from fleet.sim.handoffs import End, Handoffs, params
 from fleet.sim.kernel import Event, Kernel
 from fleet.sim.network import Lane, Network
-from fleet.sim.results import Ended, PoolLook, Quality, Timeline
+from fleet.sim.pools import PoolProfile, node_of
+from fleet.sim.prompts import Blank, hashes_of, keys_of
+from fleet.sim.results import Ended, PoolLook, Timeline
 from fleet.sim.store import Borrower, Changed, NodeStore, StoreProfile, Tier
+from fleet.sim.ways import Way
 from fleet.work import Description, Handoff, Progress, Start
-from kvstore.block import HASH_BYTES
 from kvstore.replay import Request
 
 MODEL = ModelName("model")
 FINGERPRINT = "simulated"
 TOKEN = (0,)
 JUST_BEFORE = 1000  # nanoseconds: before a fault, what was generated is on its way
-
-Said = TypeVar("Said")
-
-
-class PoolProfile(Struct, frozen=True, kw_only=True):
-    """Workers that are alike: what the simulation has to know of their hardware, model and engine."""
-
-    name: str
-    role: Role
-    workers: int
-    times: StepTimes
-    limits: EngineLimits
-    gpus: int  # of one worker
-    dollars_per_hour: float  # of one GPU
-    busy_watts: float  # of one GPU
-    idle_watts: float
-    kv_bytes_per_token: float  # of one worker
-    bandwidth: float  # bytes a second that a worker sends to others, and gets
-    link_latency: Nanos
-    start_time: Nanos  # from asking for a worker to its first request
-    prefill_speed: float = 1.0  # in proportion to the other pools
-    decode_speed: float = 1.0
-    gpus_per_node: int = 8
-    host_bandwidth: float = 64e9  # bytes a second between a worker and its node's memory, each way
-    gpu: str = ""
-    quality: Quality = Quality()
-    front: Nanos = Nanos(0)  # around the engine, of one request: HTTP, tokenizer, the scheduler's turn
-    front_per_token: float = 0.0  # nanoseconds more for each token of the prompt
-
-
-def node_of(profile: PoolProfile, number: int) -> StoreId:
-    """The node of a pool's worker; of its first GPU, where it spans several. Pools have nodes of their own."""
-    return StoreId(f"{profile.name}-node-{number * profile.gpus // profile.gpus_per_node}")
 
 
 class _Prefill(Struct, frozen=True):
@@ -121,59 +89,10 @@ class _Worker:
         self.since = since  # that it has its GPUs
         self.until: Nanos | None = None
         self.engine: SimulatedEngine
-        self.says: _Way[RouterEvent]
-        self.hears: _Way[Dispatch | CancelWork]
+        self.says: Way[RouterEvent]
+        self.hears: Way[Dispatch | CancelWork]
         self.borrower: Borrower | None = None  # as its node's store knows it
         self.prefilled: dict[RequestId, _Prefill] = {}  # prefill work that runs here
-
-
-class _Way(Generic[Said]):
-    """One way of a stream: what is said arrives a delay later, in order, however the kernel shuffles ties."""
-
-    __slots__ = ("_delay", "_deliver", "_held_back", "_kernel", "_latest", "_said_at", "_under_way")
-
-    def __init__(self, kernel: Kernel, delay: Nanos, deliver: Callable[[Said], None]):
-        self._kernel, self._delay, self._deliver = kernel, delay, deliver
-        self._under_way: deque[list[Said]] = deque()  # what was said in one instant arrives in one
-        self._latest: list[Said] = []
-        self._said_at: Nanos | None = None  # the latest
-        self._held_back: list[Said] | None = None  # while the way is cut
-
-    def say(self, message: Said) -> None:
-        if self._held_back is not None:
-            self._held_back.append(message)
-        elif self._said_at == self._kernel.instant:
-            self._latest.append(message)
-        else:
-            self._said_at, self._latest = self._kernel.instant, [message]
-            self._under_way.append(self._latest)
-            self._kernel.after(self._delay, self._arrive)
-
-    @property
-    def is_cut(self) -> bool:
-        return self._held_back is not None
-
-    def cut(self) -> None:
-        """Hold back what is said from now on."""
-        self._held_back = []
-
-    def mend(self) -> None:
-        """Send what was held back, in order."""
-        held, self._held_back = self._held_back, None
-        for message in held or ():
-            self.say(message)
-
-    def forget(self) -> None:
-        """Lose what was held back."""
-        if self._held_back is not None:
-            self._held_back = []
-
-    def _arrive(self) -> None:
-        messages = self._under_way.popleft()
-        if messages is self._latest:
-            self._said_at = None  # what is said from now on arrives later
-        for message in messages:
-            self._deliver(message)
 
 
 class _Client(Struct, kw_only=True, eq=False):
@@ -185,7 +104,6 @@ class _Client(Struct, kw_only=True, eq=False):
     ended: Callable[[Ended], None]
     first_token: Nanos | None = None
     tokens: int = 0
-    cached_tokens: int = 0
     tier_tokens: dict[str, int] | None = None  # that were loaded from a store
 
 
@@ -224,7 +142,7 @@ class World:
         """
         self._kernel = kernel
         # Nobody asks why a request that is over went where it went, and each answer would keep a table.
-        self._machine = RouterMachine(structs.replace(settings, explained_requests=1), Random(seed), policy, _keys)
+        self._machine = RouterMachine(structs.replace(settings, explained_requests=1), Random(seed), policy, keys_of)
         self._network = Network(kernel)
         self._handoffs = Handoffs(kernel, self._network, block_tokens, self._flip_if_idle)
         self._silence = Nanos(round(settings.heartbeat_timeout_seconds * SECOND))  # after which a worker is lost
@@ -240,12 +158,11 @@ class World:
         self._store = store
         self._stores: dict[StoreId, NodeStore] = {}
         self._shared_tiers = {} if store is None else {tier.name: Tier(tier) for tier in store.tiers if tier.shared}
-        self._stores_say: _Way[RouterEvent] = _Way(kernel, message_delay, self._hear)
+        self._stores_say: Way[RouterEvent] = Way(kernel, message_delay, self._hear)
         self._tick: Event | None = None
         self._ticks_at: Nanos | None = None
         self._numbered = 0
         self.finished = 0
-        self.drifts = 0  # alarms of the router: what it believed of caches was wrong too often
         self.last_end = Nanos(0)  # of a request
         serving = [profile for profile in pools if profile.role is not Role.DECODE] or list(pools)
         self._front_base = sum(profile.front for profile in serving) / len(serving)
@@ -280,7 +197,7 @@ class World:
         arrived = Arrived(
             request_id=request_id,
             model=MODEL,
-            tokens=_Blank(request.prompt_tokens, keys),
+            tokens=Blank(request.prompt_tokens, keys),
             sampling=_sampling(request.output_tokens),
             session=str(request.session) if request.session else "",
             keys=keys,
@@ -304,10 +221,10 @@ class World:
     def fail(self, fault: Fault) -> None:
         """Have something happen to the cluster in time. What it happens to may be gone then, and nothing happens."""
         if isinstance(fault, WorkerLost | NodeLost | NetworkCut):
-            self._kernel.at(max(0, fault.at - JUST_BEFORE), partial(self._tell_all, fault))
+            self._kernel.at(max(0, fault.at - JUST_BEFORE), partial(self._tell_progress, fault))
         self._kernel.at(fault.at, partial(self._happen, fault))
 
-    def _tell_all(self, fault: WorkerLost | NodeLost | NetworkCut) -> None:
+    def _tell_progress(self, fault: WorkerLost | NodeLost | NetworkCut) -> None:
         """What workers have generated until now, tokens that would have been sent one by one."""
         for worker in list(self._workers.values()):
             if worker.node == fault.node if isinstance(fault, NodeLost) else worker.id == fault.worker:
@@ -329,7 +246,7 @@ class World:
                 self._die(worker, fault.down, worker.profile.start_time if fault.start is None else fault.start)
             case WorkerSlow():
                 worker.engine.slow(fault.factor)
-                self._kernel.after(fault.lasting, partial(worker.engine.slow, 1.0))
+                self._kernel.after(fault.lasting, partial(worker.engine.recover, fault.factor))
             case NetworkCut():
                 self._cut(worker, fault.lasting)
             case RoleFlip() if fault.role is worker.role:
@@ -358,7 +275,8 @@ class World:
         begun = Nanos(worker.until + down)
         successor = _Worker(worker.profile, worker.id, worker.node, worker.incarnation + 1, begun)
         successor.role = worker.flips_to or worker.role
-        self._kernel.at(begun + start, partial(self._join, successor))
+        heard = worker.until + self._delay + 1  # only then it may come: the router goes by names
+        self._kernel.at(max(begun + start, heard), partial(self._join, successor))
 
     def _cut(self, worker: _Worker, lasting: Nanos) -> None:
         if worker.says.is_cut:
@@ -410,8 +328,8 @@ class World:
             cache_changed=partial(self._cache_changed, worker),
             supply=_Supply(self._handoffs, self._note_loaded, worker, self._stores),
         )
-        worker.says = _Way(self._kernel, self._delay, self._hear)
-        worker.hears = _Way(self._kernel, self._delay, partial(self._obey, worker))
+        worker.says = Way(self._kernel, self._delay, self._hear)
+        worker.hears = Way(self._kernel, self._delay, partial(self._obey, worker))
         self._workers[worker.id] = worker
         self._network.join(worker.id, profile.bandwidth)
         end = End(engine=worker.engine, bytes_per_token=profile.kv_bytes_per_token, latency=profile.link_latency)
@@ -514,14 +432,14 @@ class World:
                     store_id=each.id,
                     fingerprint=FINGERPRINT,
                     tier=changed.tier,
-                    stored=_hashes(changed.stored),
-                    removed=_hashes(changed.removed),
+                    stored=hashes_of(changed.stored),
+                    removed=hashes_of(changed.removed),
                     reset=changed.reset,
                 )
             )
 
     def _note_loaded(self, work_id: RequestId, tokens: Mapping[str, int]) -> None:
-        if (client := self._clients.get(_request_of(work_id))) is not None:
+        if (client := self._clients.get(request_of(work_id))) is not None:
             client.tier_tokens = dict(tokens)
 
     # The router.
@@ -544,7 +462,7 @@ class World:
                 case Refuse():
                     self._over(command.request_id, now, 0, command.reason.value)
                 case CacheDrifts():
-                    self.drifts += command.drifting
+                    pass  # for metrics
                 case _:
                     assert_never(command)
         if (due := self._machine.next_deadline()) != self._ticks_at:
@@ -574,10 +492,10 @@ class World:
                 self._flip_if_idle(worker.id)
 
     def _start(self, worker: _Worker, start: Start) -> None:
-        client = self._clients.get(_request_of(start.request_id))
+        client = self._clients.get(request_of(start.request_id))
         if client is None:
             return  # cancelled meanwhile
-        prompt_tokens, handoff = len(start.tokens) // 4, start.handoff
+        prompt_tokens, handoff = len(start.tokens) // TOKEN_BYTES, start.handoff
         keys = client.keys[self._block_tokens]
         direct = handoff is not None and handoff.kv_path is KvPath.DIRECT
         job = Job(
@@ -696,31 +614,6 @@ class World:
             store.check()
 
 
-class _Blank(bytes):
-    """Token ids that nobody looks at: as long as a prompt, without its memory, and with its keys by block size."""
-
-    _length: int
-    keys: Mapping[int, tuple[int, ...]]
-
-    def __new__(cls, tokens: int, keys: Mapping[int, tuple[int, ...]]) -> Self:
-        blank = super().__new__(cls)
-        blank._length = 4 * tokens
-        blank.keys = keys
-        return blank
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __add__(self, more: Any) -> Self:  # what the client has, when another worker goes on
-        return type(self)((self._length + memoryview(more).nbytes) // 4, self.keys)
-
-
-def _keys(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - a `Hasher`
-    """Of a prompt and what was generated since: the blocks that an answer fills are nobody else's, and have none."""
-    assert isinstance(tokens, _Blank)
-    return tokens.keys[block_tokens]
-
-
 class _Supply:
     """What a worker's engine need not compute: what a prefill worker keeps for it, and what its node's store holds."""
 
@@ -760,15 +653,6 @@ class _Supply:
                 engine.fetched(job.work_id)
 
         self._stores[self._worker.node].load(borrower, keys, here, ended)
-
-
-def _hashes(keys: Sequence[int]) -> tuple[bytes, ...]:
-    """Names of blocks with these keys: a router looks at no more of them."""
-    return tuple([key.to_bytes(KEY_BYTES, "little").ljust(HASH_BYTES, b"\0") for key in keys])
-
-
-def _request_of(work_id: RequestId) -> RequestId:
-    return RequestId(work_id.partition("#")[0])
 
 
 @lru_cache(4096)

@@ -153,7 +153,7 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
         "connect_timeout_seconds",
         "heartbeat_timeout_seconds",
         "max_reconnect_seconds",
-    }, "does the machine look at it? then it must be recorded, else name it in `fleet.adapters.recording` and here"
+    }, "does the machine look at it? then name it in `fleet.adapters.recording`, so that it is recorded; else here"
 
 
 def _another(value):

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import os
 
 import pytest
 
+from fleet.adapters import trace_rows
 from fleet.adapters.traces import TraceRefused, open_trace, read_trace
 from fleet.clock import SECOND
 from kvstore.replay import distinct_blocks, ideal
@@ -173,7 +175,7 @@ def test_later_azure_traces_tell_their_time_zone(tmp_path):
     ("rows", "message"),
     [
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,374\n", "trace.csv:1: GeneratedTokens: there is no such column"),
-        (AZURE + "2023-11-16 18:15:52,ten,5\n", "trace.csv:5: ContextTokens: 'ten' is no number of tokens from 1 on"),
+        (AZURE + "2023-11-16 18:15:52,ten,5\n", "trace.csv:5: ContextTokens: 'ten' is no number of tokens from 1 to"),
         (AZURE + "2023-11-16 18:15:52,0,5\n", "trace.csv:5: ContextTokens: '0' is no number of tokens"),
         (AZURE + "2023-11-16 18:15:52,5,-5\n", "trace.csv:5: GeneratedTokens: '-5' is no number"),
         (AZURE + "2023-11-16 18:15:52,5," + "9" * 30 + "\n", "trace.csv:5: GeneratedTokens: '9999"),
@@ -275,3 +277,34 @@ def test_rows_are_read_one_after_the_other(tmp_path):
     assert [next(requests).arrival // 1_000_000 for _ in range(3)] == [0, 1, 2]
     with pytest.raises(TraceRefused, match=r"trace\.jsonl:4: timestamp"):
         next(requests)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"hash_ids":"\xff"}\n', ":1: is no JSON object: "),
+        (b'{"a":' * 100_000, ":1: is no JSON object: "),
+        (AZURE.encode() + b"2023-11-16 18:15:52,1000000000000,5\n", ":5: ContextTokens: "),
+        (b'{"arrival":0,"prompt_tokens":1099511627776}\n', ":1: prompt_tokens: "),
+        (b'{"arrival":0,"prompt_tokens":9}\n{"prompt_tokens":9}\n', ":2: Object missing required field `arrival`"),
+    ],
+)
+def test_a_row_that_would_break_the_reader_is_refused_like_any_other(tmp_path, content, said):
+    file = tmp_path / "trace"
+    file.write_bytes(content)
+    with pytest.raises(TraceRefused, match=said):
+        read_trace(file)
+
+
+def test_a_line_has_a_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_rows, "LONGEST_LINE", 1000)
+    file = tmp_path / "trace"
+    file.write_bytes(gzip.compress(b" " * 1001))
+    with pytest.raises(TraceRefused, match="trace:1: is longer than 1000 bytes"):
+        read_trace(file)
+
+
+def test_a_pipe_is_no_trace_and_nobody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "trace")
+    with pytest.raises(TraceRefused, match="is no regular file"):
+        read_trace(tmp_path / "trace")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +150,16 @@ def test_a_role_with_several_pools_cannot_be_counted_by_an_option(tmp_path):
 
     with pytest.raises(ConfigurationRefused, match="--decode: the topology has 2 pools of that role"):
         options("--config", str(path), "--decode", "1")
+
+
+def test_a_name_that_a_terminal_would_obey_is_spelled_out(tmp_path, capsys):
+    file = tmp_path / "a\n\x1b[31m.toml"
+    assert run(["sim", "run", str(file)]) == 3
+    assert capsys.readouterr().err == f"fleet: {tmp_path}/a\\n\\x1b[31m.toml: No such file or directory\n"
+
+
+def test_output_that_a_full_disk_does_not_take_is_one_line(tmp_path):
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "fleet.cli.main", "hardware", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, timeout=30)
+    assert (done.returncode, done.stderr) == (1, b"fleet: standard output: No space left on device\n")

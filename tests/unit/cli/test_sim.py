@@ -160,3 +160,47 @@ def test_a_model_that_does_not_fit_is_refused(scenario, tmp_path, capsys):
     (tmp_path / "model.json").write_text(json.dumps(large))
     assert run(["sim", "run", str(scenario)]) == 3
     assert "pools[0]: model: gpu: does not fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("workload.rate=1e-308", "workload.rate: Expected `float` >= 1e-09"),
+        ("workload.variation=1e-308", "workload.variation: "),
+        ("workload.prompt_tokens=2147483648", "workload: prompt_tokens: 2,147,483,648, with all turns, are more than"),
+        ("pools.0.gpus=2147483648", "pools: 2,147,483,648 workers are more than 10,000"),
+        ("pools.0.dollars_per_hour=inf", "pools[0].dollars_per_hour: "),
+        ('pools.0.name="a\\nb"', "pools[0].name: "),
+        ("store={memory_gib=inf}", "store.memory_gib: "),
+        ("store={memory_gib=10,ssd_gib=10,ssd_latency_us=1e308}", "store.ssd_latency_us: "),
+        ("slo.ttft_ms=inf", "slo.ttft_ms: "),
+        ('model="a\\u0000b"', "model: "),
+        ("seed=" + "9" * 10_000, "seed: Expected `int`, got `str`"),
+        ("seed=" + "[" * 10_000, "seed: Expected `int`, got `str`"),
+        ("seed=3\nslo = 4", "seed: Expected `int`, got `str`"),
+    ],
+)
+def test_a_value_that_no_cluster_has_is_refused_and_not_computed_with(scenario, capsys, change, said):
+    assert run(["sim", "run", str(scenario), "--set", change]) == 3
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_fault_of_an_unknown_worker_names_a_few_that_there_are(scenario, capsys):
+    fault = 'faults=[{kind="worker",at_seconds=1,worker="nobody"}]'
+    assert run(["sim", "run", str(scenario), "--set", fault, "--set", "pools.0.gpus=5000"]) == 3
+    assert capsys.readouterr().err.endswith("both-h100-1003 and 4,992 more\n")
+
+
+def test_two_outputs_are_not_one_file(scenario, tmp_path, capsys):
+    file = str(tmp_path / "out")
+    assert run(["sim", "run", str(scenario), "--json", file, "--report", file]) == 3
+    assert capsys.readouterr().err == f"fleet: --json: {file} is the file of --report as well\n"
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_range_of_seeds_is_counted_before_it_is_written_out(scenario, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(["sim", "sweep", str(scenario), "--seeds", "1:9999999999999"])
+    assert "are 9999999999999 seeds" in capsys.readouterr().err

@@ -223,7 +223,7 @@ def test_a_slow_engine_takes_its_time_from_the_next_step_on():
     bench = Bench()
     bench.work("one", 16, 101)
     bench.kernel.at(Nanos(SECOND // 2), lambda: bench.engine.slow(3.0))
-    bench.kernel.at(Nanos(SECOND), lambda: bench.engine.slow(1.0))
+    bench.kernel.at(Nanos(SECOND), lambda: bench.engine.recover(3.0))
     bench.run()
     usual = Bench()
     usual.work("one", 16, 101)

@@ -224,3 +224,19 @@ def test_many_faults_at_once_lose_nothing():
     for seed in range(1, 4):
         run = Watched(structs.replace(slow_links(*faults), seed=seed))
         run.nothing_is_lost()
+
+
+def test_a_worker_that_two_things_slow_is_slow_until_both_are_over():
+    def last_end(*lasting: int) -> float:
+        slow = [WorkerSlow(at=AT, worker=FIRST, factor=4.0, lasting=Nanos(each * SECOND)) for each in lasting]
+        run = Watched(a_plan(a_pool(), faults=tuple(slow)))
+        return run.world.last_end / SECOND
+
+    assert last_end(20, 1) >= last_end(20) > last_end(1)
+
+
+def test_a_worker_that_is_back_at_once_is_known_to_be_back():
+    run = Watched(a_plan(a_pool(), faults=(WorkerLost(at=AT, worker=FIRST, down=Nanos(0), start=Nanos(0)),)))
+    run.nothing_is_lost()
+    assert run.instants(WorkerLeft, FIRST)[-1] < run.instants(WorkerJoined, FIRST)[-1]
+    assert any(at > AT / SECOND and sent.worker_id == FIRST for at, sent in run.sent)

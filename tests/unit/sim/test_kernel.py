@@ -1,5 +1,7 @@
 """The heap of events."""
 
+import pytest
+
 from fleet.clock import Nanos
 from fleet.sim.kernel import Kernel
 
@@ -42,6 +44,17 @@ def test_a_run_ends_before_what_is_later():
     assert seen == [10]
     kernel.run()
     assert seen == [10, 11]
+
+
+def test_time_in_which_nothing_happens_is_skipped_and_no_event_is():
+    kernel, seen = Kernel(1, begin=-10), []
+    kernel.at(Nanos(3), lambda: seen.append(kernel.now()))
+    kernel.skip(Nanos(3))
+    assert not seen
+    with pytest.raises(AssertionError):
+        kernel.skip(Nanos(4))
+    kernel.run()
+    assert seen == [3]
 
 
 def test_the_seed_draws_the_order_within_an_instant():

@@ -238,6 +238,7 @@ def test_the_router_sends_a_prompt_to_the_node_whose_store_has_it():
     assert {len(set(workers)) for workers in placed.values()} == {1}
     assert {workers[0] for workers in placed.values()} == {"one-0", "two-0"}
     again = ended[12:]
+    assert len(again) == 12
     assert all(each.tier_tokens == {POOL_TIER: 16 * BLOCK} for each in again)
 
 

@@ -168,3 +168,9 @@ def test_a_turn_goes_on_where_the_one_before_ended():
     begins = [session.begins / SECOND for session in sessions]
     assert begins == sorted(begins)
     assert len(begins) / begins[-1] == pytest.approx(4.0 / 8, rel=0.5)
+
+
+def test_a_wrong_row_of_a_trace_that_is_sorted_is_refused_as_a_configuration(tmp_path):
+    (tmp_path / "rows").write_text('{"arrival":0,"prompt_tokens":9}\n{"arrival":0}\n')
+    with pytest.raises(ConfigurationRefused, match="rows:2: Object missing required field `prompt_tokens`"):
+        requests_of(Recorded(file="rows"), tmp_path, block_tokens=512, seed=1)

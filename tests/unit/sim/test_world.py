@@ -16,11 +16,12 @@ from fleet.router.settings import RouterSettings
 from fleet.sim.engine import EngineLimits
 from fleet.sim.faults import Fault, WorkerLost
 from fleet.sim.kernel import Kernel
+from fleet.sim.pools import PoolProfile
 from fleet.sim.results import Ended, Slo
 from fleet.sim.run import Plan, Run, simulate
 from fleet.sim.store import StoreProfile
 from fleet.sim.workloads import Drawn, requests_of
-from fleet.sim.world import PoolProfile, World
+from fleet.sim.world import World
 from kvstore.replay import Request
 
 BLOCK = 16

@@ -1,0 +1,59 @@
+"""Ways between a router and its workers in virtual time, which can be cut."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from fleet.clock import Nanos
+from fleet.sim.kernel import Kernel
+
+Said = TypeVar("Said")
+
+
+class Way(Generic[Said]):
+    """One way of a stream: what is said arrives a delay later, in order, however the kernel shuffles ties."""
+
+    __slots__ = ("_delay", "_deliver", "_held_back", "_kernel", "_latest", "_said_at", "_under_way")
+
+    def __init__(self, kernel: Kernel, delay: Nanos, deliver: Callable[[Said], None]):
+        self._kernel, self._delay, self._deliver = kernel, delay, deliver
+        self._under_way: deque[list[Said]] = deque()  # what was said in one instant arrives in one
+        self._latest: list[Said] = []
+        self._said_at: Nanos | None = None  # the latest
+        self._held_back: list[Said] | None = None  # while the way is cut
+
+    def say(self, message: Said) -> None:
+        if self._held_back is not None:
+            self._held_back.append(message)
+        elif self._said_at == self._kernel.instant:
+            self._latest.append(message)
+        else:
+            self._said_at, self._latest = self._kernel.instant, [message]
+            self._under_way.append(self._latest)
+            self._kernel.after(self._delay, self._arrive)
+
+    @property
+    def is_cut(self) -> bool:
+        return self._held_back is not None
+
+    def cut(self) -> None:
+        """Hold back what is said from now on."""
+        self._held_back = []
+
+    def mend(self) -> None:
+        """Send what was held back, in order."""
+        held, self._held_back = self._held_back, None
+        for message in held or ():
+            self.say(message)
+
+    def forget(self) -> None:
+        """Lose what was held back."""
+        if self._held_back is not None:
+            self._held_back = []
+
+    def _arrive(self) -> None:
+        messages = self._under_way.popleft()
+        if messages is self._latest:
+            self._said_at = None  # what is said from now on arrives later
+        for message in messages:
+            self._deliver(message)

@@ -74,8 +74,8 @@ class FlightRecorder:
         try:
             _new(path).touch(mode=0o600)
             file = _new(path).open("wb", buffering=0)
-        except OSError as error:
-            raise ConfigurationRefused(f"record: {path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise ConfigurationRefused(f"record: {path}: {getattr(error, 'strerror', error)}") from error
         self._take(head_line(head))
         self._thread = threading.Thread(target=self._write, args=(file,), name="flight recorder", daemon=True)
         self._thread.start()

@@ -24,6 +24,12 @@ ERROR = {
     },
 }
 OBJECT = {"type": "object"}
+EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+    "description": "Each event.",
+}
 
 
 @cache
@@ -64,7 +70,7 @@ def document() -> bytes:
 
 
 def _generating(name: str, body: dict[str, Any]) -> dict[str, Any]:
-    whole = {"application/json": {"schema": OBJECT}, "text/event-stream": {"schema": {"type": "string"}}}
+    whole = {"application/json": {"schema": OBJECT}, "text/event-stream": {"schema": EVENT}}
     failures = (400, 401, 404, 408, 411, 413, 415, 429, 431, 500, 503, 504)
     return {
         "operationId": name,

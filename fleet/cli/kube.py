@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from fleet.cli.exits import DONE
 from fleet.errors import ConfigurationRefused
@@ -20,6 +21,8 @@ IMAGES = Images(
     worker_cuda="fleet-worker-cuda:0.1.0",
     worker_rocm="fleet-worker-rocm:0.1.0",
 )
+
+MOST_CHARACTERS = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _rendered(objects: list[Any], namespace: str, images: Images) -> Iterator[dict[str, Any]]:
     """All made before the first is yielded, so that nothing is printed of a file with a mistake in it."""
+    if not objects:
+        raise ConfigurationRefused("the file is empty")
     made: list[dict[str, Any]] = []
     for at, each in enumerate(objects):
         where = f"document {at + 1}"
@@ -80,10 +85,12 @@ def _read(path: Path) -> list[Any]:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationRefused(f"{path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from error
-    documents = [part for part in ("\n" + text).split("\n---") if part.strip()]
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigurationRefused(f"{path}: is longer than {MOST_CHARACTERS} characters")
     try:
-        return [msgspec.yaml.decode(part) for part in documents]
-    except msgspec.DecodeError as error:
+        # Not msgspec's: libyaml, which that uses, ends the process where a file is nested very deeply.
+        return [each for each in yaml.safe_load_all(text) if each is not None]
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigurationRefused(f"{path}: {' '.join(str(error).split())}") from error
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, structs
 
+from fleet.adapters.router_policies import open_policy
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.config import load
 from fleet.errors import ConfigurationRefused
@@ -235,8 +236,9 @@ def plan(scenario: Scenario, folder: Path) -> Plan:
         folder: That its paths are relative to.
 
     Raises:
-        ConfigurationRefused: A GPU or model is not known, or the model does not fit; names the field.
+        ConfigurationRefused: A GPU, model or policy is not known, or the model does not fit; names the field.
     """
+    open_policy(scenario.router)  # an unknown one is refused here, before anything runs
     model = _model(folder / scenario.model)
     sections = list(enumerate(scenario.pools))
     profiles = [_profile(scenario, index, pool, model) for index, pool in sections]

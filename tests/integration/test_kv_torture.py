@@ -40,4 +40,4 @@ def test_a_short_torture_finds_no_wrong_byte_no_hang_and_no_leak(tmp_path: Path)
         "errors": 0,
     }, done.stderr
     assert found["operations"] > 100
-    assert found["kills"] > 2
+    assert found["kills"] > 0

@@ -136,7 +136,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
             started = time.monotonic()
             with pytest.raises(TierFailed):
                 call(tier)
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < 10  # and not the libraries' own minutes
         started = time.monotonic()
         tier.discard(KEYS)
         assert time.monotonic() - started < 4
@@ -321,7 +321,7 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
         with pytest.raises(TierFailed):
             tier.get(KEYS[:1], empty(1), within(0.6))
 
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10  # and not the libraries' own minutes
         tier.close()
 
 

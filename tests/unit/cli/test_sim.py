@@ -112,6 +112,14 @@ def test_a_sweep_has_a_row_for_each_combination(scenario, tmp_path, capsys):
     assert len({row["outcome"]["digest"] for row in rows}) == 8
 
 
+def test_a_sweep_with_one_case_that_cannot_be_is_refused_before_any_other_runs(scenario, capsys):
+    over = ["--over", "router.policy=fleet,nope", "--set", "workload.requests=100000000"]  # the first would take hours
+
+    assert run(["sim", "sweep", str(scenario), *over, "--processes", "1"]) == 3
+
+    assert "nope" in capsys.readouterr().err
+
+
 def test_capacity_is_where_the_slo_is_just_kept(scenario, capsys):
     answer = outcome(capsys, "capacity", scenario, "--attainment", "0.9")
     assert answer["attainment"] >= 0.9

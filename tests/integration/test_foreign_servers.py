@@ -102,13 +102,16 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
     endless = {**GREEDY, "max_tokens": 1900}
     async with in_front_of(folder, servers[name]) as (world, client):
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        stream = await client.completions.create(prompt="once upon a time", stream=True, **endless)
-        for _ in range(20):
-            await anext(stream)
-        a_token = (loop.time() - began) / 20
-        await stream.close()
-        await until(lambda: world.router.status().active == 0)
+        for _ in range(3):  # on a busy machine an engine may be through before its server has written twenty events
+            began = loop.time()
+            stream = await client.completions.create(prompt="once upon a time", stream=True, **endless)
+            for _ in range(20):
+                await anext(stream)
+            a_token = (loop.time() - began) / 20
+            await stream.close()
+            await until(lambda: world.router.status().active == 0)
+            if world.router.status().counters.cancelled:
+                break
         assert world.router.status().counters.cancelled == 1
 
         began = loop.time()  # one that generates a request at a time is free for the next; the other says so

@@ -27,6 +27,7 @@ from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, eventually, keep
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import a_free_port
+from tests.stopwatch import at_most
 
 pytestmark = pytest.mark.integration
 
@@ -239,11 +240,9 @@ def test_a_peer_that_is_not_there_is_a_failure_at_once_and_used_when_it_comes(ca
         fill(node.address)
         node.kill()
         with a_tier(node.address) as tier:
-            started = time.monotonic()
             for _ in range(3):
-                with pytest.raises(TierFailed):
+                with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
                     tier.find(KEYS, within(10))
-            assert time.monotonic() - started < 10  # and not the libraries' own minutes
             assert [record.message for record in caplog.records].count("peer cannot be used") == 1
 
             node.start()
@@ -423,10 +422,8 @@ def test_a_data_plane_that_does_not_deliver_is_a_failure_within_the_deadline(kin
     with a_scripted_server(replies(kind)) as port, a_liar(f"127.0.0.1:{port}") as address, a_tier(address) as tier:
         assert tier.find(KEYS[:1], within(5)) == 1
 
-        started = time.monotonic()
-        with pytest.raises(TierFailed):
+        with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
             outcomes(tier, KEYS[:1], seconds=0.5)
-        assert time.monotonic() - started < 10  # and not the libraries' own minutes
 
 
 def test_a_peer_that_finds_more_than_it_was_asked_for_is_a_failure():

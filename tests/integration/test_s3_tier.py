@@ -1,7 +1,6 @@
 """The S3 tier against a server that is killed, frozen, strict, or full of what others planted there."""
 
 import logging
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -19,6 +18,7 @@ from kvstore.tiers.s3 import Clients, S3Settings, S3Tier
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually, keep
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import an_s3, s3_credentials
+from tests.stopwatch import at_most
 
 pytestmark = pytest.mark.integration
 
@@ -99,15 +99,13 @@ def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
         assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
         server.kill()
 
-        started = time.monotonic()
         for call in (
             lambda: outcomes(tier),
             lambda: keep(tier, KEYS, BLOCKS, within(20)),
             lambda: tier.find(KEYS, within(20)),
         ):
-            with pytest.raises(TierFailed, match="http://"):
+            with at_most(2), pytest.raises(TierFailed, match="http://"):
                 call()
-        assert time.monotonic() - started < 10
 
         server.start()
         server.client.create_bucket(Bucket="blocks")
@@ -133,13 +131,10 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
         server.freeze()
 
         for call in CALLS.values():
-            started = time.monotonic()
-            with pytest.raises(TierFailed):
+            with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
                 call(tier)
-            assert time.monotonic() - started < 10  # and not the libraries' own minutes
-        started = time.monotonic()
-        tier.discard(KEYS)
-        assert time.monotonic() - started < 4
+        with at_most(2):
+            tier.discard(KEYS)
 
         server.thaw()
         assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
@@ -317,11 +312,9 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port:
         tier = open_with_endpoint("blocks", port)
 
-        started = time.monotonic()
-        with pytest.raises(TierFailed):
+        with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
             tier.get(KEYS[:1], empty(1), within(0.6))
 
-        assert time.monotonic() - started < 10  # and not the libraries' own minutes
         tier.close()
 
 

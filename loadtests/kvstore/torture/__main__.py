@@ -45,6 +45,7 @@ HARMS = (
 )
 LONG_STOP_SECONDS = 8.0  # longer than any deadline and the watchdog's grace; nobody else is harmed meanwhile
 STOP_SECONDS = (LONG_STOP_SECONDS, 0.2, 3.0)  # in turn
+PATIENCE = 4  # a busy machine harms nobody for a while: every start of a node is waited for
 END_SECONDS = 30.0  # for clients to finish what they do
 SETTLE_SECONDS = 8.0  # for what ends by itself: leases, reservations, connections that stall (5 s)
 SHOWN = 10  # findings of a kind, in full
@@ -172,12 +173,12 @@ class Torture:
         self._stopped: list[tuple[float, int]] = []  # when to continue whom
         self._undisturbed_until = 0.0
 
-    def run(self, seconds: float, clients: int, kill_every_seconds: float) -> Findings:
-        """Returns when everybody is gone."""
+    def run(self, seconds: float, clients: int, kill_every_seconds: float, least_kills: int) -> Findings:
+        """Returns when everybody is gone: after `seconds`, or up to `PATIENCE` times that where fewer were killed by then."""
         self._start_node()
         try:
             self._clients = [self._start_client() for _ in range(clients)]
-            self._harm(time.monotonic() + seconds, kill_every_seconds)
+            self._harm(seconds, kill_every_seconds, least_kills)
             self._end_clients()
             self.findings.leaks += leaks.in_node(self._node, self._node_files, SETTLE_SECONDS)
         finally:
@@ -187,10 +188,11 @@ class Torture:
         self.findings.errors += _tracebacks(self._node.log())
         return self.findings
 
-    def _harm(self, deadline: float, every_seconds: float) -> None:
-        next_harm = time.monotonic() + every_seconds
-        next_look = time.monotonic()
-        while (now := time.monotonic()) < deadline:
+    def _harm(self, seconds: float, every_seconds: float, least_kills: int) -> None:
+        started = next_look = time.monotonic()
+        next_harm = started + every_seconds
+        enough, too_long = started + seconds, started + PATIENCE * seconds
+        while (now := time.monotonic()) < enough or (self.findings.kills < least_kills and now < too_long):
             self._let_go_on(now)
             self._replace_the_dead()
             if now >= next_harm and now >= self._undisturbed_until:
@@ -323,6 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of a run to repeat; a random one by default")
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--kill-every", type=float, default=KILL_EVERY_SECONDS, metavar="SECONDS", help="on average")
+    parser.add_argument(
+        "--kills", type=int, default=0, metavar="N", help=f"go on until N are killed, {PATIENCE} times as long at most"
+    )
     parser.add_argument("--settings", type=Path, metavar="FILE", help="TOML or JSON, laid over the node's settings")
     parser.add_argument("--ssd", action="store_true", help="with an SSD tier, in a folder of its own")
     parser.add_argument("--redis", action="store_true", help="with a Redis server, which is killed as well")
@@ -348,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = merged({"tiers": tiers}, settings)
         try:
             torture = Torture(folder, settings, random.Random(seed), redis)
-            findings = torture.run(arguments.seconds, arguments.clients, arguments.kill_every)
+            findings = torture.run(arguments.seconds, arguments.clients, arguments.kill_every, arguments.kills)
         finally:
             if redis is not None:
                 redis.stop()

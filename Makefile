@@ -36,7 +36,7 @@ test: $(INSTALLED)
 kube-test: $(KUBE)
 	@$(BIN)/pytest tests/kube $(TESTS)
 
-check: $(DEV)
+check: $(KUBE)
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check --quiet $(CODE)
 	@$(BIN)/mypy

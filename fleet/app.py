@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from msgspec import Struct
 
-from fleet.adapters.clock import SystemClock
+from fleet.adapters.clock import SystemClock, utc_now
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.config import load
 from fleet.errors import ConfigurationRefused
@@ -27,12 +27,15 @@ from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.telemetry import configure_logging
 from kvstore.errors import LayoutMismatch, NodeEnded, StoreUnreachable
 from kvstore.settings import StoreSettings
+from operators.settings import OperatorSettings
 from workers.ports import Engine, EngineDied, EngineFacts
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from fleet.adapters.endpoint_picker import EndpointPicker
+    from fleet.adapters.expected_workers import LiveExpectations
     from fleet.adapters.flight_recorder import FlightRecorder
     from fleet.adapters.grpc_frontend import GrpcFrontend
     from fleet.adapters.grpc_selection import SelectionService
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from fleet.adapters.relay import Relay
     from fleet.adapters.replicas import Replicas
     from fleet.adapters.worker_streams import WorkerStreams
+    from fleet.control.ports import Directory
     from fleet.control.server import RegistryServer
     from fleet.router.generation import Generation
     from fleet.router.machine import RouterMachine
@@ -51,14 +55,14 @@ if TYPE_CHECKING:
     from fleet.router.tenants import Tenants
     from fleet.router.tokenising import TokenisingThreads
     from fleet.telemetry import Metrics
-    from workers.registration import Registration
+    from workers.ports import Registry
     from workers.store_holds import StoreHoldKeeper
 
 Announce = Callable[[Mapping[str, str]], None]
 """Told the endpoints by protocol, once, when everything is ready."""
 
 Part = str
-"""router, worker or kvstore"""
+"""router, worker, kvstore or operator"""
 
 COLLECTED_AT_ONCE = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
 DRAIN_WITHIN = Nanos(10 * SECOND)  # for answers that are being streamed when the router is asked to stop
@@ -111,8 +115,15 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
 
 async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Announce) -> None:
     """Serve until asked to stop."""
-    async with _stop_requested() as stop, asyncio.TaskGroup() as tasks, _fronts(settings, parts) as fronts:
+    async with (
+        _stop_requested() as stop,
+        _directory(settings) as directory,
+        asyncio.TaskGroup() as tasks,
+        _fronts(settings, parts) as fronts,
+    ):
         running = [tasks.create_task(each) for each in parts.loops()]
+        if directory is not None:
+            running.append(tasks.create_task(parts.members.follow(directory)))
         announce(fronts.endpoints())
         gc.freeze()  # what is there by now stays: no collection has to look at it
         gc.set_threshold(COLLECTED_AT_ONCE)
@@ -126,11 +137,28 @@ async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Anno
     parts.threads.close()
 
 
+@asynccontextmanager
+async def _directory(settings: RouterSettings) -> "AsyncIterator[Directory | None]":
+    """Where workers are found besides those that register here; None: nowhere.
+
+    Raises:
+        ConfigurationRefused: It needs what is not installed, or is not there.
+    """
+    if settings.discovery is None:
+        yield None
+        return
+    from fleet.adapters.discovery import directory_of  # noqa: PLC0415 - most routers have none
+
+    async with directory_of(settings.discovery) as directory:
+        yield directory
+
+
 class _RouterParts(Struct, frozen=True, kw_only=True):
     """What a router process has behind its fronts."""
 
     clock: SystemClock
     metrics: "Metrics"
+    tenants: "Tenants"
     members: "RegistryServer"
     own_workers: "WorkerStreams"
     foreign_workers: "OpenAiWorkers"
@@ -195,7 +223,11 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     workers = MixedWorkers(own_workers, foreign_workers, golden)
     selecting = SelectingWorkers(workers)
 
-    machine, recorder = _machine(settings, clock)
+    expectations = _expectations(settings)
+    machine, recorder = _machine(settings, clock, expectations)
+    if expectations is not None:
+        expectations.machine = machine
+        metrics.registry.register(expectations)
     router = RouterServer(machine, selecting, clock)
     metrics.registry.register(
         RouterMetrics(router.status, tasks=lambda: len(asyncio.all_tasks()), refused=golden.refused)
@@ -219,6 +251,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     return _RouterParts(
         clock=clock,
         metrics=metrics,
+        tenants=tenants,
         members=members,
         own_workers=own_workers,
         foreign_workers=foreign_workers,
@@ -236,7 +269,22 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     )
 
 
-def _machine(settings: RouterSettings, clock: SystemClock) -> "tuple[RouterMachine, FlightRecorder | None]":
+def _expectations(settings: RouterSettings) -> "LiveExpectations | None":
+    """Who predicts what workers do; None: nobody.
+
+    Raises:
+        ConfigurationRefused: A profile is not possible.
+    """
+    if not settings.profiles:
+        return None
+    from fleet.adapters.expected_workers import live_expectations  # noqa: PLC0415 - few routers predict
+
+    return live_expectations(settings.profiles)
+
+
+def _machine(
+    settings: RouterSettings, clock: SystemClock, expectations: "LiveExpectations | None"
+) -> "tuple[RouterMachine, FlightRecorder | None]":
     """What decides, and who writes down what.
 
     Raises:
@@ -247,10 +295,14 @@ def _machine(settings: RouterSettings, clock: SystemClock) -> "tuple[RouterMachi
 
     seed, policy = secrets.randbits(63), open_policy(settings)
     if not settings.record:
-        return RouterMachine(settings, Random(seed), policy), None
+        if expectations is None:
+            return RouterMachine(settings, Random(seed), policy), None
+        from fleet.router.observed import ObservedMachine  # noqa: PLC0415
+
+        return ObservedMachine(settings, Random(seed), policy, observer=expectations), None
     from fleet.adapters.flight_recorder import recorded_machine  # noqa: PLC0415 - few routers record
 
-    return recorded_machine(settings, seed, policy, clock.now())
+    return recorded_machine(settings, seed, policy, clock.now(), also=expectations)
 
 
 class _Fronts(Struct, frozen=True, kw_only=True):
@@ -259,6 +311,7 @@ class _Fronts(Struct, frozen=True, kw_only=True):
     http: "HttpFrontend"
     grpc: "GrpcFrontend"
     kserve: "KserveFrontend | None"
+    picker: "EndpointPicker | None"
 
     def endpoints(self) -> dict[str, str]:
         """Where they are, by protocol."""
@@ -267,6 +320,8 @@ class _Fronts(Struct, frozen=True, kw_only=True):
             endpoints["control"] = self.grpc.control
         if self.kserve is not None:
             endpoints["kserve"] = self.kserve.address
+        if self.picker is not None:
+            endpoints["endpoint_picker"] = self.picker.address
         return endpoints
 
     def drain(self, tasks: asyncio.TaskGroup) -> None:
@@ -274,6 +329,8 @@ class _Fronts(Struct, frozen=True, kw_only=True):
         self.grpc.door.drain()
         if self.kserve is not None:
             self.kserve.door.drain()
+        if self.picker is not None:
+            tasks.create_task(self.picker.drain(DRAIN_WITHIN))
         tasks.create_task(self.http.drain(DRAIN_WITHIN / SECOND))
 
 
@@ -288,13 +345,12 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
     from fleet.adapters.grpc_registry import SERVICE, GrpcRegistry  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SERVICE as SELECTION  # noqa: PLC0415
     from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
-    from fleet.adapters.http_messages import HttpSettings  # noqa: PLC0415
 
     registry = GrpcRegistry(parts.members, parts.replicas)
     async with (
         open_http_frontend(
             settings.http_listen,
-            HttpSettings(),
+            settings.http,
             parts.generation,
             parts.metrics.registry,
             parts.clock,
@@ -314,8 +370,9 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             others=parts.replicas,
         ) as grpc,
         _kserve(settings, parts.generation, parts.clock) as kserve,
+        _endpoint_picker(settings, parts) as picker,
     ):
-        yield _Fronts(http=http, grpc=grpc, kserve=kserve)
+        yield _Fronts(http=http, grpc=grpc, kserve=kserve, picker=picker)
 
 
 @asynccontextmanager
@@ -334,6 +391,28 @@ async def _kserve(
 
     async with open_kserve_frontend(settings.kserve_listen, generation, clock, shared=settings.share_ports) as frontend:
         yield frontend
+
+
+@asynccontextmanager
+async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> AsyncIterator["EndpointPicker | None"]:
+    """What gateways ask where to send requests; None where they are not to.
+
+    Raises:
+        ConfigurationRefused: Its address is in use.
+    """
+    if settings.endpoint_picker is None:
+        yield None
+        return
+    from fleet.adapters.endpoint_picker import (  # noqa: PLC0415 - most routers have none
+        EndpointPicker,
+        RoutersPrompts,
+        open_endpoint_picker,
+    )
+
+    prompts = RoutersPrompts(parts.generation, parts.relay, parts.tenants, parts.clock)
+    picker = EndpointPicker(settings.endpoint_picker, parts.router, parts.selection, prompts)
+    async with open_endpoint_picker(settings.endpoint_picker, picker, shared=settings.share_ports):
+        yield picker
 
 
 def _shared_limits(url: str, tenants: "Tenants", clock: SystemClock) -> "RedisTenants":
@@ -443,6 +522,27 @@ def _foreign_codecs(settings: RouterSettings) -> "dict[ModelName, TextCodec]":
     return codecs
 
 
+async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
+    """The operator on Kubernetes, or a standby of it.
+
+    Raises:
+        ConfigurationRefused: An address is in use, or it is not said how to reach the API.
+    """
+    try:
+        from prometheus_client import CollectorRegistry  # noqa: PLC0415 - each process loads its own part only
+
+        from fleet.adapters.router_registrations import RouterRegistrations  # noqa: PLC0415
+        from operators.process import serve_operator  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ConfigurationRefused(
+            "operator: needs the package kubernetes: pip install 'fleet-serving[kubernetes]'"
+        ) from error
+
+    async with _stop_requested() as stop:
+        routers = RouterRegistrations() if settings.ask_routers else None
+        await serve_operator(settings, routers, SystemClock(), utc_now, CollectorRegistry(), announce, stop)
+
+
 async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
     """A node of the KV store.
 
@@ -471,12 +571,11 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         StoreUnreachable: The store node does not answer.
     """
     from fleet.adapters.golden import golden_of_folder  # noqa: PLC0415 - each process loads its own part only
-    from fleet.adapters.grpc_registry import GrpcRegistryClient  # noqa: PLC0415
     from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
     from fleet.adapters.router_streams import serve_routers  # noqa: PLC0415
     from fleet.adapters.stream_tls import of_worker  # noqa: PLC0415
     from workers.embedded import with_store  # noqa: PLC0415
-    from workers.registration import Registration  # noqa: PLC0415
+    from workers.registration import Presence, Registration  # noqa: PLC0415
     from workers.server import WorkerServer  # noqa: PLC0415
 
     tls = of_worker("credentials", settings.credentials)
@@ -495,22 +594,45 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         endpoints = {"stream": listening}
         if furnished.node is not None:
             endpoints |= {"store": furnished.node.listen[0], "data": furnished.node.data_address}
+        presence = Presence(
+            [
+                Registration(
+                    registry=await held.enter_async_context(registry),
+                    worker_id=settings.worker_id,
+                    incarnation=incarnation,
+                    address=settings.advertise or listening,
+                )
+                for registry in _registries(settings)
+            ]
+        )
         if settings.control_listen:
-            endpoints["grpc"] = await held.enter_async_context(serve_control(worker, settings.control_listen))
-        if settings.registry:
-            registration = Registration(
-                registry=await held.enter_async_context(GrpcRegistryClient(settings.registry)),
-                worker_id=settings.worker_id,
-                incarnation=incarnation,
-                address=settings.advertise or listening,
-            )
-            await held.enter_async_context(_registered(registration))
+            endpoints["grpc"] = await held.enter_async_context(serve_control(worker, settings.control_listen, presence))
+        await held.enter_async_context(presence.kept())
         async with asyncio.TaskGroup() as tasks, _stop_requested() as stop:
             serving = tasks.create_task(worker.run())  # ends with a drain, by whomever, or with the engine
             serving.add_done_callback(lambda _: stop.set())
             announce(endpoints)
             await stop.wait()
+            tasks.create_task(presence.leave())
             await worker.drain(Nanos(settings.drain_timeout_ms * MILLISECOND))
+
+
+def _registries(settings: WorkerSettings) -> "list[AbstractAsyncContextManager[Registry]]":
+    """Where a worker is to say that it is here.
+
+    Raises:
+        ConfigurationRefused: `discovery` needs what is not installed, or names what is not there.
+    """
+    registries: list[AbstractAsyncContextManager[Registry]] = []
+    if settings.registry:
+        from fleet.adapters.grpc_registry import GrpcRegistryClient  # noqa: PLC0415 - each process loads its own part only
+
+        registries.append(GrpcRegistryClient(settings.registry))
+    if settings.discovery is not None:
+        from fleet.adapters.discovery import directory_of  # noqa: PLC0415
+
+        registries.append(directory_of(settings.discovery))
+    return registries
 
 
 @asynccontextmanager
@@ -532,18 +654,6 @@ def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine
         raise ConfigurationRefused(f"engine: {settings.engine!r} is not installed; there is: {known}")
     open_engine: Callable[[WorkerSettings], AbstractAsyncContextManager[Engine]] = next(iter(found)).load()
     return open_engine(settings)
-
-
-@asynccontextmanager
-async def _registered(registration: "Registration") -> AsyncIterator[None]:
-    """Stay registered while the context is open."""
-    async with asyncio.TaskGroup() as tasks:
-        renewing = tasks.create_task(registration.run())
-        try:
-            yield
-        finally:
-            renewing.cancel()
-            await registration.leave()
 
 
 @asynccontextmanager
@@ -571,4 +681,5 @@ _PARTS: Mapping[Part, Callable[[Path, Announce, Mapping[str, Any] | None], Corou
     "router": lambda config, announce, changes: run_router(load(config, RouterSettings, changes), announce),
     "worker": lambda config, announce, changes: run_worker(load(config, WorkerSettings, changes), announce),
     "kvstore": lambda config, announce, changes: run_kvstore(load(config, StoreSettings, changes), announce),
+    "operator": lambda config, announce, changes: run_operator(load(config, OperatorSettings, changes), announce),
 }

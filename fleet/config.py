@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fleet.errors import ConfigurationRefused
+from fleet.errors import ConfigurationRefused, why_and_where
 from fleet.ids import ModelName
 from fleet.roles import KvPath, Role
 from fleet.router.settings import RouterSettings
@@ -156,7 +156,7 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
     except OSError as error:
         raise ConfigurationRefused(f"{path}: {error.strerror}") from error
     except msgspec.ValidationError as error:
-        raise ConfigurationRefused(f"{path}: {_with_path(str(error))}") from error
+        raise ConfigurationRefused(f"{path}: {_with_path(error)}") from error
     except (ValueError, msgspec.DecodeError, RecursionError) as error:  # thousands of brackets
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 
@@ -173,6 +173,32 @@ def changes_of(assignments: Iterable[str]) -> dict[str, Any]:
         if not equals or not all(path.split(".")):
             raise ConfigurationRefused(f"--set: {assignment!r} is not PATH=VALUE, as in router.policy=random")
         changes[path] = value_of(value)
+    return changes
+
+
+def files_of(assignments: Iterable[str]) -> dict[str, Any]:
+    """``path=file`` from a command line: what is in each file. Of a `.json` file what that says; any other is a text.
+
+    So a mounted Secret stands in no settings file and in no list of processes. A line break at the end of a text is not part of it.
+
+    Raises:
+        ConfigurationRefused: One has no path, or its file cannot be read; what is in it is not told.
+    """
+    changes: dict[str, Any] = {}
+    for assignment in assignments:
+        path, equals, name = assignment.partition("=")
+        if not equals or not all(path.split(".")):
+            raise ConfigurationRefused(f"--set-file: {assignment!r} is not PATH=FILE, as in tenant_secret=/run/secret")
+        try:
+            content = Path(name).read_bytes()
+            changes[path] = (
+                msgspec.json.decode(content) if name.endswith(".json") else content.decode().removesuffix("\n")
+            )
+        except OSError as error:
+            raise ConfigurationRefused(f"--set-file: {name}: {error.strerror}") from error
+        except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
+            kind = "JSON" if name.endswith(".json") else "UTF-8"
+            raise ConfigurationRefused(f"--set-file: {name}: is not {kind}") from None
     return changes
 
 
@@ -304,12 +330,10 @@ def _not_finite(value: Any) -> str | None:
     return None
 
 
-def _with_path(message: str) -> str:
+def _with_path(error: msgspec.ValidationError) -> str:
     """'Object contains unknown field `x` - at `$.router`' as 'router.x: is not a known key'."""
-    cause, _, where = message.partition(" - at `")
-    of_key = where.removeprefix("key` in `")  # msgspec's words for a key of a dictionary that is not as it should be
-    cause = cause if of_key == where else f"its keys: {cause}"
-    path = of_key.rstrip("`").removeprefix("$").removeprefix(".")
+    cause, path = why_and_where(error)
+    path = path.removeprefix(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", cause):
         return f"{path}.{unknown[1]}: is not a known key" if path else f"{unknown[1]}: is not a known key"
     return _one_line(f"{path}: {cause}" if path else cause)

@@ -63,5 +63,15 @@ def shutting_down() -> Refused:
     return Refused(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
 
 
+def why_and_where(error: Exception) -> tuple[str, str]:
+    """A `msgspec.ValidationError` in two parts: its cause, and the path at which its message ends.
+
+    The path is as in ``.pools[0].gpu``, and empty where the whole value is wrong.
+    """
+    cause, _, where = str(error).partition(" - at `")
+    of_key = where.removeprefix("key` in `")  # of a key in a dictionary, and not of what is under it
+    return cause if of_key == where else f"its keys: {cause}", of_key.removesuffix("`").removeprefix("$")
+
+
 class ConfigurationRefused(Exception):
     """A configuration that cannot be obeyed; the message names file, path and cause. The command exits 3."""

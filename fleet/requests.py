@@ -154,6 +154,7 @@ class KvOrigin(Struct, frozen=True, kw_only=True):
     origin: str = ""  # the store node or worker that gave the blocks; empty for ENGINE and COMPUTED
     blocks: int
     bytes: int = 0  # that moved
+    tier: str = ""  # of the store node, that had them; empty where that is not known, and for other sources
 
 
 class KvReport(Struct, frozen=True, kw_only=True):

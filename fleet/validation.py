@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from fleet.errors import Refused, invalid
+from fleet.errors import Refused, invalid, why_and_where
 from fleet.requests import (
     TOKEN_BYTES,
     AnyObject,
@@ -272,8 +272,8 @@ def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> Non
 
 def misfit(error: msgspec.ValidationError, field: str) -> Refused:
     """The refusal of a value with the wrong type or range, in `field`; the library ends its message with the path."""
-    message, _, path = str(error).partition(" - at `$")
-    field += path.removesuffix("`")
+    message, path = why_and_where(error)
+    field += path
     if (missing := _MISSING.search(message)) is not None:
         field += f".{missing[1]}"
     return invalid(field, message[0].lower() + message[1:])

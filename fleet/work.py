@@ -52,6 +52,7 @@ class Description(Struct, frozen=True, kw_only=True):
     adapter_slots: int = 0  # adapters that are loaded at a time; 0: it has all of them at once
     golden: Golden | None = None
     keeps_forms: bool = False  # whether it can see to it that an answer is of a form (`fleet.requests.Form`)
+    generation: str = ""  # of what is deployed: only workers of the same one hand prompts over to each other
 
 
 class Handoff(Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+from msgspec import structs
 
 from kvstore import wire
 from kvstore.block import ChainHash
@@ -37,6 +38,7 @@ from kvstore.messages import (
     Places,
     Slots,
     Stats,
+    both,
 )
 from kvstore.monotonic import MonotonicClock
 from kvstore.session import Session
@@ -190,7 +192,7 @@ class StoreClient:
                 break
         complete = self.match(hashes, lease_seconds=lease_seconds, tenant=tenant)
         self.release(found.lease_id)  # it kept the beginning in place while the rest was fetched
-        return complete
+        return structs.replace(complete, risen=both(found.risen, complete.risen)) if found.risen else complete
 
     def read(
         self,

@@ -39,6 +39,7 @@ BATCH_BYTES = 8 << 20
 
 MAX_LOADS = 64
 MAX_LOAD_BLOCKS = 4096  # one load; a longer chain goes on with the next request
+MAX_RISEN = 1 << 16  # blocks that came up, and that nobody asked for since; of more the oldest count as in the pool
 MAX_COPIES = 2  # batches that go down to one tier at a time
 FETCH_AT_LEAST = Nanos(1 * SECOND)  # that a batch gets once it is begun, however little patience is left
 KEEP_WITHIN = Nanos(30 * SECOND)
@@ -138,6 +139,7 @@ class Hierarchy:
         self._last_id = 0
         self._commands: list[Movement] = []
         self._changes: list[BlockChanges] = []
+        self._risen: dict[BlockKey, str] = {}  # where blocks of the pool were, of which nobody was told
         self.refused = 0  # loads that `MAX_LOADS` kept from beginning
 
     # Coming up
@@ -248,8 +250,30 @@ class Hierarchy:
         if not tier.rule.finds_in_memory:
             self._forget(tier, [k for k, a in zip(keys, answers, strict=True) if a.outcome is not Outcome.MOVED])
         self._publish(load, answers[:good], now)
+        self._risen.update(dict.fromkeys(keys[:good], tier.rule.name))
+        while len(self._risen) > MAX_RISEN:
+            del self._risen[next(iter(self._risen))]
         # A block that this tier promised and did not have may be in the next one.
         self._look(load, 0 if good == len(answers) else load.tier + 1, now)
+
+    @property
+    def any_risen(self) -> bool:
+        """Whether `risen` may say anything."""
+        return bool(self._risen)
+
+    def risen(self, digest: bytes, names: Iterable[ChainHash]) -> dict[str, int]:
+        """How many of these blocks came up from which tier, as far as nobody was told before; the others were in the pool."""
+        found: dict[str, int] = {}
+        for name in names:
+            if (tier := self._risen.pop(BlockKey(digest, name), None)) is not None:
+                found[tier] = found.get(tier, 0) + 1
+        return found
+
+    def left(self, digest: bytes, names: Iterable[ChainHash]) -> None:
+        """Blocks are in the pool no more."""
+        if self._risen:
+            for name in names:
+                self._risen.pop(BlockKey(digest, name), None)
 
     # Going down
 

@@ -1,7 +1,7 @@
 """Values of the store: where blocks lie, what was matched, what changed."""
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NewType, Self, TypeAlias, overload
 
@@ -107,9 +107,30 @@ class Match(Struct, frozen=True, kw_only=True):
     names: tuple[ChainHash, ...] = ()
     slots: Slots = Slots()
     loading: int = 0  # blocks right after these that are on their way up from lower tiers; match again to see them
+    risen: dict[str, int] = {}  # of these, by tier, those that came up from one since anybody was told so
 
     def __len__(self) -> int:
         return len(self.slots)
+
+
+def both(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Blocks that came up, of two matches of the same chain, each of which tells what the other did not."""
+    return {tier: one.get(tier, 0) + other.get(tier, 0) for tier in {**one, **other}}
+
+
+def tiers_of(blocks: int, risen: Mapping[str, int]) -> dict[str, int]:
+    """Of so many leading blocks of a match, how many each tier of the node had.
+
+    Args:
+        blocks: That were read.
+        risen: Of the matches that found them, taken together; they are the last ones.
+    """
+    tiers: dict[str, int] = {}
+    memory = max(0, blocks - sum(risen.values()))
+    for tier, count in ((POOL_TIER, memory), *risen.items()):
+        if taken := min(count, blocks - sum(tiers.values())):
+            tiers[tier] = taken
+    return tiers
 
 
 class Outcome(StrEnum):

@@ -230,7 +230,10 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             self._savings.told(digest, len(names), seconds(patience))
             self._hierarchy.want(digest, names, held, patience, now, tenant)
             self.settle()  # a tier that knows at once that it has nothing keeps nobody waiting
-        return wire.match_message(leased, self._hierarchy.coming(digest, split(hashes[held * HASH_BYTES :])))
+        coming = self._hierarchy.coming(digest, split(hashes[held * HASH_BYTES :]))
+        tell = lease and self._hierarchy.any_risen
+        risen = self._hierarchy.risen(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_ROSE
+        return wire.match_message(leased, coming, risen)
 
     def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:
         self._machine.release(wire.parse_leases(request.lease_ids), now)
@@ -351,5 +354,6 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
                     self._tier.discard(address)
         changes = self._machine.changes()
         for each in changes:
+            self._hierarchy.left(each.digest, each.removed)
             self._hierarchy.noted(each.digest, each.stored, self._clock.now())
         self._watchers.tell([*changes, *self._hierarchy.changes()])

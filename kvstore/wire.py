@@ -1,6 +1,7 @@
 """Between `kvstore.v1` messages and the values of this package; checks what comes in, field by field."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -40,6 +41,8 @@ from kvstore.v1 import blocks_pb2 as pb
 
 MAX_HASHES = 65_536
 """In one request: 1 MiB of names, 2 million tokens at 32 a block."""
+
+NOTHING_ROSE: Mapping[str, int] = MappingProxyType({})
 
 MAX_LEASES = 1024
 """Released in one request, each of many blocks perhaps: everybody else waits meanwhile."""
@@ -238,8 +241,11 @@ def parse_condemned(request: pb.CondemnRequest) -> list[tuple[ChainHash, int]]:
     return list(zip(names, request.generations, strict=True))
 
 
-def match_message(leased: Leased, loading: int = 0) -> pb.MatchResponse:
-    return pb.MatchResponse(lease_id=leased.lease_id, slots=leased.slots.packed, loading=loading)
+def match_message(leased: Leased, loading: int = 0, risen: Mapping[str, int] = NOTHING_ROSE) -> pb.MatchResponse:
+    response = pb.MatchResponse(lease_id=leased.lease_id, slots=leased.slots.packed, loading=loading)
+    for tier, blocks in risen.items():
+        response.risen.add(tier=tier, blocks=blocks)
+    return response
 
 
 def parse_match(response: pb.MatchResponse, incarnation: str, names: Sequence[ChainHash]) -> Match:
@@ -250,6 +256,7 @@ def parse_match(response: pb.MatchResponse, incarnation: str, names: Sequence[Ch
         names=tuple(names[: len(slots)]),
         slots=slots,
         loading=response.loading,
+        risen={risen.tier: risen.blocks for risen in response.risen},
     )
 
 

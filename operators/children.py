@@ -3,9 +3,10 @@
 Rules:
 
 1. Everything is named after the deployment and carries its labels and an owner reference, so that it goes when the deployment goes.
-2. Workers have one child for each role and revision: a Deployment, or a LeaderWorkerSet where a replica has several nodes. Its pods never
-   change: another specification is another revision, and `operators.scaling` moves replicas from one to the other. Its `replicas` is
-   not part of the manifest: whoever applies this has to say it.
+2. Workers have one child for each role and revision: a Deployment, or a LeaderWorkerSet where a replica has several nodes. Where that kind
+   is not served, each such replica is a StatefulSet of its own, whose pods find the same variables as a LeaderWorkerSet's. Pods never
+   change: another specification is another revision, and `operators.scaling` moves replicas from one to the other. Of Deployments and
+   LeaderWorkerSets `replicas` is not part of the manifest: whoever applies this has to say it.
 3. A worker finds its router by the router's control Service, and registers there by pod name and address. Nothing else is needed to
    be found. Settings are a file in a ConfigMap; what only the pod knows is put in by `--set`.
 4. What a user's `podTemplate` says counts: lists that have names (containers, environment, volumes, ports, mounts) are merged by them, other values
@@ -21,6 +22,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from operators.kinds import Served
 from operators.resources import (
     GROUP,
     VERSION,
@@ -36,18 +38,29 @@ from operators.resources import (
 Manifest = dict[str, Any]
 
 HTTP, GRPC, CONTROL, WORKER = 8000, 50051, 50052, 50060
+PICKER = 9002
+"""Where gateways ask for an endpoint, by custom."""
+
 NAME = "app.kubernetes.io/name"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 ROLE = f"{GROUP}/role"
+COMPONENT = "app.kubernetes.io/component"
 TYPE = f"{GROUP}/type"
 REVISION = f"{GROUP}/revision"
+GROUP_LABEL = f"{GROUP}/group"
+"""Of the StatefulSet and the pods of one replica that has several nodes: which one it is."""
+
 SETTINGS = "/etc/fleet/settings.json"
 SCRATCH = "/tmp"  # noqa: S108 - an emptyDir of the pod's own
 MODELS = "/models"
 SHARED_MEMORY = "4Gi"
+SERVED = Served()
 GRACE_SECONDS = 30
 """Between the end of a drain and the end of the pod: closing, and telling the router."""
+
+GOODBYE_SECONDS = 5
+"""Between the word that a router's pod is to end and its SIGTERM: until then everybody who sends requests there has heard of it."""
 
 ROLES = {RoleType.PREFILL: "prefill", RoleType.DECODE: "decode", RoleType.AGGREGATED: "both"}
 PRODUCT_LABELS = {GpuVendor.NVIDIA: "nvidia.com/gpu.product", GpuVendor.AMD: "amd.com/gpu.product-name"}
@@ -62,7 +75,7 @@ KEYS = {
 }
 
 
-class Images(Struct, frozen=True, kw_only=True):
+class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What pods run where a deployment does not say it: the chart's values."""
 
     router: str
@@ -100,20 +113,41 @@ class Deployment(Struct, frozen=True, kw_only=True):
         return next(given, Role(name="router", type=RoleType.ROUTER))
 
 
-def revision(deployment: Deployment, images: Images) -> str:
+def revision(deployment: Deployment, images: Images, served: Served = SERVED) -> str:
     """Of all workers, in 8 characters: the same for as long as nothing changes that a pod would have to be made anew for."""
     roles = sorted(deployment.workers, key=lambda role: role.name)
-    pods = [[_pod(deployment, role, images, ""), _worker_settings(deployment, role)] for role in roles]
+    pods: list[Any] = [[_pod(deployment, role, images, ""), _worker_settings(deployment, role)] for role in roles]
+    pods += [GROUP_LABEL for role in roles if grouped(role, served)]
     return hashlib.sha256(msgspec.json.encode(pods, order="sorted")).hexdigest()[:8]
 
 
-def shared(deployment: Deployment, images: Images) -> list[Manifest]:
-    """What there is once: the router with its Services, and a disruption budget for each role of workers."""
-    router = deployment.router
-    settings = _router_settings(deployment)
+def grouped(role: Role, served: Served) -> bool:
+    """Whether each replica is a StatefulSet of its own."""
+    return role.nodes_per_replica > 1 and not served.leader_worker_sets
+
+
+def child_name(deployment: Deployment, role: str, of_revision: str) -> str:
+    """Of the settings of a role in a revision, of its child, and at the beginning of each of its StatefulSets."""
+    return f"{deployment.name}-{role}-{of_revision}"
+
+
+def shared(
+    deployment: Deployment, images: Images, served: Served = SERVED, *, routers: int | None = None
+) -> list[Manifest]:
+    """What there is once: the router with its Services, and for each role a disruption budget, names for its pods, and who may reach them.
+
+    Args:
+        deployment: What is wished.
+        images: Where it names none.
+        served: Which kinds the API server has.
+        routers: Replicas of the router; None: as the deployment says.
+    """
+    router, spec = deployment.router, deployment.spec
+    picks = spec.routing.inference_pool.create and served.inference_pools
+    settings = _router_settings(deployment) | ({"endpoint_picker": {"port": PICKER}} if picks else {})
     digest = hashlib.sha256(msgspec.json.encode(settings, order="sorted")).hexdigest()[:8]
     labels = _labels(deployment, router)
-    template = _pod(deployment, router, images, digest)
+    doors = {"http": HTTP, "grpc": GRPC} | ({"picker": PICKER} if picks else {})
     made = [
         _config(deployment, router, settings),
         _object(
@@ -123,7 +157,7 @@ def shared(deployment: Deployment, images: Images) -> list[Manifest]:
             _child(deployment, router),
             labels,
             {
-                "replicas": 0 if deployment.spec.suspend else router.replicas,
+                "replicas": 0 if spec.suspend else router.replicas if routers is None else routers,
                 "selector": {"matchLabels": _selected(deployment, router)},
                 "strategy": {
                     "rollingUpdate": {
@@ -131,22 +165,32 @@ def shared(deployment: Deployment, images: Images) -> list[Manifest]:
                         "maxUnavailable": router.rollout.max_unavailable,
                     }
                 },
-                "template": template,
+                "template": _pod(deployment, router, images, digest, doors),
             },
         ),
-        _service(deployment, router, _child(deployment, router), {"http": HTTP, "grpc": GRPC}),
+        _service(deployment, router, _child(deployment, router), doors),
         _service(deployment, router, f"{_child(deployment, router)}-control", {"control": CONTROL}, unready=True),
     ]
+    made += [_pod_names(deployment, role) for role in deployment.workers]
     made += [_disruption_budget(deployment, role) for role in (*deployment.workers, router)]
+    made += [_to_workers(deployment), _to_router(deployment, doors)]
+    if served.pod_monitors:
+        made.append(_pod_monitor(deployment))
+    if picks:
+        made.append(_inference_pool(deployment))
     return made
 
 
-def workers(deployment: Deployment, role: Role, of_revision: str, images: Images) -> list[Manifest]:
-    """The children of one role in one revision, without replicas."""
-    name = f"{_child(deployment, role)}-{of_revision}"
+def workers(
+    deployment: Deployment, role: Role, of_revision: str, images: Images, served: Served = SERVED
+) -> list[Manifest]:
+    """The settings and the child of one role in one revision, without replicas; of `grouped` roles the settings alone."""
+    name = child_name(deployment, role.name, of_revision)
     labels = _labels(deployment, role) | {REVISION: of_revision}
-    template = _pod(deployment, role, images, of_revision)
     config = _config(deployment, role, _worker_settings(deployment, role), of_revision)
+    if grouped(role, served):
+        return [config]
+    template = _pod(deployment, role, images, of_revision)
     if role.nodes_per_replica > 1:
         spec: Manifest = {
             "leaderWorkerTemplate": {
@@ -163,6 +207,44 @@ def workers(deployment: Deployment, role: Role, of_revision: str, images: Images
         "template": template,
     }
     return [config, _object(deployment, "apps/v1", "Deployment", name, labels, spec)]
+
+
+def group(deployment: Deployment, role: Role, of_revision: str, index: int, images: Images) -> Manifest:
+    """One replica of several nodes as a StatefulSet. Its pods come and go at once, and know each other as in a LeaderWorkerSet."""
+    name = f"{child_name(deployment, role.name, of_revision)}-{index}"
+    labels = _labels(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}
+    template = _pod(deployment, role, images, of_revision)
+    template["metadata"]["labels"] = template["metadata"]["labels"] | {GROUP_LABEL: str(index)}
+    own = [
+        {"name": "LWS_LEADER_ADDRESS", "value": f"{name}-0.{_child(deployment, role)}.{deployment.namespace}"},
+        {"name": "LWS_GROUP_SIZE", "value": str(role.nodes_per_replica)},
+        _field("LWS_WORKER_INDEX", "metadata.labels['apps.kubernetes.io/pod-index']"),
+    ]
+    template["spec"] = merged(template["spec"], {"containers": [{"name": "main", "env": own}]})
+    if role.topology.domain:
+        for term in template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]:
+            if "matchLabelKeys" in term:
+                term["matchLabelKeys"] = [GROUP_LABEL]
+    spec: Manifest = {
+        "serviceName": _child(deployment, role),
+        "replicas": role.nodes_per_replica,
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": _selected(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}},
+        "template": template,
+    }
+    return _object(deployment, "apps/v1", "StatefulSet", name, labels, spec)
+
+
+def role_scaler(deployment: Deployment, role: Role) -> Manifest:
+    """What scales a role that its specification does not; from then on whoever scales it writes it."""
+    spec = {"target": {"deployment": deployment.name, "role": role.name}, "replicas": role.replicas}
+    api = f"{GROUP}/{VERSION}"
+    return _object(deployment, api, "RoleScaler", _child(deployment, role), _labels(deployment, role), spec)
+
+
+def pod_selector(deployment: Deployment, role: str) -> str:
+    """Of a role's pods, as `kubectl get -l` takes it."""
+    return ",".join(f"{key}={value}" for key, value in {INSTANCE: deployment.name, ROLE: role}.items())
 
 
 def _worker_settings(deployment: Deployment, role: Role) -> Manifest:
@@ -216,11 +298,15 @@ def _router_settings(deployment: Deployment) -> Manifest:
     return settings
 
 
-def _pod(deployment: Deployment, role: Role, images: Images, of_revision: str) -> Manifest:
-    """The pod template, with what the user's says over it."""
+def _pod(
+    deployment: Deployment, role: Role, images: Images, of_revision: str, doors: Mapping[str, int] | None = None
+) -> Manifest:
+    """The pod template, with what the user's says over it. `doors`: a router's ports for those who bring requests."""
     routes = role.type is RoleType.ROUTER
-    ports = {"http": HTTP, "grpc": GRPC, "control": CONTROL} if routes else {"worker": WORKER}
+    ports = {**(doors or {}), "control": CONTROL} if routes else {"worker": WORKER}
     own = ["router_id=$(POD_NAME)"] if routes else ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}"]
+    if "picker" in ports:
+        own.append(f"endpoint_picker.router_endpoint=$(POD_IP):{HTTP}")
     if not routes and KvPath.STORE in deployment.spec.kv_transfer.paths:
         own.append("embedded_store.store_id=$(POD_NAME)")
     container: Manifest = {
@@ -236,6 +322,8 @@ def _pod(deployment: Deployment, role: Role, images: Images, of_revision: str) -
         ],
         "env": [_field("POD_NAME", "metadata.name"), _field("POD_IP", "status.podIP")],
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
+        # The last line of what it wrote says why it ended; nothing else of it is read (`operators.diagnosis`, rule 2).
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -248,6 +336,7 @@ def _pod(deployment: Deployment, role: Role, images: Images, of_revision: str) -
     }
     if routes:
         container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 2}
+        container["lifecycle"] = {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
     else:
         container["readinessProbe"] = {"tcpSocket": {"port": "worker"}, "periodSeconds": 2}
     if resources := _resources(role):
@@ -294,10 +383,15 @@ def _pod(deployment: Deployment, role: Role, images: Images, of_revision: str) -
         }
     labels = _labels(deployment, role) | ({REVISION: of_revision} if of_revision else {})
     template: Manifest = merged({"spec": pod}, role.pod_template)
-    metadata = template.get("metadata", {})
+    metadata = _mapping(template.get("metadata"))
     # What selects pods is not the user's to change.
-    template["metadata"] = metadata | {"labels": metadata.get("labels", {}) | labels}
+    template["metadata"] = metadata | {"labels": _mapping(metadata.get("labels")) | labels}
     return template
+
+
+def _mapping(value: Any) -> Manifest:
+    """A part of a user's template, which nobody has checked."""
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def merged(ours: Any, theirs: Any, key: str = "") -> Any:
@@ -307,10 +401,16 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
     if theirs is None:
         return ours
     if isinstance(ours, Sequence) and not isinstance(ours, str) and (by := KEYS.get(key)):
-        named = {item[by]: item for item in ours}
+        if not isinstance(theirs, Sequence) or isinstance(theirs, str):
+            return theirs
+        named, nameless = {item[by]: item for item in ours}, []
         for item in theirs:
-            named[item[by]] = merged(named.get(item[by]), item)
-        return list(named.values())
+            name = item.get(by) if isinstance(item, Mapping) else None
+            if isinstance(name, str | int):
+                named[name] = merged(named.get(name), item)
+            else:
+                nameless.append(item)  # the API server says what is wrong with it
+        return [*named.values(), *nameless]
     return theirs
 
 
@@ -374,7 +474,7 @@ def _object(
                 "name": deployment.name,
                 "uid": deployment.uid,
                 "controller": True,
-                "blockOwnerDeletion": True,
+                "blockOwnerDeletion": False,  # see operators.access, rule 4
             }
         ]
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
@@ -394,7 +494,9 @@ def _service(
     """`unready`: workers register before the router is ready, which it is when it has workers."""
     spec: Manifest = {
         "selector": _selected(deployment, role),
-        "ports": [{"name": port, "port": number, "targetPort": port} for port, number in ports.items()],
+        "ports": [
+            {"name": port, "port": number, "targetPort": port, "protocol": "TCP"} for port, number in ports.items()
+        ],
     }
     if unready:
         spec["publishNotReadyAddresses"] = True
@@ -410,3 +512,82 @@ def _disruption_budget(deployment: Deployment, role: Role) -> Manifest:
     return _object(
         deployment, "policy/v1", "PodDisruptionBudget", _child(deployment, role), _labels(deployment, role), spec
     )
+
+
+def _pod_names(deployment: Deployment, role: Role) -> Manifest:
+    """A headless Service: pods of one replica find each other before any of them is ready."""
+    made = _service(deployment, role, _child(deployment, role), {"worker": WORKER}, unready=True)
+    made["spec"]["clusterIP"] = "None"
+    return made
+
+
+def _to_workers(deployment: Deployment) -> Manifest:
+    """Who reaches workers: their routers, and each other, on whatever ports engines hand blocks over."""
+    spec = {
+        "podSelector": _workers_of(deployment),
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {"from": [{"podSelector": _workers_of(deployment)}]},
+            {
+                "from": [{"podSelector": {"matchLabels": _selected(deployment, deployment.router)}}],
+                "ports": [{"port": "worker", "protocol": "TCP"}],
+            },
+        ],
+    }
+    return _of_all(deployment, "networking.k8s.io/v1", "NetworkPolicy", f"{deployment.name}-workers", spec)
+
+
+def _to_router(deployment: Deployment, doors: Mapping[str, int]) -> Manifest:
+    """Who reaches routers: clients where requests come in; where workers register, only our own pods: workers, other routers, the operator."""
+    ours = [
+        {"podSelector": {"matchLabels": {INSTANCE: deployment.name, NAME: "fleet"}}},
+        {"namespaceSelector": {}, "podSelector": {"matchLabels": {COMPONENT: "operator"}}},
+    ]
+    spec = {
+        "podSelector": {"matchLabels": _selected(deployment, deployment.router)},
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {"ports": [{"port": door, "protocol": "TCP"} for door in doors]},
+            {"from": ours, "ports": [{"port": "control", "protocol": "TCP"}]},
+        ],
+    }
+    return _of_all(deployment, "networking.k8s.io/v1", "NetworkPolicy", f"{deployment.name}-router", spec)
+
+
+def _pod_monitor(deployment: Deployment) -> Manifest:
+    """Routers have metrics; what workers do is in them."""
+    spec = {
+        "selector": {"matchLabels": _selected(deployment, deployment.router)},
+        "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}],
+    }
+    return _of_all(deployment, "monitoring.coreos.com/v1", "PodMonitor", f"{deployment.name}-router", spec)
+
+
+def _inference_pool(deployment: Deployment) -> Manifest:
+    """Gateways send requests to what this selects: the routers, which carry out what their endpoint picker has placed."""
+    router = deployment.router
+    spec = {
+        "selector": {"matchLabels": _selected(deployment, router)},
+        "targetPorts": [{"number": HTTP}],
+        "endpointPickerRef": {
+            "kind": "Service",
+            "name": _child(deployment, router),
+            "port": {"number": PICKER},
+            "failureMode": deployment.spec.routing.inference_pool.failure_mode.value,
+        },
+    }
+    return _of_all(deployment, "inference.networking.k8s.io/v1", "InferencePool", deployment.name, spec)
+
+
+def _workers_of(deployment: Deployment) -> Manifest:
+    types = sorted({role.type.value for role in deployment.workers})
+    return {
+        "matchLabels": {INSTANCE: deployment.name},
+        "matchExpressions": [{"key": TYPE, "operator": "In", "values": types}],
+    }
+
+
+def _of_all(deployment: Deployment, api: str, kind: str, name: str, spec: Manifest) -> Manifest:
+    """Something that is of no single role."""
+    labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: "fleet-operator"}
+    return _object(deployment, api, kind, name, labels, spec)

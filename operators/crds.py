@@ -167,7 +167,7 @@ def definition(kind: Kind) -> Schema:
                                 "kind": {"type": "string"},
                                 "metadata": {"type": "object"},
                                 "spec": spec,
-                                "status": structural(kind.status),
+                                "status": _as_written(structural(kind.status)),
                             },
                         }
                     },
@@ -181,6 +181,13 @@ def structural(of: type[Struct]) -> Schema:
     """The type's schema without references."""
     (root,), parts = msgspec.json.schema_components([of], ref_template="{name}")
     return _resolved(root, parts)
+
+
+def _as_written(node: Schema) -> Schema:
+    """Without defaults: what a status does not say is not known, and an empty text is no instant."""
+    return {
+        key: _as_written(value) if isinstance(value, dict) else value for key, value in node.items() if key != "default"
+    }
 
 
 def _resolved(node: Mapping[str, Any], parts: Mapping[str, Schema]) -> Schema:

@@ -7,63 +7,40 @@ Rules:
 2. An object is applied when its digest, kept in an annotation, differs from what is seen. What somebody else made under one of our names is
    left alone, and the deployment is Degraded until one of the two has another name.
 3. Children of workers are scaled by `operators.scaling`, one step a call. A child that should have no replicas is removed when its last pod has gone:
-   of an old revision, of a suspended deployment, of a role that is not wished for any more. So are settings that no child uses.
+   of an old revision, of a suspended deployment, of a role that is not wished for any more. So is whatever else is the deployment's own
+   and wanted no more.
 4. Replicas have one writer: the specification of a Static role, else the role's RoleScaler, which is made with the specification's number and from
    then on never written.
-5. A deployment is Ready when every role has as many replicas of the present revision as it should, all ready and known to the router, and no
-   old one is left. What stands in the way is said in the first condition that is not as it should be.
+5. Before replicas are taken away, what each pod's warm blocks are worth is said to whoever chooses, where it is known.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from operators.children import Deployment, Images, Manifest, revision, shared, workers
-from operators.resources import (
-    GROUP,
-    VERSION,
-    Condition,
-    DisaggDeploymentStatus,
-    Role,
-    RoleStatus,
-    RoleType,
-    ScalingMode,
+from operators.children import (
+    Deployment,
+    Images,
+    Manifest,
+    child_name,
+    group,
+    grouped,
+    revision,
+    role_scaler,
+    shared,
+    workers,
 )
-from operators.scaling import Bounds, Pool, Replicas, Side, next_changes, targets
+from operators.resources import GROUP, DisaggDeploymentStatus, Role, RoleType, ScalingMode
+from operators.scaling import Bounds, Change, Pool, Side, next_changes, targets
+from operators.seen import Child, Seen
+from operators.status import status
 
 DIGEST = f"{GROUP}/digest"
 SIDES = {RoleType.PREFILL: Side.PREFILL, RoleType.DECODE: Side.DECODE}
-
-
-class Child(Struct, frozen=True, kw_only=True):
-    """Of one role and revision, as it is."""
-
-    kind: str
-    name: str
-    role: str
-    replicas: Replicas
-
-
-class Seen(Struct, frozen=True, kw_only=True):
-    """What a cluster has of a deployment."""
-
-    children: tuple[Child, ...] = ()
-    digests: Mapping[tuple[str, str], str] = {}
-    """Of what the deployment owns, by kind and name."""
-
-    foreign: frozenset[tuple[str, str]] = frozenset()
-    """Kinds and names of what it does not own, though it would have that name."""
-
-    scalers: Mapping[str, int] = {}
-    """Replicas that RoleScalers ask for, by role."""
-
-    conditions: tuple[Condition, ...] = ()
-    """As last written: a condition keeps its instant for as long as its status is the same."""
-
-    generation: int = 0
+CONTROLLERS = frozenset({"Deployment", "LeaderWorkerSet", "StatefulSet"})
+MOST_WORTH = 2**31 - 1  # as Kubernetes limits the annotation
 
 
 class Apply(Struct, frozen=True, tag=True):
@@ -73,9 +50,19 @@ class Apply(Struct, frozen=True, tag=True):
 
 
 class Scale(Struct, frozen=True, tag=True):
+    """Only while it is asked for as many as were seen: a leader that comes late changes nothing."""
+
     kind: str
     name: str
     replicas: int
+    was: int | None = None
+
+
+class Value(Struct, frozen=True, tag=True):
+    """Say what it would cost to lose a pod, so that of those that go the cheapest go."""
+
+    pod: str
+    cost: int
 
 
 class Remove(Struct, frozen=True, tag=True):
@@ -83,7 +70,7 @@ class Remove(Struct, frozen=True, tag=True):
     name: str
 
 
-Action = Apply | Scale | Remove
+Action = Apply | Scale | Value | Remove
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -100,27 +87,67 @@ def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Outcome
         images: Where the deployment names none.
         now: RFC 3339, for conditions that change.
     """
-    present = revision(wish, images)
-    wanted = [with_digest(each) for each in (*shared(wish, images), *_scalers(wish, seen))]
+    present = revision(wish, images, seen.served)
+    routers = _wished(wish, wish.router, seen)
+    wanted = [with_digest(each) for each in shared(wish, images, seen.served, routers=routers)]
     pools = [_pool(wish, role, seen, present) for role in wish.workers]
     possible = targets(pools, _bounds(wish))
     actions: list[Action] = []
-    for change in next_changes(possible, _bounds(wish)):
-        child = next(
-            (each for each in seen.children if (each.role, each.replicas.revision) == (change.role, change.revision)),
-            None,
-        )
-        if child is not None:
-            actions.append(Scale(child.kind, child.name, change.replicas))
-            continue
-        role = next(role for role in wish.workers if role.name == change.role)
-        *others, made = workers(wish, role, change.revision, images)
+    changes = next_changes(possible, _bounds(wish))
+    for change in changes:
+        role = next((role for role in wish.workers if role.name == change.role), None)
+        assert role is not None, "pools are made of roles"
+        made, moved = _changed(wish, role, change, seen, images)
+        wanted += [with_digest(each) for each in made]
+        actions += moved
+    applied = wanted + [with_digest(each) for each in _scalers(wish, seen)]
+    actions += [Apply(each) for each in applied if _key(each) not in seen.foreign and _differs(each, seen)]
+    actions += _farewells(wish, seen, possible, wanted)
+    taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in seen.foreign)
+    at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
+    said = status(wish, seen, pools, possible, taken, present, routers, at_rest, now)
+    return Outcome(actions=tuple(actions), status=said)
+
+
+def _changed(
+    wish: Deployment, role: Role, change: Change, seen: Seen, images: Images
+) -> tuple[list[Manifest], list[Action]]:
+    """What to apply, and what else to do, so that a revision of a role is asked for so many replicas."""
+    child = next(
+        (each for each in seen.children if (each.role, each.replicas.revision) == (change.role, change.revision)), None
+    )
+    there = child is not None and bool(child.kind)
+    if child is not None and there and child.kind != "StatefulSet":
+        worths = _worths(child, seen) if change.replicas < child.replicas.asked else []
+        return [], [*worths, Scale(child.kind, child.name, change.replicas, child.replicas.asked)]
+    if not there and not grouped(role, seen.served):
+        *others, made = workers(wish, role, change.revision, images, seen.served)
         made["spec"]["replicas"] = change.replicas
-        wanted += [with_digest(each) for each in (*others, made)]
-    actions += [Apply(each) for each in wanted if _key(each) not in seen.foreign and _differs(each, seen)]
-    actions += _farewells(seen, possible, wanted)
-    taken = sorted(f"{kind} {name}" for kind, name in seen.foreign & {_key(each) for each in wanted})
-    return Outcome(actions=tuple(actions), status=_status(wish, seen, pools, possible, taken, present, now))
+        return [*others, made], []
+    base = child_name(wish, role.name, change.revision)
+    members = child.members if child is not None else ()
+    surplus = sorted(members, key=_index)[change.replicas :]
+    if surplus:
+        return [], [Remove("StatefulSet", name) for name in surplus]
+    free = (index for index in range(len(members) + change.replicas) if f"{base}-{index}" not in members)
+    made_groups = [
+        group(wish, role, change.revision, index, images)
+        for index, _ in zip(free, range(change.replicas - len(members)), strict=False)
+    ]
+    return [*workers(wish, role, change.revision, images, seen.served), *made_groups], []
+
+
+def _index(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _worths(child: Child, seen: Seen) -> list[Value]:
+    """Of the pods some of which are to go, where it is known and not said yet."""
+    return [
+        Value(each.pod, cost)
+        for each in seen.worths.get((child.role, child.replicas.revision), ())
+        if each.blocks is not None and str(cost := min(each.blocks, MOST_WORTH)) != each.said
+    ]
 
 
 def with_digest(manifest: Manifest) -> Manifest:
@@ -135,19 +162,21 @@ def _key(manifest: Manifest) -> tuple[str, str]:
 
 
 def _differs(manifest: Manifest, seen: Seen) -> bool:
+    replicas = manifest.get("spec", {}).get("replicas")
+    if seen.router is not None and _key(manifest) == ("Deployment", seen.router.name) and seen.router.asked != replicas:
+        return True
     digest: str = manifest["metadata"]["annotations"][DIGEST]
     return seen.digests.get(_key(manifest)) != digest
 
 
 def _scalers(wish: Deployment, seen: Seen) -> list[Manifest]:
     """Those that are missing."""
-    made = []
-    for role in wish.workers:
-        if role.scaling.mode is not ScalingMode.STATIC and role.name not in seen.scalers:
-            metadata: dict[str, Any] = {"name": f"{wish.name}-{role.name}", "namespace": wish.namespace}
-            spec = {"target": {"deployment": wish.name, "role": role.name}, "replicas": role.replicas}
-            made.append({"apiVersion": f"{GROUP}/{VERSION}", "kind": "RoleScaler", "metadata": metadata, "spec": spec})
-    return made
+    return [role_scaler(wish, role) for role in _scaled(wish) if role.name not in seen.scalers]
+
+
+def _scaled(wish: Deployment) -> Iterator[Role]:
+    """Roles with a RoleScaler."""
+    return (role for role in (*wish.workers, wish.router) if role.scaling.mode is not ScalingMode.STATIC)
 
 
 def _wished(wish: Deployment, role: Role, seen: Seen) -> int:
@@ -187,92 +216,32 @@ def _ratio(text: str) -> tuple[int, int]:
     return int(prefill), int(decode)
 
 
-def _farewells(seen: Seen, pools: Sequence[Pool], wanted: Sequence[Manifest]) -> list[Action]:
-    """Of children that nobody needs any more, and of settings without a child: their operator was killed in between."""
+def _farewells(wish: Deployment, seen: Seen, pools: Sequence[Pool], wanted: Sequence[Manifest]) -> list[Action]:
+    """Of children that nobody needs any more, and of whatever else is ours and not wanted.
+
+    That is of a role that is gone, say; or settings without a child, because their operator was killed in between.
+    """
     targets_of = {pool.name: (pool.revision, pool.target) for pool in pools}
+    used = {_key(each) for each in wanted}
     actions: list[Action] = []
-    used = {name for kind, name in map(_key, wanted) if kind == "ConfigMap"}
     for each in seen.children:
-        revision_now, target = targets_of.get(each.role, ("", 0))
-        if each.role not in targets_of and each.replicas.asked:
-            actions.append(Scale(each.kind, each.name, 0))
-        elif not each.replicas.there and not (each.replicas.revision == revision_now and target):
-            actions.append(Remove(each.kind, each.name))
+        if not each.kind:
             continue
-        used.add(each.name)
-    return actions + [Remove(kind, name) for kind, name in seen.digests if kind == "ConfigMap" and name not in used]
+        revision_now, target = targets_of.get(each.role, ("", 0))
+        names = each.members or (each.name,)
+        if each.role not in targets_of and each.replicas.asked:
+            actions += _emptied(each)
+        elif not each.replicas.there and not (each.replicas.revision == revision_now and target):
+            actions += [Remove(each.kind, name) for name in names if name]
+            continue
+        used.add(("ConfigMap", child_name(wish, each.role, each.replicas.revision)))
+    own = [key for key in seen.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
+    scaled = {f"{wish.name}-{role.name}" for role in _scaled(wish)}
+    own += [("RoleScaler", name) for name in sorted(seen.own_scalers - scaled)]
+    return actions + [Remove(kind, name) for kind, name in own]
 
 
-def _status(
-    wish: Deployment,
-    seen: Seen,
-    pools: Sequence[Pool],
-    possible: Sequence[Pool],
-    taken: Sequence[str],
-    present: str,
-    now: str,
-) -> DisaggDeploymentStatus:
-    roles = tuple(_role_status(pool, present) for pool in possible)
-    behind = [
-        each
-        for each in roles
-        if not (each.updated == each.ready == each.replicas == each.desired and not each.draining)
-    ]
-    lowered = [
-        f"{pool.name}: {able.target} of {pool.target}"
-        for pool, able in zip(pools, possible, strict=True)
-        if able.target < pool.target
-    ]
-    old = any(each.asked for pool in possible for each in pool.replicas if each.revision != present)
-    reason, message = "AllRolesReady", ""
-    if taken:
-        reason, message = "NameTaken", f"not made by this deployment: {', '.join(taken)}"
-    elif behind:
-        reason = "RollingOut" if old else "RolesNotReady"
-        message = "; ".join(f"{each.name}: {each.ready} of {each.desired} ready, {each.updated} new" for each in behind)
-    elif wish.spec.suspend:
-        reason = "Suspended"
-    ready = not taken and not behind and not wish.spec.suspend
-    conditions = [
-        ("Ready", ready, reason, message),
-        ("Progressing", bool(behind), reason if behind else "Settled", ""),
-        ("Degraded", bool(taken), "NameTaken" if taken else "None", message if taken else ""),
-        ("ScalingLimited", bool(lowered), "BudgetOrRatio" if lowered else "Unlimited", "; ".join(lowered)),
-    ]
-    sides = {side: sum(pool.target for pool in possible if pool.side is side) for side in Side}
-    return DisaggDeploymentStatus(
-        observed_generation=seen.generation,
-        current_revision="" if old else present,
-        update_revision=present,
-        roles=roles,
-        ratio=f"{sides[Side.PREFILL]}:{sides[Side.DECODE]}" if sides[Side.PREFILL] or sides[Side.DECODE] else "",
-        gpus=sum(pool.there * pool.gpus for pool in possible),
-        ready_roles=f"{len(roles) - len(behind)}/{len(roles)}",
-        conditions=tuple(_condition(seen, now, *each) for each in conditions),
-    )
-
-
-def _role_status(pool: Pool, present: str) -> RoleStatus:
-    return RoleStatus(
-        name=pool.name,
-        desired=pool.target,
-        replicas=sum(each.pods for each in pool.replicas),
-        ready=sum(each.ready for each in pool.replicas),
-        updated=sum(each.pods for each in pool.replicas if each.revision == present),
-        registered=sum(each.ready for each in pool.replicas),
-        draining=sum(each.leaving for each in pool.replicas),
-    )
-
-
-def _condition(seen: Seen, now: str, kind: str, holds: bool, reason: str, message: str) -> Condition:
-    status = "True" if holds else "False"
-    before = next((each for each in seen.conditions if each.type == kind), None)
-    since = before.last_transition_time if before is not None and before.status == status else now
-    return Condition(
-        type=kind,
-        status=status,
-        reason=reason,
-        message=message,
-        observed_generation=seen.generation,
-        last_transition_time=since,
-    )
+def _emptied(child: Child) -> list[Action]:
+    if child.kind == "StatefulSet":
+        return [Remove(child.kind, name) for name in child.members]
+    return [Scale(child.kind, child.name, 0, child.replicas.asked)]

@@ -11,7 +11,7 @@ from fleet.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.roles import Phase
 from fleet.router.messages import Arrived, Complete
 from fleet.router.settings import Thresholds
-from fleet.router.snapshot import Counters, Explanation, PoolSnapshot, RouterSnapshot
+from fleet.router.snapshot import Counters, Explanation, PoolSnapshot, RemotePrefill, RouterSnapshot
 from fleet.work import Progress
 from tests.builders import BLOCK_TOKENS, MODEL, a_report
 
@@ -41,6 +41,7 @@ class FakeRouter:
         self.cancelled: list[RequestId] = []
         self.explanations: dict[RequestId, Explanation] = {}
         self.in_force = Thresholds()
+        self.measured = RemotePrefill(learned=False, handoffs=0, handoff_seconds=0.0, workers=())
         self.changed = asyncio.Event()
         self.steps_taken = 0
 
@@ -66,6 +67,9 @@ class FakeRouter:
 
     def tune(self, thresholds: Thresholds) -> None:
         self.in_force = thresholds
+
+    def remote_prefill(self) -> RemotePrefill:
+        return self.measured
 
     def submit(self, arrived: Arrived) -> "FakeStream":
         return FakeStream(self, arrived)

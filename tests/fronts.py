@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_frontend import GrpcFrontend, open_grpc_frontend
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
-from fleet.adapters.http_messages import HttpSettings
 from fleet.adapters.text_codec import load_codec
 from fleet.router.generation import Generation
+from fleet.router.http_settings import HttpSettings
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import TokenisingThreads

@@ -16,7 +16,7 @@ with atheris.instrument_imports(include=["fleet"]):
     from google.protobuf.message import DecodeError
 
     from fleet.adapters.clock import SystemClock
-    from fleet.adapters.http_messages import HeldBodies, HttpSettings, KnownHeads
+    from fleet.adapters.http_messages import HeldBodies, KnownHeads
     from fleet.adapters.http_protocol import Connection
     from fleet.adapters.openai_failures import explain
     from fleet.adapters.openai_requests import read_chat, read_completion
@@ -24,6 +24,7 @@ with atheris.instrument_imports(include=["fleet"]):
     from fleet.errors import Refused
     from fleet.ids import ModelName, RequestId
     from fleet.requests import ModelCard
+    from fleet.router.http_settings import HttpSettings
     from fleet.v1 import inference_pb2, kserve_pb2
     from fleet.validation import validate
     from fleet.wire.kserve import decode_infer

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
-from fleet.adapters.http_messages import HttpSettings
 from fleet.adapters.openai_workers import OpenAiWorkers
 from fleet.adapters.prompt_keys import PromptReader
 from fleet.adapters.relay import Relay
@@ -20,6 +19,7 @@ from fleet.adapters.relay_metrics import RelayMetrics
 from fleet.adapters.text_codec import load_codec
 from fleet.ids import ModelName
 from fleet.router.generation import Generation
+from fleet.router.http_settings import HttpSettings
 from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
 from fleet.router.settings import OpenAiWorkerSettings, RouterSettings

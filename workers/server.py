@@ -79,6 +79,7 @@ class WorkerServer:
             adapter_slots=facts.adapter_slots,
             golden=golden,
             keeps_forms=facts.keeps_forms,
+            generation=settings.generation,
         )
         self._settings = settings
         self._engine = engine

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from fleet.discovery import Discovery
 from fleet.hardware.latency import EngineLatency
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
@@ -129,7 +130,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Address that routers dial, where it differs from `listen` (0.0.0.0, address translation)."""
 
     registry: str = ""
-    """gRPC address of the registry; empty: the worker does not register anywhere."""
+    """gRPC address of the registry; empty: the worker registers with no router."""
+
+    discovery: Discovery | None = None
+    """Where the worker publishes itself for all routers that look there, besides `registry` or in its place; absent: nowhere."""
 
     store: str = ""
     """gRPC address of the KV store node, unix:path or host:port; empty: no store, or the one of `embedded_store`."""
@@ -166,6 +170,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     labels: tuple[str, ...] = ()
     """That a request may ask for, such as a zone or a licence."""
+
+    generation: Annotated[str, Meta(max_length=128)] = ""
+    """Version of what is deployed. A prompt that one worker computes is decoded by one of the same generation, so that during a
+    rolling update new workers never read blocks of old ones, nor the other way round."""
 
     adapters: dict[ModelName, str] = {}
     """Folder by name of the adapters (LoRA) that it may load when work for them comes; clients ask for them as for models.

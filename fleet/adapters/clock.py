@@ -1,10 +1,11 @@
 """The system's clocks: the monotonic one, which is the store's, and the only caller of `time.time`."""
 
 import time
+from datetime import UTC, datetime
 
 from kvstore.monotonic import MonotonicClock as SystemClock
 
-__all__ = ["SystemClock", "unix_milliseconds", "unix_seconds"]
+__all__ = ["SystemClock", "unix_milliseconds", "unix_seconds", "utc_now"]
 
 
 def unix_seconds() -> int:
@@ -15,3 +16,8 @@ def unix_seconds() -> int:
 def unix_milliseconds() -> int:
     """Likewise; to say which of two things was done last."""
     return time.time_ns() // 1_000_000
+
+
+def utc_now() -> datetime:
+    """Likewise, as Kubernetes' objects have it."""
+    return datetime.fromtimestamp(time.time(), UTC)

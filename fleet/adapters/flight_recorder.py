@@ -1,4 +1,4 @@
-"""The flight recorder: writes down what a router hears and says while it serves, see `fleet.adapters.recording`.
+"""The flight recorder: writes down what a router hears and says while it serves, see `fleet.adapters.recording_format`.
 
 Rules:
 
@@ -24,13 +24,13 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from fleet.adapters.clock import unix_seconds
-from fleet.adapters.recording import FORMAT, Head, Keys, end_line, entry_line, head_line
+from fleet.adapters.recording_format import FORMAT, Head, Keys, end_line, entry_line, head_line
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.requests import TokenBytes
 from fleet.router.live import Hasher, hash_prompt
 from fleet.router.messages import Command, RouterEvent
-from fleet.router.observed import ObservedMachine
+from fleet.router.observed import ObservedMachine, Observer
 from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
 
@@ -163,9 +163,16 @@ class FlightRecorder:
 
 
 def recorded_machine(
-    settings: RouterSettings, seed: int, policy: Policy, now: Nanos
+    settings: RouterSettings, seed: int, policy: Policy, now: Nanos, *, also: Observer | None = None
 ) -> tuple[ObservedMachine, FlightRecorder]:
     """A router's machine and the recorder that looks on; settings say where it writes.
+
+    Args:
+        settings: Of the router.
+        seed: Of its luck.
+        policy: That chooses workers.
+        now: The instant.
+        also: Who looks on as well, after the recorder.
 
     Raises:
         ConfigurationRefused: It cannot be written there.
@@ -179,7 +186,19 @@ def recorded_machine(
         settings=settings,
     )
     recorder = FlightRecorder(Path(settings.record), settings.record_mib * MIB, head)
-    return ObservedMachine(settings, Random(seed), policy, recorder.hash, observer=recorder), recorder
+    observer: Observer = recorder if also is None else _Both(recorder, also)
+    return ObservedMachine(settings, Random(seed), policy, recorder.hash, observer=observer), recorder
+
+
+class _Both:
+    """Two observers, one after the other."""
+
+    def __init__(self, first: Observer, second: Observer):
+        self._first, self._second = first, second
+
+    def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
+        self._first(now, event, commands)
+        self._second(now, event, commands)
 
 
 def _new(path: Path) -> Path:

@@ -10,12 +10,13 @@ from google.protobuf.message import Message
 from msgspec import structs
 
 from fleet.adapters.grpc_calls import parse, unary
-from fleet.errors import Reason, Refused, invalid
+from fleet.errors import Reason, Refused, invalid, why_and_where
 from fleet.ids import RequestId
 from fleet.requests import ModelCard
+from fleet.router.crossover import MIN_SAMPLES
 from fleet.router.placement import Placed, Terms
 from fleet.router.settings import Thresholds
-from fleet.router.snapshot import Explanation, PoolSnapshot, RouterSnapshot
+from fleet.router.snapshot import Explanation, PoolSnapshot, RemotePrefill, RouterSnapshot
 from fleet.v1 import control_pb2 as pb
 from kvstore.v1 import blocks_pb2, blocks_pb2_grpc
 
@@ -38,6 +39,8 @@ class Router(Protocol):
     def tune(self, thresholds: Thresholds) -> None: ...
 
     def thresholds(self) -> Thresholds: ...
+
+    def remote_prefill(self) -> RemotePrefill: ...
 
 
 class Others(Protocol):
@@ -107,7 +110,10 @@ class ClusterService:
             self._router.tune(thresholds)
             if self._others is not None:
                 self._others.tuned(thresholds)
-        return pb.Thresholds(**structs.asdict(self._router.thresholds()))
+        return pb.Thresholds(
+            **structs.asdict(self._router.thresholds()),
+            remote_prefill=_encode_remote_prefill(self._router.remote_prefill()),
+        )
 
 
 def asking_store(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> AskStore:
@@ -132,8 +138,8 @@ def checked_thresholds(values: dict[str, Any]) -> Thresholds:
     try:
         return msgspec.convert(values, Thresholds)
     except msgspec.ValidationError as error:
-        cause, _, where = str(error).partition(" - at `$.")
-        raise invalid(where.rstrip("`"), cause[0].lower() + cause[1:]) from error
+        cause, path = why_and_where(error)
+        raise invalid(path.removeprefix("."), cause[0].lower() + cause[1:]) from error
 
 
 def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
@@ -155,6 +161,24 @@ def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
                 booked_elsewhere=worker.booked_elsewhere,
             )
             for worker in pool.workers
+        ],
+    )
+
+
+def _encode_remote_prefill(measured: RemotePrefill) -> pb.RemotePrefill:
+    return pb.RemotePrefill(
+        learned=measured.learned,
+        handoffs=measured.handoffs,
+        handoffs_needed=MIN_SAMPLES,
+        handoff_ms=1000 * measured.handoff_seconds,
+        workers=[
+            pb.BreakEven(
+                worker_id=worker.worker_id,
+                requests=worker.requests,
+                token_ms=1000 * worker.token_seconds,
+                min_tokens=worker.min_tokens or 0,
+            )
+            for worker in measured.workers
         ],
     )
 

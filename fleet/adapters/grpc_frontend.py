@@ -8,7 +8,7 @@ from uuid import uuid4
 import grpc
 from google.protobuf.message import Message
 
-from fleet.adapters.grpc_calls import Context, answered, authorization, parse, send, serialize, unary
+from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary_in_context, writing
 from fleet.adapters.grpc_cluster import AskStore, ClusterService, Others, Router, asking_store
 from fleet.adapters.grpc_door import Door
 from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
@@ -101,7 +101,7 @@ class GrpcFrontend:
         stream: Any = grpc.unary_stream_rpc_method_handler  # the stubs know no coroutines
         inference = {
             "Generate": stream(self._generate, response_serializer=serialize),
-            "ListModels": unary(self._list_models),
+            "ListModels": unary_in_context(self._list_models),
         }
         return grpc.method_handlers_generic_handler(INFERENCE, inference)
 
@@ -122,12 +122,14 @@ class GrpcFrontend:
         def token_text(token_id: int) -> str:
             return self._generation.token_text(model, token_id)
 
-        async with aclosing(self._generation.generate(request, authorization(context))) as events:
+        events = self._generation.generate(request, authorization(context))
+        async with writing(context) as writer, aclosing(events):
             async for event in events:
                 if isinstance(event, Admitted):
                     model = event.model
-                await send(context, encode_event(event, token_text))
+                await writer.send(encode_event(event, token_text))
 
-    async def _list_models(self, content: bytes) -> Message:
+    async def _list_models(self, content: bytes, context: Context) -> Message:
         parse(inference_pb2.ListModelsRequest, content)
+        self._generation.identify(authorization(context))
         return inference_pb2.ListModelsResponse(models=[encode_model(card) for card in self._generation.models()])

@@ -19,7 +19,12 @@ STOP_SECONDS = 2.0  # for the last messages of calls that end
 
 @asynccontextmanager
 async def open_port(
-    server: grpc.aio.Server, listen: str, services: Sequence[str], serving: Callable[[], bool]
+    server: grpc.aio.Server,
+    listen: str,
+    services: Sequence[str],
+    serving: Callable[[], bool],
+    *,
+    alive: Sequence[str] = (),
 ) -> AsyncIterator[str]:
     """Serve until the context ends; then running calls are cancelled. Yields the address, with the port that was taken.
 
@@ -28,11 +33,12 @@ async def open_port(
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         services: Their full names, for health and reflection.
         serving: Whether they can serve now; asked at once by who asks for their health, and some times a second.
+        alive: Names under which health says that the process answers, whatever it can serve.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    healths = _Health(("", *services), serving)
+    healths = _Health(("", *services), serving, alive)
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
     address = _bind(server, listen)
@@ -83,9 +89,10 @@ def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
 class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
     """The standard health service, of which the library does the watching. SERVING while `serving` is true."""
 
-    def __init__(self, services: Sequence[str], serving: Callable[[], bool]) -> None:
+    def __init__(self, services: Sequence[str], serving: Callable[[], bool], alive: Sequence[str]) -> None:
         super().__init__()
         self._services = services
+        self._alive = alive
         self._serving = serving
         self._told: bool | None = None
 
@@ -100,10 +107,11 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no type
 
     async def _check(self, content: bytes, context: Context) -> Message:
         service = parse(health_pb2.HealthCheckRequest, content).service
+        if service in self._alive:
+            return self._answer(health_pb2.HealthCheckResponse.SERVING)
         if service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"service: {service[:100]!r} is not served here")
-        answer: Message = health_pb2.HealthCheckResponse(status=self._status())
-        return answer
+        return self._answer(self._status())
 
     async def _watch(self, content: bytes, context: Context) -> None:
         async def follow() -> None:
@@ -121,9 +129,17 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no type
         """Tell those who watch, if there is news."""
         if (serving := self._serving()) is self._told:
             return
+        if self._told is None:
+            for service in self._alive:
+                await self.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._told = serving
         for service in self._services:
             await self.set(service, self._status())
+
+    @staticmethod
+    def _answer(status: int) -> Message:
+        answer: Message = health_pb2.HealthCheckResponse(status=status)
+        return answer
 
     def _status(self) -> int:
         states = health_pb2.HealthCheckResponse

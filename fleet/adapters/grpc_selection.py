@@ -158,7 +158,90 @@ class SelectionService:
         """End all leases: they end with this process anyway, and nobody waits here for what they are about."""
         for booking in list(self._bookings.values()):
             if booking.placed.done():  # else its caller waits here
-                self._end(booking)
+                self.end(booking)
+
+    async def book(self, arrived: Arrived, *, lease_seconds: float, wait_seconds: float) -> tuple[Booking, Decision]:
+        """Place a request and book it, in one step.
+
+        Args:
+            arrived: With `second_hand`.
+            lease_seconds: After which the booking ends that nobody renews.
+            wait_seconds: At most, while all workers are busy.
+
+        Raises:
+            Refused: Nobody can serve it.
+            TimeoutError: Nobody has had room for it in time.
+        """
+        booking = self._opened(arrived, lease_seconds)
+        try:
+            async with asyncio.timeout(wait_seconds):
+                await booking.placed
+        except BaseException:  # refused, or too late, or the caller has gone
+            self.end(booking)
+            raise
+        return booking, self._begun(booking)
+
+    def book_now(self, arrived: Arrived, *, lease_seconds: float) -> Booking:
+        """The same where there is room at this moment.
+
+        Raises:
+            Refused: Nobody can serve it now.
+        """
+        booking = self._opened(arrived, lease_seconds)
+        busy = Refused(Reason.QUEUE_FULL, "all workers are busy", retry_after_ms=RETRY_AFTER_MS)
+        if (refused := booking.placed.exception() if booking.placed.done() else busy) is not None:
+            self.end(booking)
+            raise refused
+        self._begun(booking)
+        return booking
+
+    def _opened(self, arrived: Arrived, lease_seconds: float) -> Booking:
+        if len(self._bookings) >= MAX_LEASES:
+            raise Refused(
+                Reason.QUEUE_FULL, "too many requests are selected and not released", retry_after_ms=RETRY_AFTER_MS
+            )
+        booking = Booking(arrived.request_id, lease_seconds, self.end)
+        self._bookings[arrived.request_id] = booking
+        try:
+            self._router.open(arrived, booking)
+        except Refused:
+            self.end(booking)
+            raise
+        return booking
+
+    def _begun(self, booking: Booking) -> Decision:
+        decision = self._router.decision(booking.request_id)
+        if decision is None:
+            self.end(booking)
+            message = "the worker was lost as soon as it was selected; select again"
+            raise Refused(Reason.WORKER_LOST, message, retry_after_ms=RETRY_AFTER_MS)
+        booking.renew()
+        booking.decode = decision.decode
+        return decision
+
+    def report(self, booking: Booking, *, prefilled: bool, answer_tokens: int) -> bool:
+        """Tell how a booked request goes on, which renews its lease; False: the booking has ended.
+
+        Args:
+            booking: Of the request.
+            prefilled: Whether its prompt is computed.
+            answer_tokens: That have come since the last report.
+        """
+        decision = self._router.decision(booking.request_id)
+        if self._bookings.get(booking.request_id) is not booking or decision is None:
+            return False
+        booking.renew()
+        if (prefilled or answer_tokens) and (done := booking.prefilled(decision)) is not None:
+            self._router.hear(done)
+        if answer_tokens:
+            self._router.hear(booking.answered(answer_tokens))
+        return True
+
+    def end(self, booking: Booking) -> None:
+        """Give back what is booked; once more is no error."""
+        booking.stop_lease()
+        self._router.close(booking.request_id, booking)
+        self._bookings.pop(booking.request_id, None)
 
     async def _select(self, content: bytes) -> Message:
         asked = parse(pb.SelectRequest, content)
@@ -166,30 +249,14 @@ class SelectionService:
         lease_ms = asked.lease_ms or DEFAULT_LEASE_MS
         if lease_ms > LONGEST_LEASE_MS:
             raise invalid("lease_ms", f"must be at most {LONGEST_LEASE_MS}, not {lease_ms}")
-        if len(self._bookings) >= MAX_LEASES:
-            raise Refused(
-                Reason.QUEUE_FULL, "too many requests are selected and not released", retry_after_ms=RETRY_AFTER_MS
-            )
-        booking = Booking(arrived.request_id, lease_ms * MILLISECOND / SECOND, self._end)
-        self._bookings[arrived.request_id] = booking
+        wait_seconds = (asked.timeout_ms or DEFAULT_WAIT_MS) * MILLISECOND / SECOND
         try:
-            self._router.open(arrived, booking)
-            async with asyncio.timeout((asked.timeout_ms or DEFAULT_WAIT_MS) * MILLISECOND / SECOND):
-                await booking.placed
+            _, decision = await self.book(
+                arrived, lease_seconds=lease_ms * MILLISECOND / SECOND, wait_seconds=wait_seconds
+            )
         except TimeoutError:
-            self._end(booking)
             message = "timeout_ms: all workers have been busy for so long"
             raise Refused(Reason.DEADLINE_PASSED, message, field="timeout_ms", retry_after_ms=RETRY_AFTER_MS) from None
-        except BaseException:  # refused, or the caller has gone
-            self._end(booking)
-            raise
-        decision = self._router.decision(arrived.request_id)
-        if decision is None:
-            self._end(booking)
-            message = "the worker was lost as soon as it was selected; select again"
-            raise Refused(Reason.WORKER_LOST, message, retry_after_ms=RETRY_AFTER_MS)
-        booking.renew()
-        booking.decode = decision.decode
         response = pb.SelectResponse(
             lease_id=arrived.request_id,
             decode=self._worker(decision.decode),
@@ -204,24 +271,18 @@ class SelectionService:
 
     async def _report(self, content: bytes) -> Message:
         report = parse(pb.ReportRequest, content)
-        booking = self._bookings.get(RequestId(report.lease_id))
-        decision = None if booking is None else self._router.decision(booking.request_id)
-        if booking is None or decision is None:
-            message = f"lease_id: {report.lease_id[:100]!r} has ended, or a worker of it was lost; select again"
-            raise Refused(Reason.REQUEST_NOT_FOUND, message, field="lease_id")
         if report.answer_tokens > MAX_REPORTED:
             raise invalid("answer_tokens", f"must be at most {MAX_REPORTED} since the last report")
-        booking.renew()
-        if (report.prefilled or report.answer_tokens) and (done := booking.prefilled(decision)) is not None:
-            self._router.hear(done)
-        if report.answer_tokens:
-            self._router.hear(booking.answered(report.answer_tokens))
+        booking = self._bookings.get(RequestId(report.lease_id))
+        if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
+            message = f"lease_id: {report.lease_id[:100]!r} has ended, or a worker of it was lost; select again"
+            raise Refused(Reason.REQUEST_NOT_FOUND, message, field="lease_id")
         return pb.ReportResponse(lease_ms=int(booking.lease_seconds * SECOND / MILLISECOND))
 
     async def _release(self, content: bytes) -> Message:
         lease_id = RequestId(parse(pb.ReleaseRequest, content).lease_id)
         if (booking := self._bookings.get(lease_id)) is not None:
-            self._end(booking)
+            self.end(booking)
         return pb.ReleaseResponse()
 
     def _arrived(self, asked: pb.SelectRequest) -> Arrived:
@@ -266,8 +327,3 @@ class SelectionService:
 
     def _worker(self, worker_id: WorkerId) -> pb.SelectedWorker:
         return pb.SelectedWorker(worker_id=worker_id, address=self._router.address(worker_id))
-
-    def _end(self, booking: Booking) -> None:
-        booking.stop_lease()
-        self._router.close(booking.request_id, booking)
-        self._bookings.pop(booking.request_id, None)

@@ -1,5 +1,6 @@
 """The gRPC port of a worker, for operators: the service `fleet.v1.Worker`, health, reflection. Routers do not call it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,18 +14,22 @@ from fleet.clock import MILLISECOND, Nanos
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import encode_description
 from workers.machine import LifePhase
+from workers.registration import Presence
 from workers.server import WorkerServer
 
 SERVICE = "fleet.v1.Worker"
 
 
 @asynccontextmanager
-async def serve_control(worker: WorkerServer, listen: str) -> AsyncIterator[str]:
+async def serve_control(worker: WorkerServer, listen: str, presence: Presence) -> AsyncIterator[str]:
     """Listen for operators until left; yields the address, with the port that was chosen.
+
+    Health is SERVING while the worker serves and is registered wherever it was told to be: what a readiness probe asks.
 
     Args:
         worker: Its `run` is the caller's affair.
         listen: host:port (0: any) or unix:path.
+        presence: Of the worker; ended before a drain.
 
     Raises:
         ConfigurationRefused: The address is in use or none of this machine; nothing was started.
@@ -36,11 +41,16 @@ async def serve_control(worker: WorkerServer, listen: str) -> AsyncIterator[str]
 
     async def drain(content: bytes) -> Message:
         asked = parse(pb.DrainRequest, content)
-        cancelled = await worker.drain(Nanos(asked.deadline_ms * MILLISECOND))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(presence.leave())
+            draining = tasks.create_task(worker.drain(Nanos(asked.deadline_ms * MILLISECOND)))
+        cancelled = draining.result()
         return pb.DrainResponse(cancelled=cancelled)
 
     server = grpc.aio.server(options=SERVER_OPTIONS)
     methods = {"Describe": unary(describe), "Drain": unary(drain)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-    async with open_port(server, listen, (SERVICE,), lambda: worker.phase is LifePhase.SERVING) as address:
+    async with open_port(
+        server, listen, (SERVICE,), lambda: worker.phase is LifePhase.SERVING and presence.ready
+    ) as address:
         yield address

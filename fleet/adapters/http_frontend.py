@@ -18,7 +18,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from fleet.adapters.clock import unix_seconds
-from fleet.adapters.http_messages import ClientGone, HeldBodies, HttpSettings, KnownHeads
+from fleet.adapters.http_messages import ClientGone, HeldBodies, KnownHeads
 from fleet.adapters.http_protocol import Connection, Exchange, Serving
 from fleet.adapters.listening import bind
 from fleet.adapters.merged_metrics import merged
@@ -34,6 +34,7 @@ from fleet.errors import Reason, Refused, internal_error, shutting_down
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Allowance, Delta, Finished, Logprobs, Remaining
 from fleet.router.generation import Generation
+from fleet.router.http_settings import HttpSettings
 
 log = logging.getLogger(__name__)
 
@@ -259,8 +260,7 @@ class HttpFrontend:
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
         token_ids: list[int] = []
-        authorization = exchange.request.headers.get(b"authorization", b"").decode("latin-1")
-        async with aclosing(self._generation.generate(asked.request, authorization)) as events:
+        async with aclosing(self._generation.generate(asked.request, _authorization(exchange))) as events:
             shape: ChatShape | CompletionShape | None = None
             async for item in events:
                 match item:
@@ -283,9 +283,8 @@ class HttpFrontend:
         texts: list[str] = []
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
-        authorization = exchange.request.headers.get(b"authorization", b"").decode("latin-1")
         headers: tuple[tuple[str, str], ...] = (("x-request-id", asked.request.id),)
-        async with aclosing(self._generation.generate(asked.request, authorization)) as events:
+        async with aclosing(self._generation.generate(asked.request, _authorization(exchange))) as events:
             shape: ChatShape | CompletionShape | None = None
             async for item in events:
                 match item:
@@ -303,11 +302,13 @@ class HttpFrontend:
                         exchange.respond(HTTPStatus.OK, content, headers=headers)
 
     async def _models(self, exchange: Exchange) -> None:
+        self._generation.identify(_authorization(exchange))
         created = unix_seconds()
         models = [model_object(card, created) for card in self._generation.models()]
         exchange.respond(HTTPStatus.OK, msgspec.json.encode({"object": "list", "data": models}))
 
     async def _model(self, exchange: Exchange) -> None:
+        self._generation.identify(_authorization(exchange))
         name = exchange.request.path.removeprefix("/v1/models/")
         for card in self._generation.models():
             if card.name == name:
@@ -316,11 +317,13 @@ class HttpFrontend:
         raise Refused(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
 
     async def _health(self, exchange: Exchange) -> None:
+        """For probes, which have no key; what is served is then told only to those who have one."""
         models = [card.name for card in self._generation.models()]
         serving = bool(models) and not self._draining
         status = "ok" if serving else "draining" if self._draining else "no worker serves yet"
         code = HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE
-        exchange.respond(code, msgspec.json.encode({"status": status, "models": models}))
+        told = {"status": status} if self._generation.by_key else {"status": status, "models": models}
+        exchange.respond(code, msgspec.json.encode(told))
 
     async def _openapi(self, exchange: Exchange) -> None:
         exchange.respond(HTTPStatus.OK, document())
@@ -331,6 +334,11 @@ class HttpFrontend:
         else:
             content = merged(await self._processes.metrics()).encode()
         exchange.respond(HTTPStatus.OK, content, content_type=CONTENT_TYPE_LATEST)
+
+
+def _authorization(exchange: Exchange) -> str:
+    """What a client sent to prove its tenant; empty: nothing."""
+    return exchange.request.headers.get(b"authorization", b"").decode("latin-1")
 
 
 def _what_is_left(allowance: Allowance | None) -> tuple[tuple[str, str], ...]:

@@ -1,51 +1,22 @@
 """What passes over an HTTP connection, and its limits."""
 
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-PositiveInt = Annotated[int, Meta(ge=1)]
-PositiveSeconds = Annotated[float, Meta(gt=0)]
-
-ORDINARY_BODY_BYTES = 64 << 10
+LARGE_PIECE_BYTES = 4 << 10  # of a body; beside these what Python takes for an object is little
 
 MAX_KNOWN_HEADS = 1024
 MAX_KNOWN_BYTES = 1024  # of one: some 300 are usual; more than a MiB is never held
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,12})\r\n", re.IGNORECASE)
 
 _PHRASES = {int(status): status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}
 
 
-class HttpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_connections: PositiveInt = 4096
-    """More are answered with 503 and closed; each costs about 20 KiB."""
-
-    max_head_bytes: PositiveInt = 32 << 10
-    """Request line and headers."""
-
-    max_body_bytes: PositiveInt = 8 << 20
-    """Of a request: two million tokens as ids."""
-
-    max_held_bytes: PositiveInt = 1 << 30
-    """Of the bodies of all connections together, from the first byte to the end of the answer. Beyond that long ones are answered
-    with 503; ordinary ones, up to `ORDINARY_BODY_BYTES`, are always taken."""
-
-    head_timeout_seconds: PositiveSeconds = 10.0
-    """From the first byte of a request to the end of its headers."""
-
-    body_timeout_seconds: PositiveSeconds = 30.0
-    """From the end of the headers to the end of the body."""
-
-    idle_timeout_seconds: PositiveSeconds = 75.0
-    """Between two requests of a connection (as nginx has it, so that proxies reuse connections)."""
-
-    write_timeout_seconds: PositiveSeconds = 30.0
-    """A client that reads nothing for so long, while there is something to read, is cut off."""
-
-
 class HttpHead(Struct, kw_only=True):
-    """What comes before a body. One object serves all requests whose heads are the same bytes."""
+    """What comes before a body. One object serves all requests whose heads are the same bytes but for the body's length."""
 
     method: str
     path: str  # without the query
@@ -73,22 +44,62 @@ class HttpRequest(Struct, frozen=True):
 
 
 class KnownHeads:
-    """Heads that were parsed before, with the length of the body, by their exact bytes.
+    """Heads that were parsed before, by their exact bytes without the digits of the body's length.
 
     Clients that keep their connections send the same head again and again, and finding it costs a tenth of parsing it.
     Bounded: a few clients whose heads are never the same push the others out for a moment, and nothing else.
     """
 
     def __init__(self) -> None:
-        self._known: dict[bytes, tuple[HttpHead, int]] = {}
-        self.get = self._known.get
+        self._known: dict[bytes, HttpHead] = {}
+
+    def find(self, content: bytes) -> tuple[HttpHead, int] | None:
+        """A head that was added, whatever the length of its body was, and the length that this one says.
+
+        Args:
+            content: Up to and with the empty line.
+        """
+        if not self._known or (length := _LENGTH.search(content)) is None:
+            return None
+        begin, end = length.span(1)
+        head = self._known.get(content[:begin] + content[end:])
+        return None if head is None else (head, int(length[1]))
 
     def add(self, content: bytes, head: HttpHead, body_bytes: int) -> None:
-        if len(content) > MAX_KNOWN_BYTES:
+        """Note a head that a parser has accepted, with the length of the body that it found; it takes no second length."""
+        if len(content) > MAX_KNOWN_BYTES or (length := _LENGTH.search(content)) is None:
+            return
+        if int(length[1]) != body_bytes:
             return
         if len(self._known) >= MAX_KNOWN_HEADS:
             self._known.clear()
-        self._known[content] = (head, body_bytes)
+        begin, end = length.span(1)
+        self._known[content[:begin] + content[end:]] = head
+
+
+class Pieces:
+    """A body that arrives in pieces, put together once: of a long prompt every copy counts.
+
+    Small pieces are put together as they come, so that a client that sends them makes them take no more than their bytes.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._pieces: list[bytes | bytearray | memoryview] = []
+
+    def add(self, piece: bytes | memoryview) -> None:
+        self.size += len(piece)
+        pieces = self._pieces
+        if len(piece) >= LARGE_PIECE_BYTES:
+            pieces.append(piece)
+        elif pieces and isinstance(latest := pieces[-1], bytearray):
+            latest += piece
+        else:
+            pieces.append(bytearray(piece))
+
+    def whole(self) -> bytes:
+        """All of it."""
+        return b"".join(self._pieces)
 
 
 class HeldBodies:

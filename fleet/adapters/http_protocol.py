@@ -13,7 +13,7 @@ Rules:
    What is relayed from elsewhere is not read there meanwhile (`Exchange.relay`).
 5. Every stage has a deadline, looked at by the server's sweep: a timer a connection would cost more than a request.
 6. Another protocol that is offered (``Upgrade``, as Java's client does with HTTP/2) is not taken up, and its request served.
-7. A request that is there as a whole, with a head that was parsed before, byte for byte, is not parsed again.
+7. A head that was parsed before, byte for byte but for the length of its body, is not parsed again.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from typing import Protocol, cast
 import httptools
 
 from fleet.adapters.http_messages import (
-    ORDINARY_BODY_BYTES,
     ClientGone,
     HeldBodies,
     HttpHead,
     HttpRequest,
-    HttpSettings,
     KnownHeads,
     Malformed,
+    Pieces,
     response_head,
 )
 from fleet.clock import SECOND, Clock, Nanos
+from fleet.router.http_settings import ORDINARY_BODY_BYTES, HttpSettings
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes of a connection from which on its writer waits
 _MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # say more than what is asked
@@ -104,8 +104,8 @@ class Connection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
         self._between_bytes = 0  # that came since the last piece of the body: sizes of chunks, trailers
-        self._body = bytearray()
-        self._began_with: bytes | None = None  # the data that the request began with
+        self._body = Pieces()
+        self._began_with: bytes | None = None  # the head of the request, as it came, if it came as a whole
         self._known: tuple[HttpHead, int] | None = None  # of the request whose body arrives unparsed
         self._waiting: deque[HttpRequest | Malformed] = deque()
         self._unparsed = b""  # that came behind those
@@ -161,27 +161,30 @@ class Connection(asyncio.Protocol):
             self._unparsed += data
             return
         stage = self._stage
+        begin = 0  # of what is not understood yet
         if stage is Stage.IDLE and self._exchange is None and self._paused is None:
             end = data.find(b"\r\n\r\n") + 4
-            known = self._heads.get(data[:end])
-            if known is not None:
+            content = data[:end]
+            known = self._heads.find(content)
+            if known is not None and known[1] <= self._settings.max_body_bytes:
                 head, body_bytes = known
                 if len(data) - end == body_bytes:
                     self._hold(body_bytes)
                     self._begin(HttpRequest(head, data[end:]))
                     return
                 self._known = known
-                self._body = bytearray()
-                self._stage = stage = Stage.BODY
+                self._body = Pieces()
+                self._stage = Stage.BODY
                 self._deadline = self._in(self._settings.body_timeout_seconds)
-                data = data[end:]
+                begin = end
+            else:
+                self._began_with = content
         elif stage is Stage.CLOSING:
             return
         if self._known is not None:
-            data = self._rest_of_known(data)
+            data = self._rest_of_known(data, begin)
             if not data or self._stage is Stage.CLOSING:
                 return
-        self._began_with = data if self._stage is Stage.IDLE else None
         self._served = 0
         if self._stage is Stage.BODY:
             self._between_bytes += len(data)
@@ -195,7 +198,6 @@ class Connection(asyncio.Protocol):
             return
         except httptools.HttpParserError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, f"the request is not HTTP: {error}")
-        self._began_with = None
         if self._stage in (Stage.IDLE, Stage.HEAD) and self._head_bytes > self._settings.max_head_bytes:
             self._refuse_head()
         elif self._stage is Stage.BODY and self._between_bytes > self._settings.max_head_bytes:
@@ -224,7 +226,7 @@ class Connection(asyncio.Protocol):
         self._deadline = self._in(self._settings.head_timeout_seconds)
         self._url = b""
         self._headers = {}
-        self._body = bytearray()
+        self._body = Pieces()
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -256,10 +258,10 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         if self._stage is Stage.CLOSING:
             return
-        self._body += body
+        self._body.add(body)
         self._between_bytes = 0
         self._hold(len(body))
-        if len(self._body) > self._settings.max_body_bytes:
+        if self._body.size > self._settings.max_body_bytes:
             self._refuse_body()
         elif self._is_one_too_many():
             self._refuse_long()
@@ -281,11 +283,11 @@ class Connection(asyncio.Protocol):
         if offered:
             self._declined = head
             return
-        body = bytes(self._body)
-        self._body = bytearray()
-        if (data := self._began_with) is not None:
-            self._began_with = None  # what follows in it did not begin there
-            self._remember(data, head, body)
+        body = self._body.whole()
+        self._body = Pieces()
+        if (content := self._began_with) is not None:
+            self._began_with = None  # of this request only
+            self._remember(content, head, body)
         self._waiting.append(HttpRequest(head, body))
         self._advance()
 
@@ -395,7 +397,7 @@ class Connection(asyncio.Protocol):
         self._known = (head, int(head.headers.get(b"content-length", b"0")))
         self._stage = Stage.BODY
         self._deadline = self._in(self._settings.body_timeout_seconds)
-        self._rest_of_known(rest)
+        self._rest_of_known(rest, 0)
 
     def _next_turn(self) -> None:
         self._served, self._turn_is_due = 0, False
@@ -406,30 +408,28 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self._unparsed = b""
 
-    def _remember(self, data: bytes, head: HttpHead, body: bytes) -> None:
-        """Note the head of a request that was all of `data`, if nothing but its length says where the body ends."""
-        end = len(data) - len(body)
-        plain = head.keep_alive and head.chunked_answer and not head.headers.keys() & _MEANINGFUL_HEADERS
-        if plain and data.find(b"\r\n\r\n") + 4 == end and b"content-length" in head.headers:
-            self._heads.add(data[:end], head, len(body))
+    def _remember(self, content: bytes, head: HttpHead, body: bytes) -> None:
+        """Note the head of a request, if nothing but its length says where the body ends."""
+        if head.keep_alive and head.chunked_answer and not head.headers.keys() & _MEANINGFUL_HEADERS:
+            self._heads.add(content, head, len(body))
 
-    def _rest_of_known(self, data: bytes) -> bytes:
-        """Take what belongs to a body whose head is known; returns what comes after it."""
+    def _rest_of_known(self, data: bytes, begin: int) -> bytes:
+        """Take what belongs to a body whose head is known, from `begin` on; returns what comes after it."""
         assert self._known is not None
         head, body_bytes = self._known
-        missing = body_bytes - len(self._body)
-        before = len(self._body)
-        self._body += data[:missing]
-        self._hold(len(self._body) - before)
-        if len(self._body) < body_bytes:
+        end = begin + body_bytes - self._body.size
+        piece = memoryview(data)[begin:end]
+        self._body.add(piece)
+        self._hold(len(piece))
+        if self._body.size < body_bytes:
             if self._is_one_too_many():
                 self._refuse_long()
             return b""
-        body, self._body = bytes(self._body), bytearray()
+        body, self._body = self._body.whole(), Pieces()
         self._known = None
         self._stage = Stage.IDLE if head.keep_alive else Stage.CLOSING
         self._begin(HttpRequest(head, body))
-        return data[missing:]
+        return data[end:]
 
     def _begin(self, request: HttpRequest) -> None:
         """Serve a request; nothing else is being served."""
@@ -491,7 +491,7 @@ class Connection(asyncio.Protocol):
 
     def _is_one_too_many(self) -> bool:
         """Whether the body that is coming is a long one, and there is no room for those."""
-        return len(self._body) > ORDINARY_BODY_BYTES and self._held.bytes > self._settings.max_held_bytes
+        return self._body.size > ORDINARY_BODY_BYTES and self._held.bytes > self._settings.max_held_bytes
 
     def _refuse_long(self) -> None:
         self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many long requests are being taken in; retry later")
@@ -499,8 +499,8 @@ class Connection(asyncio.Protocol):
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         if self._stage is Stage.CLOSING:
             return
-        self._hold(-len(self._body))
-        self._body = bytearray()
+        self._hold(-self._body.size)
+        self._body = Pieces()
         self._stage = Stage.CLOSING
         self._waiting.append(Malformed(status, message))
         self._advance()

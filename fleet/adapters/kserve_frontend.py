@@ -23,13 +23,14 @@ from google.protobuf.message import Message
 from fleet.adapters.grpc_calls import (
     CallerGone,
     Context,
+    Writer,
     answered,
     authorization,
     parse,
-    send,
     serialize,
     unary,
     unary_in_context,
+    writing,
 )
 from fleet.adapters.grpc_door import Door
 from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
@@ -100,7 +101,7 @@ class KserveFrontend:
             "ServerReady": unary(self._server_ready),
             "ModelReady": unary(self._model_ready),
             "ServerMetadata": unary(self._server_metadata),
-            "ModelMetadata": unary(self._model_metadata),
+            "ModelMetadata": unary_in_context(self._model_metadata),
             "ModelInfer": unary_in_context(self._infer),
             "ModelStreamInfer": stream(self._model_stream_infer, response_serializer=serialize),
         }
@@ -123,8 +124,9 @@ class KserveFrontend:
         parse(pb.ServerMetadataRequest, content)
         return pb.ServerMetadataResponse(name="fleet", version=version("fleet-serving"), extensions=["parameters"])
 
-    async def _model_metadata(self, content: bytes) -> Message:
+    async def _model_metadata(self, content: bytes, context: Context) -> Message:
         asked = parse(pb.ModelMetadataRequest, content)
+        self._generation.identify(authorization(context))
         check_version("version", asked.version)
         if (card := self._card(asked.name)) is None:
             served = ", ".join(sorted(card.name for card in self._generation.models())) or "none"
@@ -151,22 +153,22 @@ class KserveFrontend:
 
     async def _stream(self, messages: Messages, context: Context) -> None:
         room = asyncio.Semaphore(MAX_IN_STREAM)
-        writing = asyncio.Lock()  # one message at a time
+        turns = asyncio.Lock()  # one message at a time
 
-        async def write(message: pb.ModelStreamInferResponse) -> None:
-            async with writing:
-                await send(context, message)
+        async def answer(content: bytes, writer: Writer) -> None:
+            async def write(message: pb.ModelStreamInferResponse) -> None:
+                async with turns:
+                    await writer.send(message)
 
-        async def answer(content: bytes) -> None:
             try:
                 await self._answer(content, context, write)
             finally:
                 room.release()
 
-        async with asyncio.TaskGroup() as tasks:
+        async with writing(context) as writer, asyncio.TaskGroup() as tasks:
             async for content in messages:
                 await room.acquire()
-                tasks.create_task(answer(content))
+                tasks.create_task(answer(content, writer))
 
     async def _answer(
         self, content: bytes, context: Context, write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]]

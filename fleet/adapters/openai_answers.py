@@ -230,7 +230,13 @@ def _fleet(asked: Asked, kv: Sequence[KvPhase], token_ids: Sequence[int]) -> Jso
             "prompt_blocks": phase.report.prompt_blocks,
             "cached_tokens": phase.report.cached_tokens,
             "origins": [
-                {"source": origin.source, "from": origin.origin, "blocks": origin.blocks, "bytes": origin.bytes}
+                {
+                    "source": origin.source,
+                    "from": origin.origin,
+                    "tier": origin.tier,
+                    "blocks": origin.blocks,
+                    "bytes": origin.bytes,
+                }
                 for origin in phase.report.origins
             ],
         }

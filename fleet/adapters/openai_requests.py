@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fleet.clock import MILLISECOND, Nanos
-from fleet.errors import Reason, Refused, invalid
+from fleet.errors import Reason, Refused, invalid, why_and_where
 from fleet.ids import ModelName, RequestId
 from fleet.requests import (
     AnyObject,
@@ -493,8 +493,8 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyBody]", body: bytes) -> AnyBod
 
 def _refusal(error: msgspec.ValidationError, parent: str) -> Refused:
     """Of a value that has the wrong type or range; msgspec ends its message with the path."""
-    message, _, path = str(error).partition(" - at `$")
-    field = parent + path.removesuffix("`")
+    message, path = why_and_where(error)
+    field = parent + path
     if (named := _NAMED_FIELD.search(message)) is not None:
         field += f".{named[1]}"
     message = message[0].lower() + message[1:]

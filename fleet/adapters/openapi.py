@@ -53,10 +53,10 @@ def document() -> bytes:
             "paths": {
                 "/v1/completions": {"post": _generating("complete", completion)},
                 "/v1/chat/completions": {"post": _generating("chat", chat)},
-                "/v1/models": {"get": _getting("models")},
+                "/v1/models": {"get": _getting("models", 401)},
                 "/v1/models/{model}": {
                     "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
-                    "get": _getting("model", 404),
+                    "get": _getting("model", 401, 404),
                 },
                 "/health": {"get": _getting("health")},
             },

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from fleet.adapters.recording import Completed, Passed, Recorded, Recording, RecordingRefused, Refused
+from fleet.adapters.recording import Recorded, Recording, RecordingRefused
+from fleet.adapters.recording_format import Completed, Passed, Refused
 from fleet.adapters.trace_rows import Chain, TraceRefused
 from fleet.clock import Nanos
 from fleet.ids import RequestId

@@ -309,6 +309,31 @@ class Relay:
             self.router.close(relayed.request_id, relayed)
         return relayed
 
+    async def arrival(self, path: str, content: bytes, request_id: RequestId, authorization: str) -> Arrived | None:
+        """What the router has to know of a request that somebody else sends to its server; None: it is for a model that others serve.
+
+        Args:
+            path: One of `PATHS`.
+            content: Its body.
+            request_id: What the router calls it.
+            authorization: What the client sent to prove its tenant.
+
+        Raises:
+            Refused: It is not to be placed.
+        """
+        body = _decode(content, path)
+        tenant = "" if body.fleet is None else body.fleet.tenant
+        if self.takes_keys:
+            tenant = self._tenants.tenant(authorization, tenant)
+        if (reader := self._reader(body, path)) is None:
+            return None
+        if path != EMBEDDINGS and len(content) > reader.inline_bytes and _size(body) > reader.inline_bytes:
+            read = await self._threads.run(partial(_read, body, reader, path), _size(body))
+        else:
+            read = _read(body, reader, path)
+        arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
+        return structs.replace(arrived, second_hand=True)
+
     # From requests
 
     def first_byte(self, relayed: Relayed) -> None:
@@ -351,22 +376,31 @@ class Relay:
             Refused: The router takes no requests.
         """
         relayed.keys = read.keys
-        self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
+        arrived = self._arrived(relayed.request_id, relayed.tenant, relayed.began_at, body, read)
+        self._workers.expect(relayed)
+        relayed.submitted()
+        self.router.open(arrived, relayed)
+
+    def _arrived(
+        self, request_id: RequestId, tenant: str, began_at: Nanos, body: TextBody | AnyBody, read: Read
+    ) -> Arrived:
+        """A request as the router hears of it, let in.
+
+        Raises:
+            Refused: The tenant may not have it, or the object ``fleet`` is wrong.
+        """
+        self._tenants.admit(tenant, len(read.tokens) // TOKEN_BYTES, began_at)
         arrived = Arrived(
-            request_id=relayed.request_id,
+            request_id=request_id,
             model=read.model,
             adapter=read.adapter,
             tokens=read.tokens,
-            tenant=relayed.tenant,
+            tenant=tenant,
             sampling=_sampling(min(body.max_completion_tokens or body.max_tokens or 1, LONGEST_ANSWER)),
             keys=read.keys,
             only_end=True,
         )
-        if body.fleet is not None:
-            arrived = _with_options(arrived, body.fleet, relayed.began_at)
-        self._workers.expect(relayed)
-        relayed.submitted()
-        self.router.open(arrived, relayed)
+        return arrived if body.fleet is None else _with_options(arrived, body.fleet, began_at)
 
     def _read_elsewhere(self, relayed: Relayed, body: TextBody | AnyBody, reader: PromptReader) -> None:
         def have_read(future: asyncio.Future[Read]) -> None:
@@ -383,7 +417,7 @@ class Relay:
                 log.exception("prompt not read", extra={"request": relayed.request_id})
                 relayed.refuse(internal_error())
 
-        reading = self._threads.run(partial(_read, body, reader, relayed.path))
+        reading = self._threads.run(partial(_read, body, reader, relayed.path), _size(body))
         reading.add_done_callback(have_read)
 
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from fleet.errors import why_and_where
+
 GZIP_MAGIC = b"\x1f\x8b"
 LONGEST_NUMBER = 1 << 40  # tokens, ids, milliseconds: beyond that, a row is nonsense
 LONGEST_PROMPT = 1 << 24  # tokens; its blocks are named one by one, in memory
@@ -104,8 +106,8 @@ def decoded(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
     try:
         return msgspec.json.decode(line, type=as_type)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$")
-        field = place.rstrip("`").lstrip(".")
+        what, place = why_and_where(error)
+        field = place.removeprefix(".")
         raise TraceRefused(f"{path}:{number}: {field + ': ' if field else ''}{what}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceRefused(f"{path}:{number}: is no JSON object: {error}") from error

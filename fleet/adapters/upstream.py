@@ -10,6 +10,8 @@ Rules:
 4. An answer whose status is 500 or more, or below 200, is none; neither is one that is cut off. Whether another server may
    give one instead is not decided here.
 5. Tokens are not looked at. Events are counted, which is near enough to know how long an answer has become.
+6. What an answer brings about here (bookings, counters, the connection's next use) waits until what was read in the same turn is
+   sent: transports send when the turn ends, and a client should not wait for books to be kept.
 """
 
 import asyncio
@@ -110,6 +112,7 @@ class Upstream(asyncio.Protocol):
         self._work_id = RequestId("")
         self._relayed: Relayed | None = None
         self._client: asyncio.Transport | None = None  # once the head was passed on
+        self._complete = False  # the answer was, and that is about to be told
         self._head: AnswerHead | None = None
         self._held = b""  # of the head
         self._latest = b""
@@ -146,6 +149,7 @@ class Upstream(asyncio.Protocol):
         self._relayed = relayed
         self._served += 1
         self._client = None
+        self._complete = False
         self._held = b""
         self._events = 0
         self.quiet = True
@@ -180,7 +184,7 @@ class Upstream(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        if self._relayed is None:  # nothing was asked
+        if self._relayed is None or self._complete:  # nothing was asked
             self._transport.abort()
             return
         self.quiet = False
@@ -200,16 +204,17 @@ class Upstream(asyncio.Protocol):
         self._earlier, self._latest = self._latest, data
         self._events += data.count(b"data:")
         if not self._due.end:
-            self._finish()
+            self._complete = True
+            asyncio.get_running_loop().call_soon(self._finish)
         elif self._events >= self._report_every:
-            self._tell(self._relayed)
+            asyncio.get_running_loop().call_soon(self._tell)
 
     def connection_lost(self, exc: Exception | None) -> None:
         relayed, self._relayed = self._relayed, None
         del self._parser  # the two hold each other
         if relayed is None:
             self._owner.closed(self)
-        elif self._client is not None and self._head is not None and self._head.until_close and exc is None:
+        elif self._complete or (self._ends_with_connection and exc is None):
             self._relayed = relayed
             self._finish()
         elif self._served > 1 and self._due.begin:
@@ -222,6 +227,11 @@ class Upstream(asyncio.Protocol):
         """What the end of the answer that has just come says of its prompt; None if it says nothing."""
         latest = self._latest
         return read_usage(latest[-USAGE_BYTES:] if b'"prompt_tokens"' in latest else self._earlier[-USAGE_BYTES:])
+
+    @property
+    def _ends_with_connection(self) -> bool:
+        """Whether an answer has begun whose end is that of the connection."""
+        return self._client is not None and self._head is not None and self._head.until_close
 
     # From whoever passes the answer on
 
@@ -278,14 +288,15 @@ class Upstream(asyncio.Protocol):
             self._write_plain(client)
         self._earlier, self._latest = b"", data
         self._events = max(1, data.count(b"data:", end))
-        if complete:
-            self._finish()
-        else:
-            self._tell(relayed)
+        self._complete = complete
+        asyncio.get_running_loop().call_soon(self._finish if complete else self._tell)
 
-    def _tell(self, relayed: Relayed) -> None:
+    def _tell(self) -> None:
         """Of the events since it was told last."""
+        relayed = self._relayed
         events, self._events = self._events, 0
+        if relayed is None or not events:
+            return  # dropped, or told of meanwhile
         relayed.answer_tokens += events
         self._owner.advanced(self._work_id, events)
 
@@ -296,8 +307,10 @@ class Upstream(asyncio.Protocol):
 
     def _finish(self) -> None:
         relayed, self._relayed = self._relayed, None
-        assert relayed is not None
-        reusable = self._head is not None and self._head.reusable and self._bodies is None
+        if relayed is None:
+            return  # dropped meanwhile
+        usable = self._head is not None and self._head.reusable and self._bodies is None
+        reusable = usable and not self._transport.is_closing()
         keep_alive = self._keep_alive  # before the next request may be sent
         if not reusable:
             self._transport.close()

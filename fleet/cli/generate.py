@@ -81,7 +81,9 @@ def summary(result: Result) -> Iterator[str]:
     yield f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} tokens, {result.finish}"
     for phase in result.kv:
         origins = ", ".join(
-            f"{origin.blocks} {origin.source}" + (f" ({origin.bytes} bytes)" if origin.bytes else "")
+            f"{origin.blocks} {origin.source}"
+            + (f"/{origin.tier}" if origin.tier else "")
+            + (f" ({origin.bytes} bytes)" if origin.bytes else "")
             for origin in phase.report.origins
             if origin.blocks
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleet.cli.exits import DONE, FAILED
+from fleet.cli.exits import DONE
 
 if TYPE_CHECKING:
     from fleet.hardware.coefficients import AccuracyRow
@@ -270,6 +270,8 @@ def _cost(placement: "Placement", tokens_per_second: float) -> float | None:
 def _print(answer: Any, lines: Sequence[str], destination: str | None) -> int:
     import msgspec  # noqa: PLC0415
 
+    from fleet.sim.files import whole_file  # noqa: PLC0415
+
     if destination is None:
         print("\n".join(lines))
         return DONE
@@ -277,11 +279,8 @@ def _print(answer: Any, lines: Sequence[str], destination: str | None) -> int:
     if destination == "-":
         print(text)
         return DONE
-    try:
-        Path(destination).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        print(f"fleet: --json: {error}", file=sys.stderr)
-        return FAILED
+    with whole_file(Path(destination), "--json") as path:
+        path.write_text(text + "\n", encoding="utf-8")
     return DONE
 
 

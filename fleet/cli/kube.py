@@ -1,8 +1,8 @@
 """`fleet kube`: what Fleet is on Kubernetes, as manifests, without a cluster and without Helm."""
 
 import argparse
+import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import msgspec
 import yaml
 
 from fleet.cli.exits import DONE
-from fleet.errors import ConfigurationRefused
+from fleet.errors import ConfigurationRefused, why_and_where
 from operators.children import Deployment, Images, revision, shared, workers
 from operators.crds import KINDS, definition
+from operators.imports.importing import imported
 from operators.resources import GROUP, VERSION, DisaggDeploymentSpec
 
 IMAGES = Images(
@@ -23,6 +24,13 @@ IMAGES = Images(
 )
 
 MOST_CHARACTERS = 1 << 20
+MOST_VALUES = 1 << 18
+"""Of a file, with what its aliases repeat: a few lines of YAML may stand for billions."""
+
+NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
+FIELDS = ("apiVersion", "kind", "metadata", "spec", "status")
+
+Manifest = dict[str, Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,62 +46,147 @@ def configure(parser: argparse.ArgumentParser) -> None:
         render.add_argument(
             f"--{name.replace('_', '-')}", default=getattr(IMAGES, name), metavar="IMAGE", help="(default: %(default)s)"
         )
-    commands.add_parser("crds", help="print the custom resource definitions")
+    _takes_form(render)
+    crds = commands.add_parser("crds", help="print the custom resource definitions")
+    _takes_form(crds)
+    imports = commands.add_parser(
+        "import",
+        help="turn another project's deployment into a DisaggDeployment",
+        description="Turn a values file of vLLM's production stack, or a DynamoGraphDeployment of NVIDIA Dynamo, into a "
+        "DisaggDeployment. Warnings say what has no equal.",
+    )
+    imports.add_argument("file", type=Path, metavar="FILE", help="YAML; - is standard input")
+    imports.add_argument("--name", default="", help="of the deployment (default: as the file says, or after its model)")
+    imports.add_argument("--namespace", default="", help="(default: as the file says)")
+    imports.add_argument("--json", action="store_true", help="warnings as JSON, one a line")
+    _takes_form(imports)
+
+
+def _takes_form(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="(default: yaml)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0; 3 when the file is not a DisaggDeployment."""
-    if arguments.kube_command == "crds":
-        _write(definition(kind) for kind in KINDS)
-        return DONE
-    images = Images(**{name: getattr(arguments, name) for name in Images.__struct_fields__})
-    _write(_rendered(_read(arguments.file), arguments.namespace, images))
+    """Exit status 0; 3 when the file is none that can be read so."""
+    match arguments.kube_command:
+        case "crds":
+            _write([definition(kind) for kind in KINDS], arguments.output)
+        case "import":
+            _import(arguments)
+        case _:
+            images = Images(**{name: getattr(arguments, name) for name in Images.__struct_fields__})
+            _write(_rendered(_read(arguments.file), arguments.namespace, images), arguments.output)
     return DONE
 
 
-def _rendered(objects: list[Any], namespace: str, images: Images) -> Iterator[dict[str, Any]]:
-    """All made before the first is yielded, so that nothing is printed of a file with a mistake in it."""
+def _import(arguments: argparse.Namespace) -> None:
+    if arguments.name and not NAME.match(arguments.name):
+        raise ConfigurationRefused(f"--name: {_no_name()}")
+    documents = _read(arguments.file)
+    try:
+        made = imported(documents, arguments.name, arguments.namespace)
+    except ConfigurationRefused as refused:
+        raise ConfigurationRefused(f"{arguments.file}: {refused}") from refused
+    for note in made.notes:
+        line = msgspec.json.encode(note).decode() if arguments.json else f"fleet: warning: {note}"
+        print(line, file=sys.stderr)
+    _write(list(made.objects), arguments.output)
+
+
+def _rendered(objects: list[Any], namespace: str, images: Images) -> list[Manifest]:
+    """The objects of all documents, in their order."""
     if not objects:
         raise ConfigurationRefused("the file is empty")
-    made: list[dict[str, Any]] = []
-    for at, each in enumerate(objects):
-        where = f"document {at + 1}"
-        if not isinstance(each, dict) or (each.get("apiVersion"), each.get("kind")) != (
-            f"{GROUP}/{VERSION}",
-            "DisaggDeployment",
-        ):
-            raise ConfigurationRefused(f"{where}: is no {GROUP}/{VERSION} DisaggDeployment")
+    made: list[Manifest] = []
+    for number, each in enumerate(objects, start=1):
         try:
-            spec = msgspec.convert(each.get("spec"), DisaggDeploymentSpec)
-        except msgspec.ValidationError as error:
-            raise ConfigurationRefused(f"{where}: spec: {error}") from error
-        metadata = each.get("metadata") or {}
-        if not isinstance(name := metadata.get("name"), str):
-            raise ConfigurationRefused(f"{where}: metadata.name: is missing")
-        deployment = Deployment(name=name, namespace=metadata.get("namespace", namespace), spec=spec)
+            deployment = _deployment(each, namespace)
+        except ConfigurationRefused as refused:
+            raise ConfigurationRefused(f"document {number}: {refused}") from refused
         made += shared(deployment, images)
         present = revision(deployment, images)
         for role in deployment.workers:
             *others, child = workers(deployment, role, present, images)
-            child["spec"]["replicas"] = 0 if spec.suspend else role.replicas
+            child["spec"]["replicas"] = 0 if deployment.spec.suspend else role.replicas
             made += [*others, child]
-    yield from made
+    return made
+
+
+def _deployment(content: Any, namespace: str) -> Deployment:
+    """What a document says.
+
+    Raises:
+        ConfigurationRefused: It is no DisaggDeployment, with the field that is wrong.
+    """
+    is_ours = isinstance(content, dict) and content.get("kind") == "DisaggDeployment"
+    if not is_ours or content.get("apiVersion") != f"{GROUP}/{VERSION}":
+        raise ConfigurationRefused(f"is no {GROUP}/{VERSION} DisaggDeployment")
+    if unknown := [name for name in content if name not in FIELDS]:
+        raise ConfigurationRefused(f"{unknown[0]}: is not a known key")
+    metadata = content.get("metadata")
+    if not isinstance(metadata, dict) or "name" not in metadata:
+        raise ConfigurationRefused("metadata.name: is missing")
+    named = {"name": metadata["name"], "namespace": metadata.get("namespace") or namespace}
+    for field, name in named.items():
+        if not isinstance(name, str) or not NAME.match(name):
+            raise ConfigurationRefused(f"metadata.{field}: {_no_name()}")
+    try:
+        spec = msgspec.convert(content.get("spec"), DisaggDeploymentSpec)
+    except msgspec.ValidationError as error:
+        cause, path = why_and_where(error)
+        raise ConfigurationRefused(f"spec{path}: {cause}") from error
+    return Deployment(name=named["name"], namespace=named["namespace"], spec=spec)
+
+
+def _no_name() -> str:
+    return "must be at most 63 characters of a-z 0-9 and -, with a letter or digit at both ends"
 
 
 def _read(path: Path) -> list[Any]:
+    """The documents of a file.
+
+    Raises:
+        ConfigurationRefused: It cannot be read, or is no YAML, or stands for too much.
+    """
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+        text = sys.stdin.read(MOST_CHARACTERS + 1) if str(path) == "-" else path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationRefused(f"{path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from error
     if len(text) > MOST_CHARACTERS:
         raise ConfigurationRefused(f"{path}: is longer than {MOST_CHARACTERS} characters")
     try:
         # Not msgspec's: libyaml, which that uses, ends the process where a file is nested very deeply.
-        return [each for each in yaml.safe_load_all(text) if each is not None]
-    except (yaml.YAMLError, RecursionError) as error:
+        documents = [each for each in yaml.safe_load_all(text) if each is not None]
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last: of a date that is none
         raise ConfigurationRefused(f"{path}: {' '.join(str(error).split())}") from error
+    _check_values(documents, path)
+    return documents
 
 
-def _write(objects: Iterator[dict[str, Any]]) -> None:
-    for each in objects:
-        sys.stdout.write(f"---\n{msgspec.yaml.encode(each).decode()}")
+def _check_values(documents: list[Any], path: Path) -> None:
+    """Assert that values are those of JSON, and not too many."""
+    count, left = 0, list(documents)
+    while left:
+        value = left.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise ConfigurationRefused(f"{path}: stands for more than {MOST_VALUES} values, aliases counted each time")
+        if isinstance(value, dict):
+            if odd := [name for name in value if not isinstance(name, str)]:
+                raise ConfigurationRefused(f"{path}: a key must be a text, not {odd[0]!r:.50}; put it in quotes")
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        elif not isinstance(value, str | int | float | bool | None):
+            raise ConfigurationRefused(
+                f"{path}: a value must be a text, not a {type(value).__name__}; put it in quotes"
+            )
+
+
+def _write(objects: list[Manifest], form: str) -> None:
+    """All at once, so that nothing is printed of what cannot be printed whole."""
+    if form == "json":
+        collected = {"apiVersion": "v1", "kind": "List", "items": objects}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(collected), indent=2).decode() + "\n")
+        return
+    sys.stdout.write("".join(f"---\n{msgspec.yaml.encode(each).decode()}" for each in objects))

@@ -3,14 +3,14 @@
 import argparse
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.status import add_address
-from fleet.client import Client, FleetError
+from fleet.client import Client, FleetError, RemotePrefill
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "thresholds",
         help="show the thresholds of a running router, or set some",
         description="Show the thresholds of a running router, or set some: they count from the next request on, and "
-        "until the router ends.",
+        "until the router ends. Shows as well what it has measured of remote_prefill_min_tokens: from how many tokens on "
+        "another worker had better compute a prompt.",
     )
     thresholds.add_argument("changes", nargs="*", type=_change, metavar="NAME=NUMBER", help="as in max_queued=100")
     add_address(thresholds)
@@ -66,16 +67,35 @@ def _tune(arguments: argparse.Namespace) -> int:
     try:
         with Client(arguments.address) as client:
             in_force = client.tune(**dict(arguments.changes))
+            measured = client.remote_prefill()
     except FleetError as error:
         print(f"fleet: {arguments.address}: {error.message}", file=sys.stderr)
         return FAILED
     if arguments.json:
-        print(msgspec.json.encode(in_force).decode())
+        print(msgspec.json.encode({**in_force, "remote_prefill": measured}).decode())
         return DONE
     width = max(map(len, in_force))
     for name, value in in_force.items():
         print(f"{name:{width}}  {value:g}")
+    print("\n".join(_measured(measured)))
     return DONE
+
+
+def _measured(found: RemotePrefill) -> Iterator[str]:
+    """What a router knows of when another worker had better compute a prompt, a line each."""
+    counts = "counts" if found.learned else "does not count: learn_remote_prefill is off"
+    if found.handoffs < found.handoffs_needed:
+        yield f"measured: {found.handoffs} hand-offs, of {found.handoffs_needed} that are needed; it {counts}"
+        return
+    yield f"measured: {found.handoffs} hand-offs, lately {found.handoff_ms:.3g} ms; it {counts}"
+    for worker in found.workers:
+        if worker.min_tokens:
+            yield (
+                f"  {worker.worker_id}: from {worker.min_tokens} tokens on, with {worker.requests} requests there and "
+                f"{worker.token_ms:.3g} ms a token"
+            )
+        else:
+            yield f"  {worker.worker_id}: not known yet what a token takes"
 
 
 def _described(policies: Mapping[str, type[Any]]) -> list[dict[str, Any]]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from fleet.adapters.process_group import die_with_parent
 from fleet.cli.exits import DONE, FAILED
-from fleet.config import changes_of
+from fleet.config import changes_of, files_of
 from fleet.errors import ConfigurationRefused
 
-PARTS = ("router", "worker", "kvstore")
+PARTS = ("router", "worker", "kvstore", "operator")
 MAX_PROCESSES = 64
 
 
@@ -42,6 +42,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, as in worker_id=$(POD_NAME)"
+    )
+    parser.add_argument(
+        "--set-file",
+        action="append",
+        default=[],
+        metavar="PATH=FILE",
+        help="likewise, with what is in a file; of a .json file, with what that says",
     )
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process, the parent, does")
 
@@ -114,7 +121,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
 
 def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
     """What options say in place of the settings file."""
-    changes = changes_of(arguments.set)
+    changes = changes_of(arguments.set) | files_of(arguments.set_file)
     return changes if arguments.record is None else changes | {"record": str(arguments.record.absolute())}
 
 

@@ -23,7 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
     from fleet.config import changes_of  # noqa: PLC0415 - help needs none of it
     from fleet.sim.agreement import first_difference, served, simulated  # noqa: PLC0415
     from fleet.sim.files import whole_file  # noqa: PLC0415
-    from fleet.sim.scenario import plan, read_scenario, traffic  # noqa: PLC0415
+    from fleet.sim.planning import plan, traffic  # noqa: PLC0415
+    from fleet.sim.scenario import read_scenario  # noqa: PLC0415
 
     changes = changes_of(arguments.set)
     if arguments.seed is not None:

@@ -5,7 +5,7 @@ Rules: exit status 0: it says what it said; 1: it does not, and the first differ
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,9 @@ from fleet.cli.exits import DONE, FAILED
 from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
+    from fleet.router.expectations import Profile
     from fleet.sim.replay import Difference, Replayed
+    from fleet.work import Description
 
 MOST_SHOWN = 12  # commands of an event
 
@@ -25,6 +27,12 @@ MOST_SHOWN = 12  # commands of an event
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recording", type=Path, help="of `fleet serve router --record`")
     parser.add_argument("--json", metavar="FILE", help="write the outcome there; - for standard output")
+    parser.add_argument(
+        "--expect",
+        type=Path,
+        metavar="SCENARIO",
+        help="a scenario with the same pools: say how well it predicts first tokens and gaps, and when workers drifted",
+    )
     parser.add_argument(
         "--decisions", metavar="FILE", help="write a line for each decision, with all candidates; - for standard output"
     )
@@ -35,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.json == arguments.decisions == "-":
         raise ConfigurationRefused("--decisions: standard output takes --json already; name a file")
-    replay = Replay(arguments.recording)
+    replay = Replay(arguments.recording, None if arguments.expect is None else _profiles(arguments.expect))
     with ExitStack() as files:
         decisions = _opened(files, arguments.decisions, "--decisions")
         answer = _opened(files, arguments.json, "--json")
@@ -45,6 +53,24 @@ def run(arguments: argparse.Namespace) -> int:
         elif decisions is not sys.stdout:
             _write(sys.stdout, _summary(replayed))
     return DONE if replayed.agree else FAILED
+
+
+def _profiles(path: Path) -> "Callable[[Description], Profile | None]":
+    """What a scenario says of workers: by the pool whose name theirs begins with, else by the first of their role."""
+    from fleet.router.expectations import Profile  # noqa: PLC0415
+    from fleet.sim.planning import plan  # noqa: PLC0415
+    from fleet.sim.scenario import read_scenario  # noqa: PLC0415
+
+    pools = plan(read_scenario(path), path.parent).pools
+
+    def profile_of(worker: "Description") -> "Profile | None":
+        named = [pool for pool in pools if worker.worker_id.startswith(f"{pool.name}-")]
+        alike = [pool for pool in pools if pool.role is worker.role]
+        for pool in (*sorted(named, key=lambda pool: -len(pool.name)), *alike):
+            return Profile(steps=pool.times, step_tokens=pool.limits.step_tokens)
+        return None
+
+    return profile_of
 
 
 def _opened(files: ExitStack, name: str | None, option: str) -> TextIO | None:
@@ -68,8 +94,25 @@ def _summary(replayed: "Replayed") -> list[str]:
         f"{replayed.recorded_seconds:,.1f} s, recorded by Fleet {replayed.recorded_by}"
     )
     if replayed.difference is None:
-        return [told, "the machine says what it said", *replayed.notes]
+        return [told, "the machine says what it said", *replayed.notes, *_expected(replayed)]
     return [told, *_told_apart(replayed.difference)]
+
+
+def _expected(replayed: "Replayed") -> list[str]:
+    """A table, and what drifted."""
+    if not replayed.expected:
+        return []
+    head = f"{'worker':<24} {'':<4} {'predictions':>11} {'median error':>12} {'within 20 %':>11}  by the profile alone"
+    rows = [
+        f"{each.worker_id:<24} {each.kind:<4} {each.predictions:>11,} {each.error:>12.1%} {each.close:>11.1%}  "
+        f"{each.profile_error:.1%}, {each.profile_close:.1%}; it takes {each.factor:.2f} times as long and {each.added_ms:.1f} ms"
+        for each in replayed.expected
+    ]
+    drifts = [
+        f"{drift.worker_id} drifted {drift.seconds:,.1f} s after the beginning ({drift.kind})"
+        for drift in replayed.drifts
+    ]
+    return [head, *rows, *drifts]
 
 
 def _told_apart(difference: "Difference") -> list[str]:

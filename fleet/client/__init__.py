@@ -23,10 +23,12 @@ from fleet.client.errors import (
     Unavailable,
 )
 from fleet.client.results import (
+    BreakEven,
     CandidateCost,
     ClusterStatus,
     PlacementExplained,
     PoolStatus,
+    RemotePrefill,
     Result,
     RouterStatus,
     StoreStatus,
@@ -54,6 +56,7 @@ __all__ = [
     "AnyObject",
     "AsyncClient",
     "AsyncStream",
+    "BreakEven",
     "Cancelled",
     "CandidateCost",
     "Choice",
@@ -76,6 +79,7 @@ __all__ = [
     "Placement",
     "PlacementExplained",
     "PoolStatus",
+    "RemotePrefill",
     "RequestNotFound",
     "Result",
     "RouterStatus",

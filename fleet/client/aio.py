@@ -14,9 +14,11 @@ from fleet.client.results import (
     ClusterStatus,
     Collected,
     PlacementExplained,
+    RemotePrefill,
     Result,
     decode_explanation,
     decode_status,
+    remote_prefill_of,
     thresholds_of,
 )
 from fleet.errors import Reason
@@ -84,10 +86,13 @@ class AsyncClient:
         """Models that at least one live worker serves.
 
         Raises:
+            Unauthenticated: The cluster has tenants with keys, and this client has none of theirs.
             FleetError: The cluster cannot be asked.
         """
         try:
-            response = await self._inference.ListModels(inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS)
+            response = await self._inference.ListModels(
+                inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
         return tuple(decode_model(model) for model in response.models)
@@ -131,6 +136,18 @@ class AsyncClient:
             return thresholds_of(await self._cluster.Tune(request, timeout=CALL_SECONDS))
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
+
+    async def remote_prefill(self) -> RemotePrefill:
+        """What the router has measured of its threshold `remote_prefill_min_tokens`, and would decide by it.
+
+        Raises:
+            FleetError: The cluster cannot be asked.
+        """
+        try:
+            answer = await self._cluster.Tune(control_pb2.TuneRequest(), timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+        return remote_prefill_of(answer.remote_prefill)
 
 
 class AsyncStream:

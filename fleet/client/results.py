@@ -188,7 +188,41 @@ class PlacementExplained(Struct, frozen=True, kw_only=True):
 
 def thresholds_of(message: control_pb2.Thresholds) -> dict[str, float]:
     """All thresholds of a router, by name."""
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return {
+        field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.message_type is None
+    }
+
+
+class BreakEven(Struct, frozen=True, kw_only=True):
+    """Of one worker that answers."""
+
+    worker_id: str
+    requests: int  # there when it was asked, which computing a prompt there would hold up
+    token_ms: float  # that a prompt token takes there; 0: not known yet
+    min_tokens: int  # from which another worker had better compute a prompt; 0: not known yet
+
+
+class RemotePrefill(Struct, frozen=True, kw_only=True):
+    """What a router has measured of when another worker had better compute a prompt."""
+
+    learned: bool  # whether that counts; else the threshold `remote_prefill_min_tokens` does
+    handoffs: int  # measured
+    handoffs_needed: int  # before anything is concluded
+    handoff_ms: float  # that one takes
+    workers: tuple[BreakEven, ...]
+
+
+def remote_prefill_of(message: control_pb2.RemotePrefill) -> RemotePrefill:
+    return RemotePrefill(
+        learned=message.learned,
+        handoffs=message.handoffs,
+        handoffs_needed=message.handoffs_needed,
+        handoff_ms=message.handoff_ms,
+        workers=tuple(
+            BreakEven(**{name: getattr(worker, name) for name in BreakEven.__struct_fields__})
+            for worker in message.workers
+        ),
+    )
 
 
 def decode_explanation(message: control_pb2.ExplainResponse) -> tuple[PlacementExplained, ...]:

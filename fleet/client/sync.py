@@ -13,9 +13,11 @@ from fleet.client.results import (
     ClusterStatus,
     Collected,
     PlacementExplained,
+    RemotePrefill,
     Result,
     decode_explanation,
     decode_status,
+    remote_prefill_of,
     thresholds_of,
 )
 from fleet.requests import Delta, ModelCard
@@ -89,10 +91,13 @@ class Client:
         """Models that at least one live worker serves.
 
         Raises:
+            Unauthenticated: The cluster has tenants with keys, and this client has none of theirs.
             FleetError: The cluster cannot be asked.
         """
         try:
-            response = self._inference.ListModels(inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS)
+            response = self._inference.ListModels(
+                inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise error_of(error) from error
         return tuple(decode_model(model) for model in response.models)
@@ -136,6 +141,18 @@ class Client:
             return thresholds_of(self._cluster.Tune(request, timeout=CALL_SECONDS))
         except grpc.RpcError as error:
             raise error_of(error) from error
+
+    def remote_prefill(self) -> RemotePrefill:
+        """What the router has measured of its threshold `remote_prefill_min_tokens`, and would decide by it.
+
+        Raises:
+            FleetError: The cluster cannot be asked.
+        """
+        try:
+            answer = self._cluster.Tune(control_pb2.TuneRequest(), timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        return remote_prefill_of(answer.remote_prefill)
 
 
 class Stream:

@@ -9,6 +9,9 @@ Rules:
 3. Whoever has been replaced stays replaced: an old incarnation that registers again is told so and changes nothing,
    and neither does its deregistration. Two processes that were given the same name by mistake would otherwise take
    turns. The last `REMEMBERED` replaced incarnations of a worker are known.
+4. A worker that a directory has is a member as if it had registered, for as long as the directory's lease says. But who has
+   registered here, and not deregistered, is alive: what a directory says of another incarnation is old news, and that the
+   directory has it no more is no departure.
 """
 
 from collections import deque
@@ -22,11 +25,13 @@ from fleet.control.messages import (
     ControlCommand,
     ControlEvent,
     Deregister,
+    Found,
     MemberJoined,
     MemberLeft,
     Register,
     Superseded,
     Ticked,
+    Withdrawn,
 )
 from fleet.control.settings import ControlSettings
 from fleet.ids import Incarnation, WorkerId
@@ -39,6 +44,11 @@ class Member(Struct, kw_only=True):
 
     joined: MemberJoined
     lease_end: Nanos
+    registered_until: Nanos | None = None
+    """When the lease ends that it has from here; None: it was only found."""
+
+    def registered(self, now: Nanos) -> bool:
+        return self.registered_until is not None and now < self.registered_until
 
 
 class Membership:
@@ -55,6 +65,10 @@ class Membership:
                 return self._register(event, now)
             case Deregister():
                 return self._deregister(event)
+            case Found():
+                return self._find(event, now)
+            case Withdrawn():
+                return self._withdraw(event, now)
             case Ticked():
                 return self._expire(now)
             case _:
@@ -72,21 +86,37 @@ class Membership:
             assert member.joined.incarnation not in self._replaced.get(worker_id, ()), member
 
     def _register(self, event: Register, now: Nanos) -> list[ControlCommand]:
-        if event.incarnation in self._replaced.get(event.worker_id, ()):
-            return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
-        joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
         lease_end = Nanos(now + self.lease)
+        joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+        commands = self._join(joined, lease_end)
         known = self._members.get(event.worker_id)
         if known is not None and known.joined == joined:
-            known.lease_end = lease_end
+            known.registered_until = lease_end
+        return commands
+
+    def _find(self, event: Found, now: Nanos) -> list[ControlCommand]:
+        joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+        known = self._members.get(event.worker_id)
+        if known is not None and known.joined != joined and known.registered(now):
+            return []
+        return self._join(joined, Nanos(now + event.lease))
+
+    def _join(self, joined: MemberJoined, lease_end: Nanos) -> list[ControlCommand]:
+        """Take or renew a membership until `lease_end`."""
+        worker_id, incarnation = joined.worker_id, joined.incarnation
+        if incarnation in self._replaced.get(worker_id, ()):
+            return [Superseded(worker_id=worker_id, incarnation=incarnation)]
+        known = self._members.get(worker_id)
+        if known is not None and known.joined == joined:
+            known.lease_end = max(known.lease_end, lease_end)
             return []
         changes: list[ControlCommand] = []
         if known is not None:
-            changes.append(MemberLeft(worker_id=event.worker_id))
-            if known.joined.incarnation != event.incarnation:
-                self._remember(event.worker_id, known.joined.incarnation)
-            del self._members[event.worker_id]
-        self._members[event.worker_id] = Member(joined=joined, lease_end=lease_end)
+            changes.append(MemberLeft(worker_id=worker_id))
+            if known.joined.incarnation != incarnation:
+                self._remember(worker_id, known.joined.incarnation)
+            del self._members[worker_id]
+        self._members[worker_id] = Member(joined=joined, lease_end=lease_end)
         return [*changes, joined]
 
     def _remember(self, worker_id: WorkerId, replaced: Incarnation) -> None:
@@ -95,6 +125,12 @@ class Membership:
     def _deregister(self, event: Deregister) -> list[ControlCommand]:
         known = self._members.get(event.worker_id)
         if known is None or known.joined.incarnation != event.incarnation:
+            return []
+        return [self._leave(event.worker_id)]
+
+    def _withdraw(self, event: Withdrawn, now: Nanos) -> list[ControlCommand]:
+        known = self._members.get(event.worker_id)
+        if known is None or known.joined.incarnation != event.incarnation or known.registered(now):
             return []
         return [self._leave(event.worker_id)]
 

@@ -1,7 +1,9 @@
-"""Events that the membership hears, and changes that it announces."""
+"""Events that the membership hears, changes that it announces, and what directories say."""
 
 from msgspec import Struct
 
+from fleet.clock import Nanos
+from fleet.discovery import Record
 from fleet.ids import Incarnation, WorkerId
 
 
@@ -18,11 +20,27 @@ class Deregister(Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
 
 
+class Found(Struct, frozen=True, kw_only=True):
+    """A directory has a worker, whose lease was renewed just now."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str
+    lease: Nanos
+
+
+class Withdrawn(Struct, frozen=True, kw_only=True):
+    """A directory had a worker, and has it no more."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
 class Ticked(Struct, frozen=True, kw_only=True):
     """Time passed: leases may have ended."""
 
 
-ControlEvent = Register | Deregister | Ticked
+ControlEvent = Register | Deregister | Found | Withdrawn | Ticked
 
 
 class MemberJoined(Struct, frozen=True, kw_only=True):
@@ -44,3 +62,26 @@ class Superseded(Struct, frozen=True, kw_only=True):
 
 MembershipChange = MemberJoined | MemberLeft
 ControlCommand = MembershipChange | Superseded
+
+
+class Seen(Struct, frozen=True, kw_only=True):
+    """A directory has this record."""
+
+    record: Record
+    renewal: str | None = None
+    """Differs after every renewal of the lease; None: the directory ends leases itself, so that what it has is being renewed."""
+
+
+class Missing(Struct, frozen=True, kw_only=True):
+    """A directory has no record of this worker any more."""
+
+    worker_id: WorkerId
+
+
+class Listed(Struct, frozen=True, kw_only=True):
+    """All that a directory has."""
+
+    all: tuple[Seen, ...]
+
+
+Sighting = Listed | Seen | Missing

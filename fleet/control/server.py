@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Never
 
 from fleet.clock import MILLISECOND, Clock
@@ -17,10 +18,15 @@ from fleet.control.messages import (
     Superseded,
     Ticked,
 )
+from fleet.control.ports import Directory, DirectoryUnreachable
 from fleet.control.settings import ControlSettings
+from fleet.control.sightings import Sightings
 from fleet.ids import WorkerId
 
 log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 2.0  # a directory that comes back is read again within this
 
 
 class RegistryServer:
@@ -52,8 +58,36 @@ class RegistryServer:
     async def run(self) -> Never:
         """End leases as time passes; until cancelled."""
         while True:
-            self._announce(self._machine.handle(Ticked(), self._clock.now()))
+            self.tick()
             await asyncio.sleep(self._tick_seconds)
+
+    def tick(self) -> None:
+        """End the leases that are over."""
+        self._announce(self._machine.handle(Ticked(), self._clock.now()))
+
+    async def follow(self, directory: Directory) -> Never:
+        """Have as members, besides those who register here, whom a directory has; until cancelled.
+
+        While it cannot be reached, what was known of it is so until its leases end.
+        """
+        known = Sightings()
+        pause = FIRST_PAUSE_SECONDS
+        reachable: bool | None = None
+        while True:
+            try:
+                async with aclosing(directory.sightings()) as sightings:
+                    async for sighting in sightings:
+                        for event in known.handle(sighting):
+                            self._announce(self._machine.handle(event, self._clock.now()))
+                        if not reachable:
+                            log.info("reading the directory of workers")
+                        reachable, pause = True, FIRST_PAUSE_SECONDS
+            except DirectoryUnreachable as error:
+                if reachable is not False:
+                    log.warning("directory of workers unreachable, known ones stay", extra={"cause": str(error)})
+                reachable = False
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def membership(self) -> AsyncIterator[MembershipChange]:
         """The members there are, then changes; any number of consumers."""

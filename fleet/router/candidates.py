@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from fleet.clock import Nanos
 from fleet.ids import WorkerId
 from fleet.roles import KvPath, Placement
 from fleet.work import Adapter
@@ -60,10 +61,21 @@ class Asked(Struct, frozen=True, kw_only=True):
     must_keep: bool = False  # to that worker, or to none
     pin: WorkerId | None = None  # the only worker that the client accepts
     labels: tuple[str, ...] = ()  # that the worker must have
+    among: tuple[WorkerId, ...] | None = None  # the only workers that may take part; None: all
     adapter: Adapter | None = None  # that it must have, or be able to load
     form: bool = False  # whether it must keep the answer to one
     first_key: int = 0  # of the prompt's first full block; 0: it has none
     seconds_left: float | None = None  # for the first token
+    now: Nanos = Nanos(0)  # the instant of the decision
+
+
+def token_seconds(columns: Floats, row: int) -> float:
+    """That a prompt token takes on a worker; where it has computed none, on those of its model that have. 0: not known."""
+    known = columns[TOKEN_SECONDS]
+    if known[row] > 0:
+        return float(known[row])
+    computing = known[known > 0]
+    return float(computing.mean()) if len(computing) else 0.0
 
 
 class Candidates:

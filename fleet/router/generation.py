@@ -108,6 +108,22 @@ class Generation:
         """Models that at least one live worker serves."""
         return self._router.models()
 
+    @property
+    def by_key(self) -> bool:
+        """Whether clients have to prove who they are."""
+        return self._tenants.by_key
+
+    def identify(self, authorization: str) -> str:
+        """The tenant of a client that asks for something else than an answer.
+
+        Args:
+            authorization: As of `generate`.
+
+        Raises:
+            Refused: UNAUTHENTICATED; there are keys, and this is none of them.
+        """
+        return self._tenants.tenant(authorization, "")
+
     def token_text(self, model: ModelName, token_id: int) -> str:
         """One token alone, for log probabilities."""
         return self._codecs[self._parents.get(model, model)].token_text(token_id)
@@ -145,6 +161,30 @@ class Generation:
             raise
         finally:
             self._running.discard(request.id)
+
+    async def arrival(self, request: GenerateRequest, authorization: str = "") -> Arrived:
+        """What the router has to know of a request that somebody else sends to its worker: checked, tokenised and let in.
+
+        Args:
+            request: As the front understood it.
+            authorization: As for `generate`.
+
+        Raises:
+            Refused: It is not to be placed.
+        """
+        tenant = self._tenants.tenant(authorization, request.tenant)
+        request = structs.replace(request, tenant=tenant)
+        self._check_deadline(request.deadline)
+        card, codec = self._resolve(request.model)
+        validate(request, card, None, vocab_size=codec.vocab_size)
+        tokens = await self._tokenise(request.prompt, codec)
+        prompt_tokens = len(tokens) // TOKEN_BYTES
+        validate_length(request, card, prompt_tokens)
+        sampling = _engine_sampling(request, codec, room=card.max_model_len - prompt_tokens)
+        self._tenants.admit(tenant, prompt_tokens, self._clock.now())
+        # With a seed, since nobody else could go on with an answer whose tokens are not known.
+        told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
+        return structs.replace(self._arrived(request, card, tokens, told), second_hand=True)
 
     async def _generate(self, request: GenerateRequest, measured: "_Measured") -> AsyncGenerator[GenerateEvent]:
         self._check_deadline(request.deadline)
@@ -242,7 +282,7 @@ class Generation:
                 assert_never(prompt)
         if characters <= INLINE_CHARACTERS:
             return work()
-        return await self._threads.run(work)
+        return await self._threads.run(work, characters)
 
     def _arrived(self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, sampling: Sampling) -> Arrived:
         meant = meant_by(card, salt_for(self._tenant_secret, request.tenant))

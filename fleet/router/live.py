@@ -179,10 +179,12 @@ class LiveRequest(Struct, kw_only=True):
             must_keep=must_keep,
             pin=arrived.pin,
             labels=arrived.labels,
+            among=arrived.among,
             adapter=arrived.adapter,
             form=arrived.sampling.form is not None,
             first_key=self.first_key,
             seconds_left=None if arrived.deadline is None else (arrived.deadline - now) / SECOND,
+            now=now,
         )
 
     def emits_prefill_token(self, kv_path: KvPath) -> bool:

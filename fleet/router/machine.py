@@ -69,7 +69,14 @@ from fleet.router.ranked import Ranked
 from fleet.router.roster import Roster
 from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings, Thresholds
-from fleet.router.snapshot import Counters, Explanation, KnowledgeSnapshot, RouterSnapshot
+from fleet.router.snapshot import (
+    BreakEven,
+    Counters,
+    Explanation,
+    KnowledgeSnapshot,
+    RemotePrefill,
+    RouterSnapshot,
+)
 from fleet.router.truth import Compared, Knowledge, compare
 from fleet.router.waiting import Waiting, WaitingRoom, rank
 from fleet.work import Handoff, Progress, Rejected, Start
@@ -689,6 +696,23 @@ class RouterMachine:
         """Those in force."""
         return Thresholds(**{name: getattr(self._settings, name) for name in Thresholds.__struct_fields__})
 
+    def remote_prefill(self) -> RemotePrefill:
+        """What was measured of when another worker computes a prompt, whether it counts or not."""
+        return RemotePrefill(
+            learned=self._settings.learn_remote_prefill,
+            handoffs=self._crossover.samples,
+            handoff_seconds=self._crossover.handoff_seconds,
+            workers=tuple(
+                BreakEven(
+                    worker_id=worker_id,
+                    requests=requests,
+                    token_seconds=seconds,
+                    min_tokens=self._crossover.even_tokens(seconds, requests),
+                )
+                for worker_id, requests, seconds in self._roster.paces()
+            ),
+        )
+
     def booked(self) -> dict[WorkerId, Booked]:
         """What this router has booked by itself, for the others."""
         return self._roster.booked()
@@ -702,6 +726,10 @@ class RouterMachine:
         """Where a worker is; empty for one that has left."""
         worker = self._roster.get(worker_id)
         return "" if worker is None else worker.address
+
+    def addresses(self) -> dict[WorkerId, str]:
+        """Where all workers are."""
+        return {worker.description.worker_id: worker.address for worker in self._roster}
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         """Why a request went where it went; None for one too long ago, or never placed."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
+from fleet.ids import WorkerId
 from fleet.roles import KvPath, Placement, Role
 from fleet.router.candidates import Candidates, Flags, Floats, Rows
 from fleet.router.settings import RouterSettings
@@ -56,6 +57,12 @@ class Members:
             flags = self._with_adapter[adapter] = np.array(able, dtype=np.bool_)
         return flags
 
+    def among(self, worker_ids: Sequence[WorkerId]) -> Flags:
+        """Who is one of these."""
+        meant = frozenset(worker_ids)
+        flags: Flags = np.array([each in meant for each in self.worker_ids], dtype=np.bool_)
+        return flags
+
     def partners(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> Partners:
         """Prefill workers that pair with a decode worker (rules 3 and 4 of `fleet.router.placement`)."""
         key = (decode_row, placement is Placement.DISAGGREGATED, kv_path)
@@ -80,7 +87,7 @@ def common_path(
     prefill: Description, decode: Description, asked: KvPath | None, settings: RouterSettings
 ) -> KvPath | None:
     """The way that blocks take from one worker to another; None when there is none, or not the one asked for."""
-    if prefill.fingerprint != decode.fingerprint:
+    if (prefill.fingerprint, prefill.generation) != (decode.fingerprint, decode.generation):
         return None
     open_paths = [path for path in KvPath if path in prefill.kv_paths and path in decode.kv_paths]
     if KvPath.STORE in open_paths and (prefill.store_id is None or prefill.store_id != decode.store_id):

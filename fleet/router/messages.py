@@ -150,6 +150,7 @@ class Arrived(Struct, frozen=True, kw_only=True):
     kv_path: KvPath | None = None
     pin: WorkerId | None = None  # the only worker that may answer
     labels: tuple[str, ...] = ()  # that this worker must have
+    among: tuple[WorkerId, ...] | None = None  # the only workers that may take part; None: all
     adapter: Adapter | None = None  # to run with; `salt` keeps its blocks apart
     expected_tokens: int = 0  # of the answer, as the client believes; 0: it does not say
     second_hand: bool = (

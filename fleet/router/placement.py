@@ -9,9 +9,9 @@ Rules:
 3. The prefill worker is chosen by the same policy among those that pair with the decode worker, without the decode term: it
    holds blocks only while it computes. A prefill pool are workers of role PREFILL; one of role BOTH computes prompts for a
    DECODE worker, but for another BOTH only when the client asks for it: that would move work for nothing.
-4. Two workers pair when their blocks hold the same values (equal fingerprints) and there is a way for them that both can
-   go: through one and the same store, which takes blocks of any layout and number of ranks, or direct, where these are
-   equal too. The store is the first choice unless settings prefer direct.
+4. Two workers pair when their blocks hold the same values (equal fingerprints), they are of one generation, and there is a
+   way for the blocks that both can go: through one and the same store, which takes blocks of any layout and number of ranks,
+   or direct, where these are equal too. The store is the first choice unless settings prefer direct.
 5. A decision keeps what it was made on. The terms of all candidates, which add up to their costs, are worked out from that
    when somebody asks, by the same functions.
 6. What the client asked for and nobody can do is refused, naming the field and the cause; what cannot be done *now* waits.
@@ -34,12 +34,12 @@ from fleet.router.candidates import (
     LIMIT,
     REQUESTS,
     STORE_BLOCKS,
-    TOKEN_SECONDS,
     Asked,
     Candidates,
     Chance,
     Flags,
     Rows,
+    token_seconds,
 )
 from fleet.router.crossover import Crossover
 from fleet.router.members import Members, Standings, common_path
@@ -67,6 +67,7 @@ class Unfit(StrEnum):
     """Why a worker was no candidate."""
 
     NOT_PINNED = "not_pinned"  # the client named another
+    NOT_AMONG = "not_among"  # those that may be chosen
     LABEL_MISSING = "label_missing"
     NO_ADAPTER = "no_adapter"  # it has none of this name, or another revision
     KEEPS_NO_FORM = "keeps_no_form"
@@ -92,6 +93,7 @@ class Cause(StrEnum):
     PIN_UNKNOWN = "pin_unknown"
     PIN_UNFIT = "pin_unfit"
     NO_LABEL = "no_label"
+    NONE_AMONG = "none_among"
     NO_ADAPTER = "no_adapter"
     NO_FORM = "no_form"
     SESSION_LOST = "session_lost"
@@ -164,6 +166,12 @@ class Decision(Struct, frozen=True, kw_only=True):
             unfit=tuple(_unfit(self.asked, self.standings, set(candidates.worker_ids)).items()),
         )
 
+    def next_best(self, most: int) -> tuple[WorkerId, ...]:
+        """Who else could have answered, the best first."""
+        terms = _terms(self.policy, self.asked, self.standings.candidates(self.rows), Phase.AGGREGATED)
+        others = sorted((each for each in terms if each.worker_id != self.decode), key=lambda each: each.cost)
+        return tuple(each.worker_id for each in others[:most])
+
 
 class Wait(Struct, frozen=True):
     """All who could serve it are at their limits."""
@@ -204,7 +212,7 @@ def decide(
 
     min_tokens = settings.remote_prefill_min_tokens
     if crossover is not None:
-        min_tokens = crossover.min_tokens(_token_seconds(standings, row), int(columns[REQUESTS, row]), min_tokens)
+        min_tokens = crossover.min_tokens(token_seconds(columns, row), int(columns[REQUESTS, row]), min_tokens)
     if asked.placement is Placement.AUTO and uncached < min_tokens:
         splitting, why = False, Why.SHORT_UNCACHED_PROMPT
     elif asked.placement is Placement.AGGREGATED:
@@ -274,6 +282,8 @@ def decide_decode(
         able &= members.with_adapter(asked.adapter)
     if asked.form:
         able &= members.keeping_forms
+    if asked.among is not None:
+        able &= members.among(asked.among)
     reads = [
         row
         for row in able.nonzero()[0].tolist()
@@ -337,6 +347,8 @@ def _able(asked: Asked, standings: Standings) -> Flags:
         able &= members.with_adapter(asked.adapter)
     if asked.form:
         able &= members.keeping_forms
+    if asked.among is not None:
+        able &= members.among(asked.among)
     if asked.pin is not None or asked.labels or asked.must_keep:
         able &= np.array([_excluded(asked, members, row) is None for row in range(len(members))], dtype=np.bool_)
     if asked.placement is Placement.DISAGGREGATED:
@@ -365,6 +377,8 @@ def _paired(asked: Asked, standings: Standings, decode_row: int) -> Rows:
         able = able & standings.members.with_adapter(asked.adapter)[rows]
     if asked.form:
         able = able & standings.members.keeping_forms[rows]
+    if asked.among is not None:
+        able = able & standings.members.among(asked.among)[rows]
     paired: Rows = rows[able]
     return paired
 
@@ -384,15 +398,6 @@ def _pool(standings: Standings, rows: Rows) -> Pool:
     return Pool.ALIVE
 
 
-def _token_seconds(standings: Standings, row: int) -> float:
-    """That a prompt token takes on a worker; where it has computed none, on those of its pool that have. 0: not known."""
-    known = standings.columns[TOKEN_SECONDS]
-    if known[row] > 0:
-        return float(known[row])
-    computing = known[known > 0]
-    return float(computing.mean()) if len(computing) else 0.0
-
-
 def _uncached(asked: Asked, standings: Standings, row: int, *, coming: bool = False) -> int:
     """Prompt tokens that a worker would have to compute: at least one, since the last one yields the first answer.
 
@@ -408,6 +413,8 @@ def _uncached(asked: Asked, standings: Standings, row: int, *, coming: bool = Fa
 
 def _excluded(asked: Asked, members: Members, row: int) -> Unfit | None:
     description = members.descriptions[row]
+    if asked.among is not None and description.worker_id not in asked.among:
+        return Unfit.NOT_AMONG
     if asked.pin is not None and description.worker_id != asked.pin:
         return Unfit.NOT_PINNED
     if not set(asked.labels) <= set(description.labels):
@@ -514,6 +521,12 @@ def _nobody(asked: Asked, standings: Standings) -> Wait | Impossible:
             cause=Cause.NO_LABEL,
             message=f"labels: no worker that takes requests has {', '.join(asked.labels)}",
             field="labels",
+        )
+    if causes == {Unfit.NOT_AMONG}:
+        return Impossible(
+            reason=Reason.NO_WORKER,
+            cause=Cause.NONE_AMONG,
+            message="none of the workers that may be chosen serves this model now; retry when one does",
         )
     if Unfit.DRAINING in causes:
         return Impossible(

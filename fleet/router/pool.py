@@ -3,7 +3,7 @@
 A request then costs one copy of the table, and as much more as there are workers that hold something of its prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -36,6 +36,7 @@ from fleet.router.candidates import (
     Flags,
     Floats,
     Rows,
+    token_seconds,
 )
 from fleet.router.chains import Chains
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, store_namespace
@@ -274,9 +275,14 @@ class WorkerPool:
 
     def _note_booked(self, columns: Floats, booked: list[tuple[int, int]], size: "BlockSize") -> None:
         """What live requests hold need not be held twice, and is there or coming."""
-        spread(booked, size.live, columns[LIVE_BLOCKS])
-        rows = size.rows
-        live = columns[LIVE_BLOCKS, rows]
+        rows, live = size.rows, columns[LIVE_BLOCKS]
+        spread(booked, size.live, live)
+        if isinstance(rows, slice):  # all of them, as in most pools: no copies
+            new, coming = columns[NEW_BLOCKS], columns[COMING_BLOCKS]
+            np.subtract(new, live, out=new)
+            np.maximum(np.subtract(live, columns[ENGINE_BLOCKS], out=coming), 0.0, out=coming)
+            return
+        live = live[rows]
         columns[NEW_BLOCKS, rows] -= live
         live = live - columns[ENGINE_BLOCKS, rows]
         columns[COMING_BLOCKS, rows] = np.maximum(live, 0.0, out=live)
@@ -310,6 +316,14 @@ class WorkerPool:
             engines=_row_at(engines),
             live=_row_at({workers[row].bit: row for row in rows}),
         )
+
+    def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
+        """Of all that answer: requests there, and the seconds that a prompt token takes."""
+        columns = self._columns
+        for row, worker_id in enumerate(self.members.worker_ids):
+            if self.members.decodes[row]:
+                elsewhere = 0.0 if self._booked_elsewhere is None else self._booked_elsewhere[REQUESTS, row]
+                yield worker_id, int(columns[REQUESTS, row] + elsewhere), token_seconds(columns, row)
 
     def check(self) -> None:
         """Assert that what live requests hold is what they have booked."""

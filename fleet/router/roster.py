@@ -209,6 +209,11 @@ class Roster:
             PoolSnapshot(model=model, role=role, workers=tuple(workers)) for (model, role), workers in pools.items()
         )
 
+    def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
+        """Of all that answer: requests there, and the seconds that a prompt token takes, as placement sees them."""
+        for pool in self._pools.values():
+            yield from pool.paces()
+
     def recent(self, knowledge: Knowledge) -> tuple[int, int, Compared]:
         """Workers whose caches are known in this way, how many of those drift, and their latest comparisons together."""
         truths = [worker.truth for worker in self if worker.truth.knowledge is knowledge]

@@ -40,7 +40,7 @@ from fleet.router.messages import (
 from fleet.router.placement import Decision
 from fleet.router.ports import Workers, WorkerUnreachable
 from fleet.router.settings import Thresholds
-from fleet.router.snapshot import Explanation, RouterSnapshot
+from fleet.router.snapshot import Explanation, RemotePrefill, RouterSnapshot
 from fleet.work import Progress
 
 log = logging.getLogger(__name__)
@@ -152,6 +152,9 @@ class RouterServer:
     def thresholds(self) -> Thresholds:
         return self._machine.thresholds()
 
+    def remote_prefill(self) -> RemotePrefill:
+        return self._machine.remote_prefill()
+
     def tune(self, thresholds: Thresholds) -> None:
         """Set them from the next request on; those that wait are looked at again."""
         log.info("thresholds set", extra=structs.asdict(thresholds))
@@ -165,6 +168,9 @@ class RouterServer:
 
     def address(self, worker_id: WorkerId) -> str:
         return self._machine.address(worker_id)
+
+    def addresses(self) -> dict[WorkerId, str]:
+        return self._machine.addresses()
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self._machine.explain(request_id)

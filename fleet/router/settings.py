@@ -5,7 +5,11 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
+from fleet.discovery import Discovery
 from fleet.ids import ModelName
+from fleet.router.http_settings import HttpSettings
+from fleet.router.picker_settings import EndpointPickerSettings
+from fleet.router.profile_settings import ProfileSettings
 from fleet.router.tenants import TenantSettings
 from kvstore.credentials import Credentials
 
@@ -135,6 +139,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     http_listen: str = "127.0.0.1:8000"
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""
 
+    http: HttpSettings = HttpSettings()
+    """Limits of the HTTP front."""
+
     share_ports: bool = False
     """Whether other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.
     Without it a port in use is an error."""
@@ -153,9 +160,15 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """host:port or ``unix:/path`` of what is not for clients: the registry, `fleet.v1.Cluster` and `fleet.v1.Selection`, which ask
     for no key. Empty: beside the API on `grpc_listen`, for networks where everybody is trusted."""
 
+    discovery: Discovery | None = None
+    """Where workers are found besides those that register here; absent: nowhere."""
+
     kserve_listen: str = ""
     """host:port of the Open Inference Protocol over gRPC, for clients of KServe and Triton, who expect it on port 8001; empty:
     it is not served."""
+
+    endpoint_picker: EndpointPickerSettings | None = None
+    """Tells gateways of the Gateway API Inference Extension where each request goes (Envoy's `ext_proc`); absent: it does not."""
 
     models: dict[ModelName, str] = {}
     """Folder with tokenizer and chat template, by served model name."""
@@ -250,6 +263,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     explained_requests: PositiveInt = 1024
     """Latest requests whose placement can be explained, about 150 bytes a worker each."""
+
+    profiles: dict[str, ProfileSettings] = {}
+    """What is known of workers beforehand, by the beginnings of their names ("" for all): first tokens and gaps are then predicted,
+    corrected by what workers do, and compared with it (metrics `fleet_prediction_…`, `fleet_worker_drifts`). Empty: nothing is predicted."""
 
     record: str = ""
     """File to which everything is written that this router hears and decides, for `fleet sim replay`: without the content of

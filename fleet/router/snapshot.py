@@ -83,6 +83,24 @@ class RouterSnapshot(Struct, frozen=True, kw_only=True):
     knowledge: tuple[KnowledgeSnapshot, ...] = ()
 
 
+class BreakEven(Struct, frozen=True, kw_only=True):
+    """For one worker that answers: from how many tokens on another one had better compute a prompt."""
+
+    worker_id: WorkerId
+    requests: int  # there now
+    token_seconds: float  # that a prompt token takes; 0: not known
+    min_tokens: int | None  # None: too little was measured
+
+
+class RemotePrefill(Struct, frozen=True, kw_only=True):
+    """What was measured of `remote_prefill_min_tokens`; see `fleet.router.crossover`."""
+
+    learned: bool  # whether that counts, and not the setting
+    handoffs: int
+    handoff_seconds: float
+    workers: tuple[BreakEven, ...]
+
+
 class Explanation(Struct, frozen=True, kw_only=True):
     """All placements of one request, first to last."""
 

@@ -5,6 +5,8 @@ Rules:
 1. What waits is kept here and not in the executor, which keeps what was cancelled until a thread comes upon it: a client that
    sends long prompts and leaves would fill the memory so.
 2. What a thread has begun counts until it is done, whoever still waits for it.
+3. Texts that take very long (a second and more for some MiB of white space, say) never have all threads at once, nor more than
+   a share of the places: who sends many of them waits for himself, and long prompts of the usual kind go past.
 """
 
 import asyncio
@@ -17,6 +19,8 @@ from fleet.errors import Reason, Refused
 
 THREADS = 2
 MOST = 64  # that wait or run: half a GiB at the largest size that fronts take
+VERY_LONG_BYTES = 256 << 10  # of text; some 60,000 tokens of prose, and up to 0.1 s of whatever else it may be
+MOST_VERY_LONG = 16  # that wait or run
 RETRY_AFTER_MS = 1000
 
 Result = TypeVar("Result")
@@ -27,40 +31,48 @@ class TokenisingThreads:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
-        self._waiting: dict[asyncio.Future[Any], Callable[[], Any]] = {}
-        self._running = 0
+        self._very_long = _Lane(THREADS - 1, MOST_VERY_LONG)
+        self._others = _Lane(THREADS, MOST)
+        self._lanes = (self._very_long, self._others)  # who gets fewer threads begins first
 
-    def run(self, work: Callable[[], Result]) -> "asyncio.Future[Result]":
+    def run(self, work: Callable[[], Result], size: int) -> "asyncio.Future[Result]":
         """Have a thread do it. Cancelling the future gives up what has not begun.
+
+        Args:
+            work: To do.
+            size: Of the text, about, in bytes or characters.
 
         Raises:
             Refused: QUEUE_FULL; too many wait.
         """
-        if len(self._waiting) + self._running >= MOST:
+        lane = self._very_long if size > VERY_LONG_BYTES else self._others
+        if lane.full or sum(map(len, self._lanes)) >= MOST:
             raise Refused(
                 Reason.QUEUE_FULL, "too many long prompts wait to be tokenised", retry_after_ms=RETRY_AFTER_MS
             )
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting[future] = work
-        future.add_done_callback(self._forget)
+        lane.waiting[future] = work
+        future.add_done_callback(lane.forget)
         self._begin()
         return future
 
     def close(self) -> None:
         """Give the threads up; who has waited must have ended."""
-        self._waiting.clear()
+        for lane in self._lanes:
+            lane.waiting.clear()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._waiting and self._running < THREADS:
-            future = next(iter(self._waiting))
-            begun = loop.run_in_executor(self._executor, self._waiting.pop(future))
-            self._running += 1
-            begun.add_done_callback(partial(self._done, future))
+        for lane in self._lanes:
+            while lane.waiting and lane.running < lane.threads and sum(each.running for each in self._lanes) < THREADS:
+                future = next(iter(lane.waiting))
+                begun = loop.run_in_executor(self._executor, lane.waiting.pop(future))
+                lane.running += 1
+                begun.add_done_callback(partial(self._done, lane, future))
 
-    def _done(self, future: "asyncio.Future[Any]", begun: "asyncio.Future[Any]") -> None:
-        self._running -= 1
+    def _done(self, lane: "_Lane", future: "asyncio.Future[Any]", begun: "asyncio.Future[Any]") -> None:
+        lane.running -= 1
         if begun.cancelled():
             return  # the threads were given up
         error = begun.exception()
@@ -71,5 +83,23 @@ class TokenisingThreads:
                 future.set_exception(error)
         self._begin()
 
-    def _forget(self, future: "asyncio.Future[Any]") -> None:
-        self._waiting.pop(future, None)
+
+class _Lane:
+    """Work of one kind, in the order in which it came."""
+
+    def __init__(self, threads: int, most: int) -> None:
+        self.threads = threads  # that may do it at once
+        self.waiting: dict[asyncio.Future[Any], Callable[[], Any]] = {}
+        self.running = 0
+        self._most = most
+
+    def __len__(self) -> int:
+        """What waits or runs."""
+        return len(self.waiting) + self.running
+
+    @property
+    def full(self) -> bool:
+        return len(self) >= self._most
+
+    def forget(self, future: "asyncio.Future[Any]") -> None:
+        self.waiting.pop(future, None)

@@ -45,14 +45,6 @@ class Compared(Struct, frozen=True):
             self.agreed + other.agreed,
         )
 
-    def __sub__(self, other: "Compared") -> "Compared":
-        return Compared(
-            self.prompt - other.prompt,
-            self.predicted - other.predicted,
-            self.reported - other.reported,
-            self.agreed - other.agreed,
-        )
-
     @property
     def precision(self) -> float:
         return self.agreed / self.predicted if self.predicted else 1.0
@@ -64,6 +56,9 @@ class Compared(Struct, frozen=True):
     @property
     def hit_rate_error(self) -> float:
         return (self.predicted - self.reported) / self.prompt if self.prompt else 0.0
+
+
+_NOTHING = Compared()
 
 
 def compare(prompt_tokens: int, predicted_tokens: int, reported_tokens: int, block_tokens: int) -> Compared:
@@ -89,11 +84,16 @@ class CacheTruth:
         """Take a comparison in; whether `drifting` has changed by it."""
         if not compared.predicted and not compared.reported:
             return False
-        self._window.append(compared)
-        self.recent += compared
-        if len(self._window) > WINDOW:
-            self.recent -= self._window.popleft()
-        worst = min(self.recent.precision, self.recent.recall)
+        window, recent = self._window, self.recent
+        gone = window.popleft() if len(window) == WINDOW else _NOTHING
+        window.append(compared)
+        self.recent = recent = Compared(
+            recent.prompt + compared.prompt - gone.prompt,
+            recent.predicted + compared.predicted - gone.predicted,
+            recent.reported + compared.reported - gone.reported,
+            recent.agreed + compared.agreed - gone.agreed,
+        )
+        worst = min(recent.precision, recent.recall)
         drifting = worst < (RECOVERED if self.drifting else DRIFTS) and len(self._window) >= ENOUGH
         changed = drifting is not self.drifting
         self.drifting = drifting

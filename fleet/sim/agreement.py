@@ -15,8 +15,9 @@ What that shows, and what it does not:
    and then two runs may differ without either being wrong; the kernel's seed shuffles such ties in both. Scenarios whose
    arrivals and step times are of no common measure have none. What one worker says is in order, always.
 5. A worker that begins anew joins some messages later in production: it registers, is dialled, and describes itself. Requests
-   that arrive within such a moment may be placed otherwise. One that is cut off is given up after exactly the silence that
-   settings name in the simulation, and after up to a quarter more in production, which counts silence in slices; here, a message later.
+   that arrive within such a moment may be placed otherwise. One that is cut off for longer than settings allow is given up after exactly
+   that silence in the simulation, and after up to a quarter more in production, which counts silence in slices; here, a message later. So
+   logs agree over shorter cuts, and not beyond longer ones.
 6. Loads that workers report reach routers in production alone. No decision depends on them but where adapters are loaded.
 """
 
@@ -82,9 +83,13 @@ def serve(plan: Plan, traffic: Traffic, machine: RouterMachine) -> list[Ended]:
     """
     kernel, ended = Kernel(plan.seed, begin=-AHEAD), list[Ended]()
     world = ShellWorld(kernel, plan.pools, plan.router, machine=machine, ended=ended.append, **named(plan))
-    kernel.run(until=Nanos(-1))
-    kernel.skip(Nanos(0))
-    _drive(kernel, world, plan, traffic, ended.append, over=world.close)
+    try:
+        kernel.run(until=Nanos(-1))
+        kernel.skip(Nanos(0))
+        _drive(kernel, world, plan, traffic, ended.append, over=world.close)
+    except BaseException:  # whatever it is, Ctrl-C included: tasks must not outlive it
+        world.abandon()
+        raise
     return ended
 
 

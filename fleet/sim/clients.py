@@ -14,6 +14,7 @@ Rules:
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, islice
 from typing import Annotated, Protocol, TypeVar
 
 from msgspec import Meta, Struct, structs
@@ -180,10 +181,11 @@ class _ClosedLoop:
     """Users, one request each."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, section: Closed, requests: Iterator[Request]):
-        self._kernel, self._sender, self._requests = kernel, sender, requests
+        first = list(islice(requests, section.users))  # who finds nothing to send need not come
+        self._kernel, self._sender, self._requests = kernel, sender, chain(first, requests)
         self._think = Nanos(round(section.think_seconds * SECOND))
-        self._users = section.users
-        for user in range(section.users):
+        self._users = len(first)
+        for user in range(self._users):
             kernel.after(Nanos(round(section.ramp_seconds * user / section.users * SECOND)), self._send)
 
     @property

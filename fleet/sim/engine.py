@@ -7,109 +7,32 @@ Rules:
 2. While no prompt waits to be computed, steps differ only by the length of contexts, and their times lie on a straight line. So
    they are taken together, up to the next end of a sequence: one event, and every token's instant is still exact.
 3. Work that comes in the middle of such a stretch ends it with the step that runs.
-4. A sequence is admitted in the order of arrival, when there is room for its prompt and one token more. A sequence that
-   needs a block when there is none left pushes out the one admitted last, which starts again from its prompt and what
-   it had generated (vLLM's pre-emption by recomputation).
-5. Blocks of a prompt that come from elsewhere (`Supply`) are fetched before the sequence takes part in a step, into blocks taken for
-   that; meanwhile others are admitted. What does not come is computed.
-6. Work that is handed off keeps its blocks until they have been fetched (`release`).
-7. How far an answer has come is told when it begins another block (and no more often than `TOLD_EVERY` tokens), which is all that a
+4. What is admitted when is `fleet.sim.admission`'s. A sequence that needs a block when there is none left pushes out the one
+   admitted last, which starts again from its prompt and what it had generated (vLLM's pre-emption by recomputation).
+5. Work that is handed off keeps its blocks until they have been fetched (`release`).
+6. How far an answer has come is told when it begins another block (and no more often than `TOLD_EVERY` tokens), which is all that a
    router counts; and with `progress`, whenever somebody wants to know.
-8. The blocks of an answer get their names when it ends, as far as they are whole and their names are known.
 """
 
-import heapq
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Protocol
 
-from msgspec import Struct
-
-from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.clock import MILLISECOND, Nanos
 from fleet.hardware.power import load
 from fleet.ids import RequestId
-from fleet.sim.cache import KvBudget
-from fleet.sim.kernel import Event, Kernel
+from fleet.sim.admission import Admission
+from fleet.sim.batch import Batch
+from fleet.sim.kernel import Kernel
+from fleet.sim.memory import Memory
 from fleet.sim.results import Quantiles
+from fleet.sim.stretch import Chunk, Stretch
+from fleet.sim.work import EngineLimits, Job, StepTimes, Supply, Told, Work
 
 TOLD_EVERY = 64  # generated tokens, at least, between two reports of a sequence's progress
 
 
 _load = lru_cache(1 << 14)(load)
-
-
-class StepTimes(Protocol):
-    """How long a step takes; `fleet.hardware.steps.StepModel` is one."""
-
-    def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float: ...
-
-
-class EngineLimits(Struct, frozen=True, kw_only=True):
-    """What an engine can hold."""
-
-    kv_blocks: int
-    block_tokens: int
-    max_running: int  # sequences in one batch
-    step_tokens: int  # of one step, prompts and answers together
-
-
-class Job(Struct, frozen=True, kw_only=True):
-    """One piece of work."""
-
-    work_id: RequestId
-    prompt_tokens: int
-    answer_tokens: int
-    keys: Sequence[int]  # of the prompt's full blocks
-    answer_keys: Sequence[int] = ()  # of those that the answer fills, as far as they are known
-    fetched_tokens: int = 0  # of the prompt, which come by hand-off
-    handed_off: bool = False  # somebody will fetch its blocks
-
-
-class Told(Struct, frozen=True):
-    """What one step brought to one sequence."""
-
-    work_id: RequestId
-    tokens: int  # since what was told before
-    ended: bool
-    cached_tokens: int | None = None  # of the prompt; with the first token
-
-
-class Supply(Protocol):
-    """Where blocks can be had that an engine does not have."""
-
-    def offer(self, job: Job, here: int) -> int:
-        """How many tokens of a prompt need not be computed if they are fetched, from its first on.
-
-        Args:
-            job: Whose prompt.
-            here: Blocks of it that the engine has.
-
-        Returns:
-            No more than those of the blocks here, when fetching is not worth it.
-        """
-        ...
-
-    def fetch(self, job: Job, here: int) -> None:
-        """Fetch what was offered just now; `SimulatedEngine.fetched` or `not_fetched` follows, and not at once."""
-        ...
-
-
-class _Sequence(Struct, kw_only=True, eq=False):
-    job: Job
-    prompt_tokens: int  # to be computed; after a pre-emption with what was generated
-    generated: int = 0
-    told: int = 0
-    computed: int = 0  # prompt tokens whose KV is here
-    coming: int = 0  # prompt tokens whose KV will be here when what is fetched has come
-    asked: bool = False  # whether blocks from elsewhere were asked for
-    cached: int | None = None
-    held: list[int] = []  # named blocks
-    own: int = 0  # blocks without a name
-    begun_at: int = 0  # decode steps of the engine when its first token had come, less what it had generated by then
-    running: bool = False
-    admitted: int = 0  # order
 
 
 class SimulatedEngine:
@@ -130,23 +53,13 @@ class SimulatedEngine:
         self._block_tokens = limits.block_tokens
         self._tell = tell
         self._cache_changed = cache_changed
-        self._supply = supply
-        self._cache = KvBudget(limits.kv_blocks)
-        self._waiting: deque[_Sequence] = deque()
-        self._ready: deque[_Sequence] = deque()  # have their blocks: behind who waits for blocks, neither would go on
-        self._prefilling: deque[_Sequence] = deque()
-        self._sequences: dict[RequestId, _Sequence] = {}
-        self._fetching: dict[RequestId, _Sequence] = {}
-        self._kept: dict[RequestId, _Sequence] = {}  # until somebody has fetched their blocks
-        # Of running sequences, by decode steps done: when they end, need a block, and are to be told of.
-        self._ends: list[tuple[int, int, _Sequence]] = []
-        self._grows: list[tuple[int, int, _Sequence]] = []
-        self._tells: list[tuple[int, int, _Sequence]] = []
-        self._running = 0
-        self._context = 0  # tokens of all running sequences
-        self._steps = 0  # decode steps done
-        self._admitted = 0
-        self._step: _Step | None = None
+        self._memory = Memory(limits.kv_blocks, limits.block_tokens)
+        self._cache = self._memory.cache
+        self._admission = Admission(limits, self._memory, supply)
+        self._batch = Batch()
+        self._works: dict[RequestId, Work] = {}
+        self._kept: dict[RequestId, Work] = {}  # until somebody has fetched their blocks
+        self._stretch: Stretch | None = None
         self._slowed_by: list[float] = []
         self._slowness = 1.0
         self.busy = Nanos(0)  # so far
@@ -159,16 +72,17 @@ class SimulatedEngine:
     @property
     def held(self) -> int:
         """Pieces of work that have not ended."""
-        return len(self._sequences)
+        return len(self._works)
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._ready) + len(self._fetching)
+        """Of these, what was not admitted yet."""
+        return self._admission.waiting
 
     @property
     def idle(self) -> bool:
         """Whether there is no work, and nobody will fetch anything."""
-        return not self._sequences and not self._kept
+        return not self._works and not self._kept
 
     @property
     def kv_blocks_used(self) -> int:
@@ -186,9 +100,8 @@ class SimulatedEngine:
 
     def submit(self, job: Job) -> None:
         """Take work; it is admitted as soon as there is room."""
-        sequence = _Sequence(job=job, prompt_tokens=job.prompt_tokens)
-        self._sequences[job.work_id] = sequence
-        self._waiting.append(sequence)
+        self._works[job.work_id] = work = Work(job)
+        self._admission.wait(work)
         self._interrupt()
 
     def fetch(self, job: Job) -> int | None:
@@ -198,52 +111,43 @@ class SimulatedEngine:
             Blocks that have to come (`fetched` says when they did); None when there is no room now: the work then waits as any other,
             and what it needs is asked for again.
         """
-        here = self._cache.leading(job.keys)
-        wanted = self._blocks(job.prompt_tokens + 1) - here
-        if wanted > self._cache.available - self._cache.idle_among(job.keys[:here]):
+        work = Work(job, job.fetched_tokens, asked=True)
+        if not self._memory.hold(work, self._cache.leading(job.keys)):
             self.submit(job)
             return None
-        sequence = _Sequence(job=job, prompt_tokens=job.prompt_tokens, coming=job.fetched_tokens, asked=True)
-        self._sequences[job.work_id] = sequence
-        self._fetching[job.work_id] = sequence
-        self._hold(sequence, here, wanted)
-        return max(0, self._blocks(job.fetched_tokens) - here)
+        self._works[job.work_id] = work
+        self._admission.fetch(work)
+        return self._memory.missing(work)
 
     def fetched(self, work_id: RequestId) -> None:
         """All blocks have come."""
-        if (sequence := self._fetching.pop(work_id, None)) is None:
+        if (work := self._admission.fetched(work_id)) is None:
             return  # cancelled
-        sequence.computed = max(sequence.computed, sequence.coming)
-        self._name_computed(sequence)
-        self._ready.append(sequence)
+        work.computed = max(work.computed, work.coming)
+        self._memory.name_computed(work)
         self._interrupt()
 
     def not_fetched(self, work_id: RequestId) -> None:
         """They will not come: the prompt is computed from where the cache ends."""
-        if (sequence := self._fetching.pop(work_id, None)) is None:
-            return
-        self._ready.append(sequence)
-        self._interrupt()
+        if self._admission.fetched(work_id) is not None:
+            self._interrupt()
 
     def cancel(self, work_id: RequestId) -> None:
         """Forget a piece of work, if it is known."""
-        if (sequence := self._sequences.pop(work_id, None)) is None:
+        if (work := self._works.pop(work_id, None)) is None:
             return
-        self._fetching.pop(work_id, None)
-        self._stop(sequence)
-        for queue in (self._waiting, self._ready, self._prefilling):
-            if sequence in queue:
-                queue.remove(sequence)
+        self._stop(work)
+        self._admission.leave(work)
         self._interrupt()
 
     def progress(self) -> list[Told]:
-        """What running sequences have generated by now, and was not told; from here on it counts as told."""
-        done = 0 if self._step is None else self._step.done(self._kernel.instant)
+        """What running work has generated by now, and was not told; from here on it counts as told."""
+        done = 0 if self._stretch is None else self._stretch.done(self._kernel.instant)
         told = []
-        for sequence in self._sequences.values():
-            if sequence.running and (tokens := self._generated(sequence) + done - sequence.told):
-                sequence.told += tokens
-                told.append(Told(sequence.job.work_id, tokens, ended=False))
+        for work in self._works.values():
+            if work.running and (tokens := self._batch.generated(work) + done - work.told):
+                work.told += tokens
+                told.append(Told(work.job.work_id, tokens, ended=False))
         return told
 
     def keeps(self, work_id: RequestId) -> bool:
@@ -252,9 +156,9 @@ class SimulatedEngine:
 
     def release(self, work_id: RequestId) -> None:
         """The blocks of work that was handed off are needed no longer."""
-        if (sequence := self._kept.pop(work_id, None)) is not None:
-            self._stop(sequence)
-            if self._waiting:
+        if (work := self._kept.pop(work_id, None)) is not None:
+            self._stop(work)
+            if self._admission.wanted:
                 self._interrupt()
 
     def slow(self, factor: float) -> None:
@@ -272,378 +176,182 @@ class SimulatedEngine:
 
     def forget_all(self) -> list[RequestId]:
         """Cancel all work; the cache stays, and what is kept for others. Returns what work there was."""
-        work = list(self._sequences)
-        for work_id in work:
+        works = list(self._works)
+        for work_id in works:
             self.cancel(work_id)
-        return work
+        return works
 
     def stop(self) -> None:
         """Die, with all that is here; nothing is told any more."""
-        if self._step is not None and self._step.end is not None:
-            self._step.end.cancel()
-        self._sequences.clear()
-        self._fetching.clear()
+        if self._stretch is not None:
+            self._stretch.forget()
+        self._works.clear()
         self._kept.clear()
-        for queue in (self._waiting, self._ready, self._prefilling):
-            queue.clear()
+        self._admission.clear()
 
     # Steps.
 
     def _interrupt(self) -> None:
         """End a stretch with the step that runs, or begin one."""
-        if self._step is None:
+        if (stretch := self._stretch) is None:
             self._begin()
-        elif self._step.steps > 1:
-            self._step.cut(self._kernel, self._end)
+        elif stretch.steps > 1:
+            stretch.cut(self._kernel, self._end)
 
     def _begin(self) -> None:
-        if self._waiting or self._ready:
-            self._admit()
-        running, seconds, slowness = self._running, self._seconds, self._slowness
+        admission, batch, seconds, slowness = self._admission, self._batch, self._seconds, self._slowness
+        admission.admit(batch.running)
+        running, context = batch.running, batch.context
         steps, slope, tokens = 1, 0.0, 0
-        if self._prefilling and (chunks := self._chunks()):
+        chunks: Sequence[Chunk] = ()
+        if admission.computing and (chunks := admission.chunks(running)):
             pairs = 0.0
-            for sequence, count in chunks:
+            for work, count in chunks:
                 tokens += count
-                pairs += count * (sequence.computed + 0.5 * count)
-            first = slowness * seconds(tokens, pairs, running, self._context)
+                pairs += count * (work.computed + 0.5 * count)
+            first = slowness * seconds(tokens, pairs, running, context)
         elif running:
-            chunks = []
-            first = slowness * seconds(0, 0, running, self._context)
-            if (steps := self._stretch()) > 1:
-                last = slowness * seconds(0, 0.0, running, self._context + running * (steps - 1))
+            first = slowness * seconds(0, 0, running, context)
+            if (steps := self._steps_together()) > 1:
+                last = slowness * seconds(0, 0.0, running, context + running * (steps - 1))
                 slope = (last - first) / (steps - 1)
         else:
             return
-        self._step = step = _Step(self._kernel.instant, first, slope, steps, chunks, tokens)
-        step.end = self._kernel.at(step.until(steps), self._end)
+        self._stretch = stretch = Stretch(self._kernel.instant, first, slope, steps, chunks, tokens)
+        stretch.end = self._kernel.at(stretch.until(steps), self._end)
 
-    def _stretch(self) -> int:
+    def _steps_together(self) -> int:
         """Steps up to the next end of a sequence, or to where blocks may run out."""
-        steps = self._next(self._ends) - self._steps
-        worst = self._running * (1 + steps // self._block_tokens)
-        if worst > self._cache.available:
-            steps = min(steps, max(1, self._next(self._grows) - self._steps))
+        batch = self._batch
+        steps = batch.to_end()
+        worst = batch.running * (1 + steps // self._block_tokens)
+        if worst > self._cache.available and (growth := batch.to_growth()) is not None:
+            steps = min(steps, max(1, growth))
         return steps
 
-    def _next(self, heap: list[tuple[int, int, _Sequence]]) -> int:
-        """When the first of a heap is due; what is no longer meant leaves it."""
-        while not heap[0][2].running or heap[0][1] != heap[0][2].admitted:
-            heapq.heappop(heap)
-        return heap[0][0]
-
     def _end(self) -> None:
-        step = self._step
-        assert step is not None
-        self._step = None
-        lasted = self._kernel.instant - step.began
+        stretch, batch = self._stretch, self._batch
+        assert stretch is not None
+        self._stretch = None
+        lasted = self._kernel.instant - stretch.began
+        running = batch.running
         self.busy = Nanos(self.busy + lasted)
-        self.effort += lasted * _load(self._running + step.prompt_tokens)
+        self.effort += lasted * _load(running + stretch.prompt_tokens)
         told: list[Told] = []
-        if self._running:
-            self.gaps.add(lasted / step.steps / MILLISECOND, self._running * step.steps)
-            if step.steps > 1:
-                self._advance(step.steps - 1)
-            if self._grows and self._grows[0][0] <= self._steps:
+        if running:
+            steps = stretch.steps
+            self.gaps.add(lasted / steps / MILLISECOND, running * steps)
+            if steps > 1:
+                self.generated_tokens += batch.advance(steps - 1)
+            if batch.grows and batch.grows[0][0] <= batch.steps:
                 self._grow()  # before the last step: what ends with it had its blocks until then
-            self._advance(1)
-            now = self._steps
-            if self._ends and self._ends[0][0] <= now:
-                self._ended(told)
-            if self._tells and self._tells[0][0] <= now:
-                self._tell_progress(told)
-            if self._grows and self._grows[0][0] <= now:
+            self.generated_tokens += batch.advance(1)
+            now = batch.steps
+            if batch.ends and batch.ends[0][0] <= now:
+                self._end_due(told)
+            if batch.tells and batch.tells[0][0] <= now:
+                self._tell_due(told)
+            if batch.grows and batch.grows[0][0] <= now:
                 self._grow()
-        for sequence, tokens in step.chunks:
-            self._computed(sequence, tokens, told)
+        for work, tokens in stretch.chunks:
+            self._computed(work, tokens, told)
         self._begin()
         if self._cache.changed:
-            self._tell_cache()
+            stored, removed = self._cache.changes()
+            if stored or removed:
+                self._cache_changed(stored, removed)
         if told:
             self._tell(told)
 
-    def _tell_cache(self) -> None:
-        stored, removed = self._cache.changes()
-        if stored or removed:
-            self._cache_changed(stored, removed)
-
-    def _advance(self, steps: int) -> None:
-        self._steps += steps
-        tokens = self._running * steps
-        self._context += tokens
-        self.generated_tokens += tokens
-
-    def _computed(self, sequence: _Sequence, tokens: int, told: list[Told]) -> None:
-        if sequence.job.work_id not in self._sequences:
+    def _computed(self, work: Work, tokens: int, told: list[Told]) -> None:
+        if work.job.work_id not in self._works:
             return  # cancelled meanwhile
-        sequence.computed += tokens
+        work.computed += tokens
         self.computed_tokens += tokens
-        self._name_computed(sequence)
-        if sequence.computed < sequence.prompt_tokens:
+        self._memory.name_computed(work)
+        if work.computed < work.prompt_tokens:
             return
-        self._prefilling.remove(sequence)
-        sequence.generated += 1
+        self._admission.computing.remove(work)
+        work.generated += 1
         self.generated_tokens += 1
-        first = sequence.generated == 1
-        ended = sequence.generated == sequence.job.answer_tokens
-        if first or ended:
-            told.append(self._told(sequence, ended=ended))
+        ended = work.generated == work.answer_tokens
+        if ended or work.generated == 1:
+            told.append(self._told(work, ended=ended))
         if ended:
-            self._over(sequence)
+            self._over(work)
         else:
-            self._run(sequence)
+            self._batch.join(work)
+            self._tell_later(work)
+            self._grow_later(work)
 
-    def _ended(self, told: list[Told]) -> None:
-        ends, steps = self._ends, self._steps
-        while ends and ends[0][0] <= steps:
-            _, admitted, sequence = heapq.heappop(ends)
-            if not sequence.running or sequence.admitted != admitted:
-                continue
-            assert self._generated(sequence) == sequence.job.answer_tokens, sequence
-            told.append(self._told(sequence, ended=True))
-            self._over(sequence)
+    def _end_due(self, told: list[Told]) -> None:
+        for work in self._batch.due(self._batch.ends):
+            assert self._batch.generated(work) == work.answer_tokens, work.job
+            told.append(self._told(work, ended=True))
+            self._over(work)
 
-    def _tell_progress(self, told: list[Told]) -> None:
-        tells, steps = self._tells, self._steps
-        while tells and tells[0][0] <= steps:
-            _, admitted, sequence = heapq.heappop(tells)
-            if not sequence.running or sequence.admitted != admitted:
-                continue
-            told.append(self._told(sequence, ended=False))
-            self._tell_later(sequence)
+    def _tell_due(self, told: list[Told]) -> None:
+        for work in self._batch.due(self._batch.tells):
+            told.append(self._told(work, ended=False))
+            self._tell_later(work)
 
-    def _tell_later(self, sequence: _Sequence) -> None:
+    def _tell_later(self, work: Work) -> None:
         """When its next block begins."""
-        prompt, size = sequence.job.prompt_tokens, self._block_tokens
-        tokens = prompt + self._generated(sequence) + max(0, TOLD_EVERY - size)
-        due = -(-tokens // size) * size + 1 - prompt  # generated tokens
-        if due < sequence.job.answer_tokens:
-            heapq.heappush(self._tells, (sequence.begun_at + due, sequence.admitted, sequence))
+        prompt, size = work.job.prompt_tokens, self._block_tokens
+        tokens = prompt + self._batch.generated(work) + max(0, TOLD_EVERY - size)
+        self._batch.tell_at(work, -(-tokens // size) * size + 1 - prompt)
 
     def _grow(self) -> None:
         """Blocks for what has been generated."""
-        grows = self._grows
-        while grows and grows[0][0] <= self._steps:
-            _, admitted, sequence = heapq.heappop(grows)
-            if not sequence.running or sequence.admitted != admitted:
-                continue
+        for work in self._batch.due(self._batch.grows):
             while not self._cache.available:
-                if self._preempt() is sequence:
+                if self._preempt() is work:
                     break
             else:
-                self._cache.take(1)
-                sequence.own += 1
-                self._grow_later(sequence)
+                self._memory.grow(work)
+                self._grow_later(work)
 
-    def _grow_later(self, sequence: _Sequence) -> None:
-        """When the next token has no room in the blocks that a running sequence has."""
-        room = (len(sequence.held) + sequence.own) * self._block_tokens
-        due = room - sequence.job.prompt_tokens + sequence.begun_at
-        heapq.heappush(self._grows, (due, sequence.admitted, sequence))
+    def _grow_later(self, work: Work) -> None:
+        """When the next token has no room in the blocks that it has."""
+        self._batch.grow_at(work, self._memory.room(work) - work.job.prompt_tokens)
 
-    # Admission.
-
-    def _admit(self) -> None:
-        waiting, ready, most = self._waiting, self._ready, self._limits.max_running
-        while ready and self._running + len(self._prefilling) < most:
-            self._begin_prefill(ready.popleft())
-        while waiting and self._running + len(self._prefilling) < most:
-            if not self._find_room(waiting[0]):
-                return
-            sequence = waiting.popleft()
-            if self._supply is None or sequence.asked or not self._ask(sequence, self._supply):
-                self._begin_prefill(sequence)
-
-    def _begin_prefill(self, sequence: _Sequence) -> None:
-        # One has to be computed for its logits.
-        sequence.computed = min(sequence.computed, sequence.prompt_tokens - 1)
-        if sequence.cached is None:
-            sequence.cached = sequence.computed
-        self._admitted += 1
-        sequence.admitted = self._admitted
-        self._prefilling.append(sequence)
-
-    def _find_room(self, sequence: _Sequence) -> bool:
-        """Take blocks for a prompt, if there are enough."""
-        keys, cache = sequence.job.keys, self._cache
-        here = min(cache.leading(keys), (sequence.prompt_tokens - 1) // self._block_tokens)
-        wanted = self._blocks(sequence.prompt_tokens + 1) - here
-        if wanted > cache.available - (cache.idle_among(keys[:here]) if here else 0):
-            return False
-        self._hold(sequence, here, wanted)
-        return True
-
-    def _ask(self, sequence: _Sequence, supply: Supply) -> bool:
-        """Whether blocks of a prompt that is about to be admitted come from elsewhere."""
-        sequence.asked = True
-        here = len(sequence.held)
-        coming = supply.offer(sequence.job, here)
-        if coming <= here * self._block_tokens:
-            return False
-        sequence.coming = coming
-        self._fetching[sequence.job.work_id] = sequence
-        supply.fetch(sequence.job, here)
-        return True
-
-    def _hold(self, sequence: _Sequence, here: int, wanted: int) -> None:
-        sequence.held = list(sequence.job.keys[:here])
-        self._cache.hold(sequence.held)
-        self._cache.take(wanted)
-        sequence.own = wanted
-        sequence.computed = here * self._block_tokens
-
-    def _chunks(self) -> list[tuple[_Sequence, int]]:
-        """What a step computes of prompts, oldest first."""
-        room = self._limits.step_tokens - self._running
-        chunks = []
-        for sequence in self._prefilling:
-            if room <= 0:
-                break
-            count = min(room, sequence.prompt_tokens - sequence.computed)
-            chunks.append((sequence, count))
-            room -= count
-        return chunks
-
-    def _name_computed(self, sequence: _Sequence) -> None:
-        """Blocks that are whole now can be found by others."""
-        keys = sequence.job.keys
-        self._name(sequence, keys, min(sequence.computed // self._block_tokens, len(keys)))
-
-    def _name(self, sequence: _Sequence, keys: Sequence[int], whole: int) -> None:
-        """Names for the first blocks of a sequence, as many as are whole."""
-        known = len(sequence.held)
-        if whole <= known:
-            return
-        if not known or keys[known - 1] == sequence.held[-1]:  # nobody else had a name first
-            named = self._cache.name(keys[known:whole])
-        else:
-            held = set(sequence.held)
-            named = self._cache.name([key for key in keys[:whole] if key not in held])
-        sequence.held += named
-        sequence.own -= len(named)
-
-    def _run(self, sequence: _Sequence) -> None:
-        sequence.running = True
-        sequence.begun_at = self._steps - sequence.generated
-        self._running += 1
-        self._context += sequence.job.prompt_tokens + sequence.generated
-        left = sequence.job.answer_tokens - sequence.generated
-        heapq.heappush(self._ends, (self._steps + left, sequence.admitted, sequence))
-        self._tell_later(sequence)
-        self._grow_later(sequence)
-
-    def _preempt(self) -> _Sequence:
+    def _preempt(self) -> Work:
         """Push out what was admitted last; returns it."""
-        running = (sequence for sequence in self._sequences.values() if sequence.running)
-        sequence = max(running, key=lambda each: each.admitted)
-        sequence.generated = self._generated(sequence)
-        self._stop(sequence)
-        sequence.prompt_tokens = sequence.job.prompt_tokens + sequence.generated
-        self._waiting.appendleft(sequence)
+        running = (work for work in self._works.values() if work.running)
+        work = max(running, key=lambda each: each.admitted)
+        self._stop(work)
+        work.prompt_tokens = work.job.prompt_tokens + work.generated
+        self._admission.wait_again(work)
         self.preempted += 1
-        return sequence
+        return work
 
     # Ends.
 
-    def _told(self, sequence: _Sequence, *, ended: bool) -> Told:
-        generated = self._generated(sequence)
-        tokens, sequence.told = generated - sequence.told, generated
-        cached = sequence.cached if tokens == generated else None
-        return Told(sequence.job.work_id, tokens, ended, cached)
+    def _told(self, work: Work, *, ended: bool) -> Told:
+        generated = self._batch.generated(work)
+        tokens, work.told = generated - work.told, generated
+        return Told(work.job.work_id, tokens, ended, work.cached if tokens == generated else None)
 
-    def _generated(self, sequence: _Sequence) -> int:
-        return self._steps - sequence.begun_at if sequence.running else sequence.generated
-
-    def _over(self, sequence: _Sequence) -> None:
+    def _over(self, work: Work) -> None:
         """All its tokens have come."""
-        job = sequence.job
-        if job.answer_keys:
-            computed = job.prompt_tokens + job.answer_tokens - 1  # the last token's KV is not there
-            keys = [*job.keys, *job.answer_keys]
-            self._name(sequence, keys, min(computed // self._block_tokens, len(keys)))
-        del self._sequences[job.work_id]
+        job = work.job
+        self._memory.name_answer(work)
+        del self._works[job.work_id]
         if job.handed_off:
-            self._kept[job.work_id] = sequence
-            self._leave_batch(sequence)
+            self._kept[job.work_id] = work
+            self._batch.leave(work)
         else:
-            self._stop(sequence)
+            self._stop(work)
 
-    def _stop(self, sequence: _Sequence) -> None:
+    def _stop(self, work: Work) -> None:
         """Out of the batch, and its blocks with it."""
-        self._leave_batch(sequence)
-        self._cache.release(sequence.held)
-        self._cache.give(sequence.own)
-        sequence.held, sequence.own, sequence.computed = [], 0, 0
-
-    def _leave_batch(self, sequence: _Sequence) -> None:
-        if sequence.running:
-            generated = self._generated(sequence)
-            self._running -= 1
-            self._context -= sequence.job.prompt_tokens + generated
-            sequence.generated = generated
-            sequence.running = False
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_tokens)
+        self._batch.leave(work)
+        self._memory.free(work)
 
     def check(self) -> None:
-        """Assert that sums are those of the sequences."""
+        """Assert that sums are those of the work."""
         self._cache.check()
-        running = [sequence for sequence in self._sequences.values() if sequence.running]
-        assert len(running) == self._running
-        assert sum(each.job.prompt_tokens + self._generated(each) for each in running) == self._context
-        assert self.waiting + len(self._prefilling) + len(running) == len(self._sequences)
-        assert not self._kept.keys() & self._sequences.keys()
-
-
-class _Step:
-    """Steps that are taken together, the n-th of them lasting `first + n * slope` seconds."""
-
-    __slots__ = ("began", "chunks", "end", "first", "prompt_tokens", "slope", "steps")
-
-    def __init__(
-        self,
-        began: Nanos,
-        first: float,
-        slope: float,
-        steps: int,
-        chunks: list[tuple[_Sequence, int]],
-        prompt_tokens: int,
-    ):
-        self.began, self.first, self.slope, self.steps, self.chunks = began, first, slope, steps, chunks
-        self.prompt_tokens = prompt_tokens  # of the chunks
-        self.end: Event | None = None
-
-    def until(self, steps: int) -> int:
-        """When so many of them are done."""
-        seconds = steps * self.first + self.slope * (steps * (steps - 1) / 2)
-        return self.began + max(1, round(seconds * SECOND))
-
-    def done(self, now: Nanos) -> int:
-        """How many are over, if the last one is not."""
-        running = self._running_at(now)
-        return running if running < self.steps and self.until(running) == now else running - 1
-
-    def cut(self, kernel: Kernel, ended: Callable[[], None]) -> None:
-        """End with the step that runs now."""
-        now = kernel.instant
-        steps = self._running_at(now)
-        if steps < self.steps:
-            assert self.end is not None
-            self.end.cancel()
-            self.steps = steps
-            self.end = kernel.at(self.until(steps), ended)
-
-    def _running_at(self, now: Nanos) -> int:
-        """The first number of steps that is not done before an instant: the root of a parabola, and the whole numbers beside it."""
-        elapsed = (now - self.began) / SECOND
-        half, guess = 0.5 * self.slope, 1
-        linear = self.first - half
-        root = linear * linear + 4 * half * elapsed
-        if linear > 0 and root >= 0:  # 2c / (b + sqrt(b² + 4ac)), which holds for slopes of 0 too
-            guess = min(self.steps, max(1, int(2 * elapsed / (linear + root**0.5)) + 1))
-        while guess < self.steps and self.until(guess) < now:
-            guess += 1
-        while guess > 1 and self.until(guess - 1) >= now:
-            guess -= 1
-        return guess
+        works = list(self._works.values())
+        self._batch.check(works)
+        assert self.waiting + len(self._admission.computing) + self._batch.running == len(works)
+        assert not self._kept.keys() & self._works.keys()

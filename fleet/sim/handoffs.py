@@ -16,9 +16,10 @@ from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import RequestId, WorkerId
-from fleet.sim.engine import Job, SimulatedEngine
-from fleet.sim.kernel import Event, Kernel
+from fleet.sim.engine import SimulatedEngine
+from fleet.sim.kernel import Event, Kernel, cancel
 from fleet.sim.network import Network
+from fleet.sim.work import Job
 from fleet.work import Handoff
 from kvstore.block import blocks_for
 
@@ -87,7 +88,7 @@ class Handoffs:
         """It is gone, with what it kept."""
         del self._ends[worker]
         for key in [key for key in self._leases if key[0] == worker]:
-            self._leases.pop(key).cancel()
+            cancel(self._leases.pop(key))
         for work_id in [work_id for work_id, source in self._sources.items() if source.fetcher == worker]:
             self.cancel(work_id)
 
@@ -132,7 +133,7 @@ class Handoffs:
             self._release(source.keeper, source.work_id)
             end.engine.fetched(work_id)
             return
-        self._leases.pop((source.keeper, source.work_id)).cancel()
+        cancel(self._leases.pop((source.keeper, source.work_id)))
 
         def over(tell: Callable[[RequestId], None]) -> None:
             self._release(source.keeper, source.work_id)
@@ -149,7 +150,7 @@ class Handoffs:
 
     def _release(self, worker: WorkerId, work_id: RequestId) -> None:
         if (lease := self._leases.pop((worker, work_id), None)) is not None:
-            lease.cancel()
+            cancel(lease)
         if (end := self._ends.get(worker)) is not None:
             end.engine.release(work_id)
             if self._released is not None:

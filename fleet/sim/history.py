@@ -52,6 +52,23 @@ class _Bin:
         self.ttft.take(other.ttft)
 
 
+class Arrivals:
+    """The rate at which requests came, from those that are over (`simulate` tells them)."""
+
+    def __init__(self) -> None:
+        self._requests = 0
+        self._last = 0
+
+    def add(self, ended: Ended) -> None:
+        self._requests += 1
+        self._last = max(self._last, ended.arrival)
+
+    @property
+    def rate(self) -> float:
+        """A second; 0 when all came at once."""
+        return self._requests * SECOND / self._last if self._last else 0.0
+
+
 class History:
     """Tell it each request that is over (`simulate` does, as `told`)."""
 
@@ -59,10 +76,10 @@ class History:
         self._slo = slo
         self._width = FIRST_WIDTH
         self._bins: list[_Bin] = []
-        self._last = 0  # arrival
+        self._arrivals = Arrivals()
 
     def add(self, ended: Ended) -> None:
-        self._last = max(self._last, ended.arrival)
+        self._arrivals.add(ended)
         if (index := ended.arrival // self._width) >= BINS:
             index = self._widened(ended.arrival)
         while len(self._bins) <= index:
@@ -80,7 +97,7 @@ class History:
     @property
     def rate(self) -> float:
         """At which requests arrived, a second; 0 when all came at once."""
-        return sum(bin_.arrived for bin_ in self._bins) * SECOND / self._last if self._last else 0.0
+        return self._arrivals.rate
 
     def windows(self) -> list[Window]:
         """From the beginning on, without gaps."""

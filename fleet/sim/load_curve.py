@@ -8,9 +8,10 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from fleet.clock import SECOND
-from fleet.sim.results import Ended, Outcome
-from fleet.sim.scenario import Scenario, run_scenario, scaled, waiting_users
+from fleet.sim.history import Arrivals
+from fleet.sim.planning import run_scenario
+from fleet.sim.results import Outcome
+from fleet.sim.scenario import Scenario, scaled, waiting_users
 
 LOADS = (0.5, 1.0, 1.5, 2.0)
 """Of the scenario's own."""
@@ -30,23 +31,6 @@ class LoadPoint(Struct, frozen=True, kw_only=True):
     rate: float  # requests a second, while they came
     users: int  # that wait for answers; 0: they do not
     outcome: Outcome
-
-
-class Arrivals:
-    """The rate at which requests came, from those that are over (`simulate` tells them)."""
-
-    def __init__(self) -> None:
-        self._requests = 0
-        self._last = 0
-
-    def add(self, ended: Ended) -> None:
-        self._requests += 1
-        self._last = max(self._last, ended.arrival)
-
-    @property
-    def rate(self) -> float:
-        """A second; 0 when all came at once."""
-        return self._requests * SECOND / self._last if self._last else 0.0
 
 
 def at_load(scenario: Scenario, folder: Path, load: float) -> LoadPoint:

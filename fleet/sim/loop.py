@@ -9,7 +9,7 @@ Rules:
    are equal in nanoseconds end at the same instant.
 3. `create_unix_connection` reaches whoever listens at that path on this loop (`listen`), in memory: no file, no socket. What one
    end writes reaches the other a `delay` later, in order and in pieces as they were written. An end of the connection, orderly
-   or not, does too, after what was written before it.
+   or not, does too, after what was written before it. While a path is held (`hold`), what is written waits, both ways.
 4. What a callback raises ends the kernel's run: nothing is left to be trusted.
 5. What would leave the process or wait for it (sockets, threads, signals, subprocesses) raises `NotImplementedError`.
 """
@@ -19,14 +19,18 @@ import contextvars
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fleet.clock import SECOND, Nanos
 from fleet.sim.kernel import Kernel
 
 Result = TypeVar("Result")
+
+LAST_ROUNDS = 10_000
+"""Of what tasks do after they were cancelled, when all are to end."""
 
 
 class Deadlocked(Exception):
@@ -78,6 +82,20 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Cancel every task, at the next turn."""
         for task in self._tasks:
             task.cancel()
+
+    def abandon(self) -> None:
+        """End every task now, whatever they still do; time stands still, and nothing can run afterwards.
+
+        For a run that was broken off: tasks that are just forgotten complain when they are cleared away.
+        """
+        self._listening.clear()
+        for _ in range(LAST_ROUNDS):
+            self.cancel_all()
+            self._fault = None
+            with suppress(BaseException):  # supervisor: what ends here has failed already
+                self.turn()
+            if not self._tasks:
+                return
 
     # Turns.
 
@@ -174,12 +192,24 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def listen(self, path: str, made: Callable[[], asyncio.Protocol]) -> None:
         """Have those who connect to `path` from now on find a new protocol there."""
         assert path not in self._listening, path
-        self._listening[path] = _Listener(made, [])
+        self._listening[path] = _Listener(made)
 
     def cut(self, path: str) -> None:
         """Nobody listens there any more, and connections end, as when the process is killed: its ends are told nothing."""
-        for end in self._listening.pop(path).ends:
+        listener = self._listening.pop(path)
+        listener.forget()
+        for end in listener.ends:
             end.cut()
+
+    def hold(self, path: str) -> bool:
+        """Let nothing pass to or from those who listen there, until `release`; whether that is new, and somebody listens."""
+        listener = self._listening.get(path)
+        return listener is not None and listener.hold()
+
+    def release(self, path: str) -> None:
+        """Send on what was held back, in order; nothing where nobody listens any more."""
+        if (listener := self._listening.get(path)) is not None:
+            listener.release()
 
     async def create_unix_connection(  # type: ignore[override]
         self, protocol_factory: Callable[[], asyncio.Protocol], path: str
@@ -192,8 +222,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         await asyncio.sleep(2 * self.delay / SECOND)
         if (listener := self._listening.get(path)) is None:
             raise ConnectionRefusedError(f"nobody listens at {path}")
-        near = _End(self, self.delay, protocol_factory())
-        far = _End(self, self.delay, listener.made())
+        await listener.free()
+        near = _End(self, listener, protocol_factory())
+        far = _End(self, listener, listener.made())
         near.peer, far.peer = far, near
         listener.ends.append(far)
         near.protocol.connection_made(near)
@@ -201,9 +232,45 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return near, near.protocol
 
 
-class _Listener(NamedTuple):
-    made: Callable[[], asyncio.Protocol]
-    ends: "list[_End]"
+class _Listener:
+    """Those who listen at a path, and all that goes to and from there."""
+
+    def __init__(self, made: Callable[[], asyncio.Protocol]):
+        self.made = made
+        self.ends: list[_End] = []
+        self._held: deque[Callable[[], None]] | None = None  # what is to be sent when nothing is held any more
+        self._free = asyncio.Event()
+        self._free.set()
+
+    def send(self, sending: Callable[[], None]) -> None:
+        """Do it, now or when nothing is held any more."""
+        if self._held is None:
+            sending()
+        else:
+            self._held.append(sending)
+
+    async def free(self) -> None:
+        """Wait until nothing is held."""
+        await self._free.wait()
+
+    def hold(self) -> bool:
+        if self._held is not None:
+            return False
+        self._held = deque()
+        self._free.clear()
+        return True
+
+    def release(self) -> None:
+        held, self._held = self._held or (), None
+        for sending in held:
+            sending()
+        self._free.set()
+
+    def forget(self) -> None:
+        """Lose what is held."""
+        if self._held is not None:
+            self._held.clear()
+            self.release()
 
 
 class _End(asyncio.Transport):
@@ -211,11 +278,11 @@ class _End(asyncio.Transport):
 
     peer: "_End"
 
-    def __init__(self, loop: VirtualLoop, delay: Nanos, protocol: asyncio.Protocol):
+    def __init__(self, loop: VirtualLoop, listener: _Listener, protocol: asyncio.Protocol):
         super().__init__({"socket": SimpleNamespace(family=socket.AF_UNIX)})
         self.protocol = protocol
         self._loop = loop
-        self._delay = delay
+        self._listener = listener
         self._arrived: deque[bytes | None] = deque()  # and not received yet; None: the other end has ended
         self._under_way: deque[bytes | None] = deque()  # to the other end
         self._reading = True
@@ -266,8 +333,11 @@ class _End(asyncio.Transport):
         self._receive()
 
     def _send(self, data: bytes | None) -> None:
+        self._listener.send(partial(self._depart, data))
+
+    def _depart(self, data: bytes | None) -> None:
         self._under_way.append(data)
-        self._loop.call_later(self._delay / SECOND, self._arrive)
+        self._loop.call_later(self._loop.delay / SECOND, self._arrive)
 
     def _arrive(self) -> None:
         self.peer.take(self._under_way.popleft())

@@ -16,7 +16,7 @@ from typing import NewType
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
-from fleet.sim.kernel import Event, Kernel
+from fleet.sim.kernel import Event, Kernel, cancel
 
 Lane = NewType("Lane", str)
 
@@ -142,7 +142,7 @@ class Network:
 
     def _drop(self, transfer: Transfer) -> None:
         if transfer.event is not None:
-            transfer.event.cancel()
+            cancel(transfer.event)
         for lane in transfer.lanes:
             self._crossing[lane].pop(transfer, None)
         self._share_out(transfer)
@@ -158,6 +158,6 @@ class Network:
             transfer.since = now
             transfer.rate = min([bandwidth[lane] / len(crossing[lane]) for lane in transfer.lanes])
             if transfer.event is not None:
-                transfer.event.cancel()
+                cancel(transfer.event)
             delay = round(max(0.0, transfer.left) / transfer.rate * SECOND)
             transfer.event = self._kernel.after(delay, partial(self._end, transfer))

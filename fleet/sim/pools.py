@@ -5,8 +5,8 @@ from msgspec import Struct
 from fleet.clock import Nanos
 from fleet.ids import StoreId
 from fleet.roles import Role
-from fleet.sim.engine import EngineLimits, StepTimes
 from fleet.sim.results import Quality
+from fleet.sim.work import EngineLimits, StepTimes
 
 
 class PoolProfile(Struct, frozen=True, kw_only=True):

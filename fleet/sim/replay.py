@@ -4,9 +4,10 @@ Rules:
 
 1. The machine is made with the recording's seed and settings and hears its events at their instants; it is asked nothing else. So it says
    what it said, or its code has changed since, or the recording, or it is no pure function of its history: a bug.
-2. Commands are compared as they are recorded (`fleet.adapters.recording`), event by event. With the first difference the replay
+2. Commands are compared as they are recorded (`fleet.adapters.recording_format`), event by event. With the first difference the replay
    ends: from there on the recording tells of another history.
-3. Policies that are not this package's are asked again, with all the time they need. Where one was too slow when it was recorded,
+3. Given what profiles say of its workers, it also tells how well that predicts what they did (`fleet.router.expectations`).
+4. Policies that are not this package's are asked again, with all the time they need. Where one was too slow when it was recorded,
    the default policy decided, and that is a difference.
 """
 
@@ -18,16 +19,20 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from fleet.adapters.recording import Keys, Recorded, Recording, Said, said
+from fleet.adapters.recording import Recorded, Recording
+from fleet.adapters.recording_format import Keys, Said, said
 from fleet.adapters.router_policies import open_policy
 from fleet.clock import SECOND
 from fleet.errors import ConfigurationRefused
+from fleet.ids import WorkerId
 from fleet.requests import TokenBytes
+from fleet.router.expectations import Expectations, Expected, Kind, Profile
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import Arrived, Command
 from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
 from fleet.sim.decisions import DecisionLog
+from fleet.work import Description
 
 UNHURRIED_MS = 1e6
 
@@ -45,6 +50,14 @@ class Difference(Struct, frozen=True, kw_only=True):
     decisions: list[str] = []  # that lead to what is said now, and all that is booked after it
 
 
+class Drift(Struct, frozen=True, kw_only=True):
+    """A worker became another than it was."""
+
+    seconds: float  # since the beginning of the recording
+    worker_id: WorkerId
+    kind: Kind  # of prediction that began to miss
+
+
 class Replayed(Struct, frozen=True, kw_only=True):
     """What a replay showed."""
 
@@ -57,6 +70,8 @@ class Replayed(Struct, frozen=True, kw_only=True):
     began_unix: int
     notes: list[str]
     difference: Difference | None = None
+    expected: list[Expected] = []  # how well profiles predict what workers did, where any were given
+    drifts: list[Drift] = []
 
 
 class _Answers:
@@ -81,8 +96,12 @@ class _Answers:
 class Replay:
     """One recording and the machine that hears it; `run` it once."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, profile_of: Callable[[Description], Profile | None] | None = None):
         """Reads the head.
+
+        Args:
+            path: Of the recording.
+            profile_of: What is known of a worker beforehand; None: nothing is expected of any.
 
         Raises:
             ConfigurationRefused: It is no recording, or its policy is not installed.
@@ -94,6 +113,8 @@ class Replay:
         self._machine = self._log.machine = RouterMachine(
             settings, Random(self._recording.head.seed), _policy(path, settings), self._answers.hash
         )
+        self._expectations = Expectations(profile_of or (lambda _: None))
+        self._expectations.machine = self._machine
 
     def run(self, decided: Callable[[Sequence[str]], None] | None = None) -> Replayed:
         """Hear it to its end, or to the first difference.
@@ -114,6 +135,7 @@ class Replay:
             events += 1
             requests += isinstance(entry.event, Arrived)
             now_said, why = self._hear(entry)
+            self._expectations(entry.now, entry.event, now_said)
             replayed = None if now_said is None else list(map(said, now_said))
             commands += len(replayed or ())
             differs = replayed != entry.commands or bool(self._answers.missed)
@@ -132,11 +154,16 @@ class Replay:
             events=events,
             commands=commands,
             requests=requests,
-            recorded_seconds=round((last - first) / SECOND, 6),
+            recorded_seconds=_since(last, first),
             recorded_by=recording.head.fleet,
             began_unix=recording.head.began_unix,
             notes=[] if difference is not None else _notes(recording),
             difference=difference,
+            expected=self._expectations.expected(departed=True),
+            drifts=[
+                Drift(seconds=_since(alarm.at, recording.head.began), worker_id=alarm.worker_id, kind=alarm.kind)
+                for alarm in self._expectations.alarms
+            ],
         )
 
     def _hear(self, entry: Recorded) -> tuple[list[Command] | None, str]:
@@ -162,7 +189,7 @@ def _difference(
     fields.pop("tokens", None)
     return Difference(
         line=entry.line,
-        seconds=round((entry.now - began) / SECOND, 6),
+        seconds=_since(entry.now, began),
         event=type(entry.event).__name__,
         fields=fields,
         recorded=_builtins(entry.commands),
@@ -170,6 +197,10 @@ def _difference(
         why=why,
         decisions=list(decisions),
     )
+
+
+def _since(instant: int, began: int) -> float:
+    return round((instant - began) / SECOND, 6)
 
 
 def _builtins(commands: Iterable[Said] | None) -> list[Any] | None:

@@ -1,5 +1,6 @@
 """What a run of the simulation showed, in memory that does not grow with it."""
 
+from collections import defaultdict
 from math import ceil, exp, log
 from typing import Annotated
 
@@ -12,6 +13,12 @@ Milliseconds = Annotated[float, Meta(gt=0, le=1e12)]
 RESOLUTION = 0.005
 """Of quantiles: a value told lies within half a percent of the true one (logarithmic bins, as in DDSketch, VLDB 2019)."""
 
+WIDTH = log((1 + RESOLUTION) / (1 - RESOLUTION))
+"""Of a bin, in logarithms."""
+
+ZERO = -(1 << 30)
+"""The bin of values that have no logarithm."""
+
 GPU = "gpu"
 """The tier that is the engines' own memory."""
 
@@ -22,23 +29,23 @@ class Quantiles:
     """A distribution of positive values, in bins as wide as they are high."""
 
     def __init__(self) -> None:
-        self._bins: dict[int, int] = {}
-        self._width = log((1 + RESOLUTION) / (1 - RESOLUTION))
-        self.count = 0
+        self._bins: defaultdict[int, int] = defaultdict(int)
         self.total = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        index = ceil(log(value) / self._width) if value > 0 else -(1 << 30)
-        self._bins[index] = self._bins.get(index, 0) + count
-        self.count += count
+        self._bins[ceil(log(value) / WIDTH) if value > 0 else ZERO] += count
         self.total += value * count
 
     def take(self, other: "Quantiles") -> None:
         """All values of another one as well."""
         for index, count in other._bins.items():  # noqa: SLF001 - one of its own kind
-            self._bins[index] = self._bins.get(index, 0) + count
-        self.count += other.count
+            self._bins[index] += count
         self.total += other.total
+
+    @property
+    def count(self) -> int:
+        """Of values."""
+        return sum(self._bins.values())
 
     def quantile(self, share: float) -> float:
         """The value that so large a share is not above; 0 when there is none."""
@@ -52,19 +59,19 @@ class Quantiles:
 
     def curve(self) -> list[tuple[float, float]]:
         """The distribution function: values, and the share that is not above each."""
-        points, seen = [], 0
+        points, seen, count = [], 0, self.count
         for index in sorted(self._bins):
             seen += self._bins[index]
-            points.append((self._value(index), seen / self.count))
+            points.append((self._value(index), seen / count))
         return points
 
     def summary(self) -> dict[str, float]:
         """Mean and quantiles, rounded to what is known of them."""
-        mean = self.total / self.count if self.count else 0.0
+        mean = self.total / self.count if self._bins else 0.0
         return {"mean": round(mean, 3), **{name: round(self.quantile(share), 3) for name, share in QUANTILES.items()}}
 
     def _value(self, index: int) -> float:
-        return 0.0 if index == -(1 << 30) else exp(self._width * (index - 0.5))
+        return 0.0 if index == ZERO else exp(WIDTH * (index - 0.5))
 
 
 class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,11 +90,11 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def kept_by(self, ended: "Ended") -> bool:
         """Whether a request that was answered is good."""
-        return (
-            ended.ttft_ms <= self.ttft_ms
-            and ended.tpot_ms <= self.tpot_ms
-            and (self.e2e_ms is None or ended.e2e_ms <= self.e2e_ms)
-        )
+        return self.allows(ended.ttft_ms, ended.tpot_ms, ended.e2e_ms)
+
+    def allows(self, ttft_ms: float, tpot_ms: float, e2e_ms: float) -> bool:
+        """Whether an answer with these times is good."""
+        return ttft_ms <= self.ttft_ms and tpot_ms <= self.tpot_ms and (self.e2e_ms is None or e2e_ms <= self.e2e_ms)
 
 
 class PoolLook(Struct, frozen=True, kw_only=True):
@@ -165,10 +172,11 @@ class Tally:
         if ended.refused or ended.first_token is None:
             self.refused[ended.refused] = self.refused.get(ended.refused, 0) + 1
             return
-        self.ttft.add(ended.ttft_ms)
+        ttft, tpot, e2e = ended.ttft_ms, ended.tpot_ms, ended.e2e_ms
+        self.ttft.add(ttft)
         if ended.output_tokens > 1:
-            self.tpot.add(ended.tpot_ms)
-        self.e2e.add(ended.e2e_ms)
+            self.tpot.add(tpot)
+        self.e2e.add(e2e)
         self.prompt_tokens += ended.prompt_tokens
         self.cached_tokens += ended.cached_tokens
         self.output_tokens += ended.output_tokens
@@ -176,7 +184,7 @@ class Tally:
             for tier, tokens in ended.tier_tokens.items():
                 if tier != GPU:
                     self._tier_tokens[tier] = self._tier_tokens.get(tier, 0) + tokens
-        self.good += self._slo.kept_by(ended)
+        self.good += self._slo.allows(ttft, tpot, e2e)
 
     @property
     def attainment(self) -> float:

@@ -35,9 +35,7 @@ from fleet.router.messages import (
     Arrived,
     CacheAssumed,
     Cancelled,
-    CancelWork,
     Complete,
-    Dispatch,
     Emit,
     RouterEvent,
     Stepped,
@@ -48,6 +46,7 @@ from fleet.router.messages import (
 from fleet.router.server import RouterServer
 from fleet.sim.hosted import HostedEngine
 from fleet.sim.loop import VirtualLoop
+from fleet.sim.worker import Worker
 from fleet.sim.world import World
 from fleet.work import Description, Load
 from kvstore.frames import FrameConnection
@@ -90,6 +89,7 @@ class ShellWorld(World):
         self._closed = False
         super().__init__(*arguments, message_delay=Nanos(0), **named)  # messages take their time in the loop
         self._machine = machine
+        self._cluster.cut = self._cut
         self._apart = None
         self._running: list[asyncio.Task[None]] = [
             self._loop.begin(each)
@@ -100,6 +100,11 @@ class ShellWorld(World):
         """End all processes; who joins later does not start."""
         self._closed = True
         self._loop.cancel_all()
+
+    def abandon(self) -> None:
+        """End all processes in the middle of what they do; the world is of no use any more."""
+        self._closed = True
+        self._loop.abandon()
 
     def _hear(self, event: RouterEvent) -> None:
         """What the world tells its router comes about in production, or goes there."""
@@ -122,6 +127,12 @@ class ShellWorld(World):
             case _:  # what reaches a router by other ways than its workers' streams
                 self._loop.call_later(self._loop.delay / SECOND, self._router.hear, event)
 
+    def _cut(self, worker: Worker, lasting: Nanos) -> None:
+        """Nothing passes between its process and the router; what that means is for these two to find out."""
+        process = self._processes[worker.id]
+        if process.hold():
+            self._kernel.after(lasting, process.release)
+
     async def _ask(self, arrived: Arrived) -> None:
         """One client's request, from its arrival to its end."""
         request_id, now = arrived.request_id, self._kernel.now
@@ -140,10 +151,8 @@ class ShellWorld(World):
         self._over(request_id, now, cached_tokens, refused)
 
     def _begin(self, description: Description) -> None:
-        worker = self._workers[description.worker_id]
-
-        def obey(command: Dispatch | CancelWork) -> None:
-            self._obey(worker, command)
+        worker = self._cluster.get(description.worker_id)
+        assert worker is not None, description.worker_id
 
         def load() -> Load:
             engine = worker.engine
@@ -151,7 +160,7 @@ class ShellWorld(World):
                 running=engine.held - engine.waiting, waiting=engine.waiting, kv_blocks_used=engine.kv_blocks_used
             )
 
-        engine = HostedEngine(description, obey, load)
+        engine = HostedEngine(description, worker.obey, load)
         process = _Process(self._loop, description, engine, self._registry)
         self._processes[description.worker_id] = process
         if self._closed:
@@ -184,12 +193,13 @@ class _Process:
         )
         self._server = WorkerServer(settings, engine, loop.kernel, description.incarnation)
         self._registration = Registration(
-            registry=_NearRegistry(registry),
+            registry=_NearRegistry(registry, loop.delay),
             worker_id=description.worker_id,
             incarnation=description.incarnation,
             address=settings.listen,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._held = False  # nothing passes to or from it
 
     def start(self) -> None:
         loop, server = self._loop, self._server
@@ -200,8 +210,22 @@ class _Process:
         """Take no more work, and end when there is none."""
         await self._server.drain(Nanos(DRAIN))
 
+    def hold(self) -> bool:
+        """Cut it off; whether it was there, and was not cut off already."""
+        if self._held or not self._loop.hold(self._path):
+            return False
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        """End a cut, if it has not ended with the process."""
+        if self._held:
+            self._held = False
+            self._loop.release(self._path)
+
     def kill(self) -> None:
         """Nobody is told; routers notice that their connections have ended."""
+        self._held = False
         if self._tasks:
             self._loop.cut(self._path)
         for task in self._tasks:
@@ -209,12 +233,18 @@ class _Process:
 
 
 class _NearRegistry:
-    """Implements `workers.ports.Registry` without a wire."""
+    """Implements `workers.ports.Registry` without a wire.
 
-    def __init__(self, registry: RegistryServer):
+    What a worker says to it and what it then tells routers take a message's time each: so the last words of one incarnation
+    reach them before the next one takes its place.
+    """
+
+    def __init__(self, registry: RegistryServer, delay: Nanos):
         self._registry = registry
+        self._delay = delay
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
+        await asyncio.sleep(2 * self._delay / SECOND)
         if not self._registry.register(Register(worker_id=worker_id, incarnation=incarnation, address=address)):
             raise Superseded(worker_id)
         return Nanos(self._registry.lease_ms * MILLISECOND)

@@ -23,9 +23,9 @@ from msgspec import Struct
 from fleet.clock import Nanos
 from fleet.hardware.steps import pairs
 from fleet.ids import StoreId
-from fleet.sim.engine import StepTimes
 from fleet.sim.kernel import Kernel
 from fleet.sim.network import Lane, Network
+from fleet.sim.work import StepTimes
 from kvstore.admission import ReuseAdmission
 from kvstore.eviction.policies import PolicyName, policy
 from kvstore.messages import POOL_TIER

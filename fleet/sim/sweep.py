@@ -13,9 +13,10 @@ from msgspec import Struct, structs
 
 from fleet.adapters.ray_tasks import map_on_ray
 from fleet.errors import ConfigurationRefused
+from fleet.sim.planning import plan, traffic
 from fleet.sim.results import Outcome
 from fleet.sim.run import Plan, simulate
-from fleet.sim.scenario import Scenario, plan, read_scenario, traffic
+from fleet.sim.scenario import Scenario, read_scenario
 from fleet.sim.workloads import Recorded
 
 MOST_RUNS = 10_000
@@ -103,6 +104,10 @@ def run_all(made: Sequence[Case], processes: int, *, ray: str | None = None) -> 
     pool = ProcessPoolExecutor(min(processes, len(made)), mp_context=context, initializer=_die_on_interrupt)
     try:
         yield from pool.map(run_case, made)
+    except BaseException:  # Ctrl-C, or nobody wants the rest: runs that take hours are not waited for
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

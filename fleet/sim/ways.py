@@ -23,14 +23,16 @@ class Way(Generic[Said]):
         self._held_back: list[Said] | None = None  # while the way is cut
 
     def say(self, message: Said) -> None:
+        kernel = self._kernel
         if self._held_back is not None:
             self._held_back.append(message)
-        elif self._said_at == self._kernel.instant:
+        elif self._said_at == kernel.instant:
             self._latest.append(message)
         else:
-            self._said_at, self._latest = self._kernel.instant, [message]
-            self._under_way.append(self._latest)
-            self._kernel.after(self._delay, self._arrive)
+            self._said_at = kernel.instant
+            self._latest = latest = [message]
+            self._under_way.append(latest)
+            kernel.after(self._delay, self._arrive)
 
     @property
     def is_cut(self) -> bool:
@@ -55,5 +57,6 @@ class Way(Generic[Said]):
         messages = self._under_way.popleft()
         if messages is self._latest:
             self._said_at = None  # what is said from now on arrives later
+        deliver = self._deliver
         for message in messages:
-            self._deliver(message)
+            deliver(message)

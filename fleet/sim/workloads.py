@@ -6,6 +6,7 @@ first (Zipf), as system prompts do; and its requests may be the turns of convers
 was said before.
 """
 
+from bisect import bisect
 from collections.abc import Iterator
 from itertools import accumulate, chain, islice
 from math import cos, inf, pi
@@ -259,7 +260,8 @@ class _Prompts:
         common = min(blocks, self._shared_blocks) if self._workload.prefixes else 0
         prefix: tuple[int, ...] = ()
         if common:
-            prefix_number = self._chance.choices(range(self._workload.prefixes), cum_weights=self._weights)[0]
+            weights = self._weights
+            prefix_number = bisect(weights, self._chance.random() * weights[-1], 0, len(weights) - 1)
             first = prefix_number * self._shared_blocks
             prefix = tuple(range(first, first + common))
         return tokens, prefix + self._new(blocks - common)

@@ -513,12 +513,17 @@ class Thresholds(_message.Message):
     REMOTE_PREFILL_MIN_TOKENS_FIELD_NUMBER: _builtins.int
     PRIORITY_SECONDS_FIELD_NUMBER: _builtins.int
     SIZE_SECONDS_FIELD_NUMBER: _builtins.int
+    REMOTE_PREFILL_FIELD_NUMBER: _builtins.int
     max_queued: _builtins.int
     max_queue_seconds: _builtins.float
     oversubscribe: _builtins.float
     remote_prefill_min_tokens: _builtins.int
     priority_seconds: _builtins.float
     size_seconds: _builtins.float
+    @_builtins.property
+    def remote_prefill(self) -> Global___RemotePrefill:
+        """What this router has measured of the fourth one."""
+
     def __init__(
         self,
         *,
@@ -528,14 +533,87 @@ class Thresholds(_message.Message):
         remote_prefill_min_tokens: _builtins.int = ...,
         priority_seconds: _builtins.float = ...,
         size_seconds: _builtins.float = ...,
+        remote_prefill: Global___RemotePrefill | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["remote_prefill", b"remote_prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_queue_seconds", b"max_queue_seconds", "max_queued", b"max_queued", "oversubscribe", b"oversubscribe", "priority_seconds", b"priority_seconds", "remote_prefill_min_tokens", b"remote_prefill_min_tokens", "size_seconds", b"size_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_queue_seconds", b"max_queue_seconds", "max_queued", b"max_queued", "oversubscribe", b"oversubscribe", "priority_seconds", b"priority_seconds", "remote_prefill", b"remote_prefill", "remote_prefill_min_tokens", b"remote_prefill_min_tokens", "size_seconds", b"size_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Thresholds: _TypeAlias = Thresholds  # noqa: Y015
+
+@_typing.final
+class RemotePrefill(_message.Message):
+    """From how many uncached tokens on a prefill worker had better compute a prompt: where handing it over takes as long as holding up
+    everybody on the worker that answers.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNED_FIELD_NUMBER: _builtins.int
+    HANDOFFS_FIELD_NUMBER: _builtins.int
+    HANDOFFS_NEEDED_FIELD_NUMBER: _builtins.int
+    HANDOFF_MS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    learned: _builtins.bool
+    """whether what was measured counts; else remote_prefill_min_tokens does"""
+    handoffs: _builtins.int
+    """measured"""
+    handoffs_needed: _builtins.int
+    """before anything is concluded"""
+    handoff_ms: _builtins.float
+    """that one takes"""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___BreakEven]: ...
+    def __init__(
+        self,
+        *,
+        learned: _builtins.bool = ...,
+        handoffs: _builtins.int = ...,
+        handoffs_needed: _builtins.int = ...,
+        handoff_ms: _builtins.float = ...,
+        workers: _abc.Iterable[Global___BreakEven] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_ms", b"handoff_ms", "handoffs", b"handoffs", "handoffs_needed", b"handoffs_needed", "learned", b"learned", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemotePrefill: _TypeAlias = RemotePrefill  # noqa: Y015
+
+@_typing.final
+class BreakEven(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKEN_MS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """that would answer"""
+    requests: _builtins.int
+    """there now, which computing a prompt there would hold up"""
+    token_ms: _builtins.float
+    """that a prompt token takes there; 0: not known yet"""
+    min_tokens: _builtins.int
+    """the break-even; 0: not known yet"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        token_ms: _builtins.float = ...,
+        min_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_tokens", b"min_tokens", "requests", b"requests", "token_ms", b"token_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BreakEven: _TypeAlias = BreakEven  # noqa: Y015
 
 @_typing.final
 class StoreStatus(_message.Message):

@@ -706,21 +706,25 @@ class KvOrigin(_message.Message):
     FROM_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """"engine" (the engine's own prefix cache), "store", "direct" or "computed"."""
     blocks: _builtins.int
     bytes: _builtins.int
     """Bytes that moved; 0 for "engine" and "computed"."""
+    tier: _builtins.str
+    """Of "store": the node's tier that had them, "cpu" (its memory), "ssd", "redis", "s3" or "peer" (another node); empty: not known."""
     def __init__(
         self,
         *,
         source: _builtins.str = ...,
         blocks: _builtins.int = ...,
         bytes: _builtins.int = ...,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "from", b"from", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "from", b"from", "source", b"source", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

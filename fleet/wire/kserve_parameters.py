@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fleet.clock import MILLISECOND, Nanos
-from fleet.errors import invalid
+from fleet.errors import invalid, why_and_where
 from fleet.requests import Sampling
 from fleet.roles import KvPath, Placement
 from fleet.v1 import kserve_pb2 as pb
@@ -198,8 +198,8 @@ def _converted(convert: Callable[[], AnyStruct], parent: str) -> AnyStruct:
     try:
         return convert()
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        field = (parent + path.removesuffix("`")).removeprefix(".")
+        message, path = why_and_where(error)
+        field = (parent + path).removeprefix(".")
         before, _, unknown = message.partition(" unknown field `")
         if before == "Object contains":
             raise invalid(f"{field}.{unknown[:-1][:_SHOWN_CHARACTERS]}", "is not a known parameter") from error

@@ -145,10 +145,14 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
     """What streams back to the client; `token_text` is asked for log probabilities only."""
     match event:
         case Delta():
-            delta = pb.Delta(text=event.text, token_ids=event.token_ids)
+            response = pb.GenerateResponse()  # filled in place: there is one for each token
+            delta = response.delta
+            delta.SetInParent()
+            delta.text = event.text
+            delta.token_ids.extend(event.token_ids)
             if event.logprobs:
                 delta.logprobs.extend(_encode_logprobs(one, token_text) for one in event.logprobs)
-            return pb.GenerateResponse(delta=delta)
+            return response
         case Admitted():
             admitted = pb.Admitted(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
             return pb.GenerateResponse(admitted=admitted)
@@ -290,7 +294,13 @@ def _encode_phase(phase: KvPhase) -> pb.KvPhase:
         prompt_blocks=phase.report.prompt_blocks,
         cached_tokens=phase.report.cached_tokens,
         origins=[
-            pb.KvOrigin(source=origin.source, blocks=origin.blocks, bytes=origin.bytes, **{"from": origin.origin})
+            pb.KvOrigin(
+                source=origin.source,
+                blocks=origin.blocks,
+                bytes=origin.bytes,
+                tier=origin.tier,
+                **{"from": origin.origin},
+            )
             for origin in phase.report.origins
         ],
     )
@@ -298,7 +308,13 @@ def _encode_phase(phase: KvPhase) -> pb.KvPhase:
 
 def _decode_phase(message: pb.KvPhase) -> KvPhase:
     origins = tuple(
-        KvOrigin(source=Source(origin.source), origin=getattr(origin, "from"), blocks=origin.blocks, bytes=origin.bytes)
+        KvOrigin(
+            source=Source(origin.source),
+            origin=getattr(origin, "from"),
+            blocks=origin.blocks,
+            bytes=origin.bytes,
+            tier=origin.tier,
+        )
         for origin in message.origins
     )
     if sum(origin.blocks for origin in origins) != message.prompt_blocks:

@@ -188,6 +188,7 @@ def encode_description(description: Description) -> pb.Description:
         adapter_slots=description.adapter_slots,
         golden=_golden_to_wire(description.golden),
         keeps_forms=description.keeps_forms,
+        generation=description.generation,
     )
 
 
@@ -221,6 +222,7 @@ def decode_description(description: pb.Description) -> Description:
         adapter_slots=description.adapter_slots,
         golden=_golden_from_wire(description.golden) if description.HasField("golden") else None,
         keeps_forms=description.keeps_forms,
+        generation=description.generation,
     )
 
 
@@ -421,7 +423,9 @@ def _logprobs_from_wire(logprobs: Iterable[pb.WorkLogprobs]) -> tuple[Logprobs, 
 def _report_to_wire(report: KvReport) -> pb.KvPhaseReport:
     message = pb.KvPhaseReport(prompt_blocks=report.prompt_blocks, cached_tokens=report.cached_tokens)
     for origin in report.origins:
-        wire = message.origins.add(source=origin.source.value, blocks=origin.blocks, bytes=origin.bytes)
+        wire = message.origins.add(
+            source=origin.source.value, blocks=origin.blocks, bytes=origin.bytes, tier=origin.tier
+        )
         setattr(wire, "from", origin.origin)  # a keyword of Python
     return message
 
@@ -433,6 +437,7 @@ def _report_from_wire(report: pb.KvPhaseReport) -> KvReport:
             origin=getattr(origin, "from"),
             blocks=origin.blocks,
             bytes=origin.bytes,
+            tier=origin.tier,
         )
         for origin in report.origins
     )

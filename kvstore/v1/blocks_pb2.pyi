@@ -234,26 +234,55 @@ class MatchResponse(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     LOADING_FIELD_NUMBER: _builtins.int
+    RISEN_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing pinned"""
     slots: _builtins.bytes
     """of the matched prefix, in order"""
     loading: _builtins.int
     """blocks right after the slots that are on their way up; match again to see them"""
+    @_builtins.property
+    def risen(self) -> _containers.RepeatedCompositeFieldContainer[Global___Risen]:
+        """with a lease: of the slots, those that came up from lower tiers since anybody was told so"""
+
     def __init__(
         self,
         *,
         lease_id: _builtins.int = ...,
         slots: _builtins.bytes = ...,
         loading: _builtins.int = ...,
+        risen: _abc.Iterable[Global___Risen] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "loading", b"loading", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "loading", b"loading", "risen", b"risen", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchResponse: _TypeAlias = MatchResponse  # noqa: Y015
+
+@_typing.final
+class Risen(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """name of the tier"""
+    blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Risen: _TypeAlias = Risen  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):

@@ -41,6 +41,7 @@ class Window(Struct, frozen=True, kw_only=True):
     seconds: float
     ttft_seconds: float
     cpu_seconds: float  # of the client
+    gap_seconds_p99: float | None = None  # between what came of the same answer; None: every answer came at once
     complaint: str = ""  # the first failure's
 
 
@@ -65,6 +66,8 @@ class Slot(asyncio.Protocol):
         self._transport: asyncio.Transport
         self.completed = 0
         self.latencies: list[float] = []
+        self.gaps: list[float] = []
+        self._heard_at = 0.0
         self.complaint = ""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -96,7 +99,11 @@ class Slot(asyncio.Protocol):
                 return
             if EVENT in data:
                 self._begun = True
-                self.latencies.append(time.perf_counter() - self._sent_at)
+                self._heard_at = time.perf_counter()
+                self.latencies.append(self._heard_at - self._sent_at)
+        elif EVENT in data:
+            before, self._heard_at = self._heard_at, time.perf_counter()
+            self.gaps.append(self._heard_at - before)
         tail = data[-len(END) :]
         if len(tail) < len(END):
             tail = (self._tail + tail)[-len(END) :]
@@ -181,6 +188,7 @@ async def _asked(
         raise Absent(f"refuses connections: {error}") from error
     slots = [slot for life in lives for slot in life.result()]
     latencies = [latency for slot in slots for latency in slot.latencies]
+    gaps = [gap for slot in slots for gap in slot.gaps]
     complaints = [slot.complaint for slot in slots if slot.complaint]
     if not latencies:
         raise Absent(f"answers nothing: {' '.join(complaints[0].split()) if complaints else 'no reason was given'}")
@@ -190,6 +198,7 @@ async def _asked(
         seconds=ended - started,
         ttft_seconds=statistics.median(latencies),
         cpu_seconds=cpu,
+        gap_seconds_p99=statistics.quantiles(gaps, n=100)[98] if len(gaps) > 1 else None,
         complaint=complaints[0] if complaints else "",
     )
 

@@ -85,10 +85,11 @@ def contest(
                     figures[name].append(measured)
             print(f"{scenario.name}: round {number} of {rounds}", file=sys.stderr)
     direct = figures[DIRECT] if scenario.concurrency == 1 else None
+    paced = figures[DIRECT] if scenario.gap_seconds else None
     return [
         missing(scenario.name, target.name, absent[target.name], target.version)
         if target.name in absent
-        else row(scenario.name, target.name, figures[target.name], direct, target.version)
+        else row(scenario.name, target.name, figures[target.name], direct, target.version, paced=paced)
         for target in contestants
     ]
 
@@ -174,6 +175,7 @@ def _round(scenario: Scenario, router: Running, ports: Sequence[int], following:
         client_cpu_seconds=window.cpu_seconds,
         worker_cpu_seconds=by_worker[0].process_cpu_seconds if by_worker else None,  # of all: they are one process
         ttft_seconds=window.ttft_seconds,
+        gap_seconds_p99=window.gap_seconds_p99,
         resident_bytes=None if server is None else server.resident_bytes(),
         served=tuple(each.requests for each in by_worker),
         computed=tuple(each.blocks - each.hits for each in by_worker),

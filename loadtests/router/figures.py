@@ -13,6 +13,7 @@ COLUMNS = (
     ("CPU us/request", "cpu_us_per_request", 1),
     ("us/token", "cpu_us_per_token", 1),
     ("TTFT +us", "ttft_added_us_p50", 0),
+    ("ITL +us p99", "itl_added_us_p99", 0),
     ("RSS MB", "rss_mb", 0),
     ("hits", "hit_rate", 3),
     ("imbalance", "imbalance", 2),
@@ -42,6 +43,9 @@ class Round(Struct, frozen=True, kw_only=True):
     worker_cpu_seconds: float | None
     ttft_seconds: float
     """Median over the requests."""
+
+    gap_seconds_p99: float | None = None
+    """Between the tokens of an answer, as the client gets them; None where it gets them all at once."""
 
     resident_bytes: int | None
     """Of the router, at the end."""
@@ -89,6 +93,13 @@ class Row(Struct, frozen=True, kw_only=True):
     spread: dict[str, tuple[float, float]] = {}
     """Lowest and highest round of each figure."""
 
+    cpu_s_per_1k_tokens: float | None = None
+    """`cpu_us_per_token`, as it is usually quoted."""
+
+    itl_added_us_p99: float | None = None
+    """The 99th percentile of the gaps between tokens, over that of the client's asking the workers directly in the same round; where
+    the workers send tokens at a beat."""
+
     version: str = ""
     absent: str = ""
     """Why there are no figures."""
@@ -96,7 +107,15 @@ class Row(Struct, frozen=True, kw_only=True):
     machine: dict[str, Any] = {}
 
 
-def row(scenario: str, target: str, rounds: Sequence[Round], direct: Sequence[Round] | None, version: str) -> Row:
+def row(
+    scenario: str,
+    target: str,
+    rounds: Sequence[Round],
+    direct: Sequence[Round] | None,
+    version: str,
+    *,
+    paced: Sequence[Round] | None = None,
+) -> Row:
     """What came of a target in a scenario.
 
     Args:
@@ -105,15 +124,23 @@ def row(scenario: str, target: str, rounds: Sequence[Round], direct: Sequence[Ro
         rounds: Without the warm-up; at least one.
         direct: The rounds of the client alone with the workers, taken beside; None: no latency is to be told.
         version: Of the target.
+        paced: The same rounds, where workers send tokens at a beat; None: gaps between tokens tell nothing.
     """
+    has_router = rounds[0].router_cpu_seconds is not None
     added = [
         MICROSECONDS * (each.ttft_seconds - base.ttft_seconds)
         for each, base in zip(rounds, direct or (), strict=direct is not None)
     ]
+    gaps = [
+        MICROSECONDS * (each.gap_seconds_p99 - base.gap_seconds_p99)
+        for each, base in zip(rounds, paced or (), strict=paced is not None)
+        if each.gap_seconds_p99 is not None and base.gap_seconds_p99 is not None
+    ]
     figures: dict[str, list[float]] = {
         "cpu_us_per_request": _each(rounds, cpu_us_per_request),
         "cpu_us_per_token": _each(rounds, cpu_us_per_token),
-        "ttft_added_us_p50": added if rounds[0].router_cpu_seconds is not None else [],
+        "ttft_added_us_p50": added if has_router else [],
+        "itl_added_us_p99": gaps if has_router else [],
         "rss_mb": _each(rounds, resident_mebibytes),
         "hit_rate": _each(rounds, hit_rate),
         "imbalance": _each(rounds, lambda each: imbalance(each.served)),
@@ -125,6 +152,7 @@ def row(scenario: str, target: str, rounds: Sequence[Round], direct: Sequence[Ro
         "worker_us_per_request": _each(rounds, lambda each: _per(each.worker_cpu_seconds, each.requests)),
     }
     medians = {name: _median(values) for name, values in figures.items()}
+    per_token = medians["cpu_us_per_token"]
     return Row(
         scenario=scenario,
         target=target,
@@ -143,6 +171,8 @@ def row(scenario: str, target: str, rounds: Sequence[Round], direct: Sequence[Ro
         router_busy=medians["router_busy"],
         client_us_per_request=medians["client_us_per_request"],
         worker_us_per_request=medians["worker_us_per_request"],
+        cpu_s_per_1k_tokens=None if per_token is None else _digits(1000 * per_token / MICROSECONDS),
+        itl_added_us_p99=medians["itl_added_us_p99"],
         rss_mb_by_round=tuple(_digits(each) for each in figures["rss_mb"]),
         failures=sum(each.failures for each in rounds),
         spread={name: (_digits(min(values)), _digits(max(values))) for name, values in figures.items() if values},

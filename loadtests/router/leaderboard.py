@@ -6,7 +6,7 @@
 A load of 1 is what engines would just keep up with that had one cache together and no imbalance, so nobody reaches it. Seeds are
 paired: all policies get the same requests at the same times, and what is told of one beside the best of the others is
 the mean of the differences. Of a trace (formats of `fleet kv replay`) the first half is for tuning and the second for reporting.
-See `loadtests.router.replay` for what is real here and what is not.
+See `loadtests.router.cluster` for what is real here and what is not.
 """
 
 import argparse
@@ -23,9 +23,8 @@ from msgspec import Struct
 from fleet.adapters.traces import TraceRefused, read_trace
 from fleet.errors import ConfigurationRefused
 from fleet.router.policies.built_in import BUILT_IN, DEFAULT, policy
-from loadtests.router.replay.engine import Device
-from loadtests.router.replay.outcome import Outcome
-from loadtests.router.replay.workloads import (
+from loadtests.router.cluster import Device, Outcome, ideal_rate, run
+from loadtests.router.traffic import (
     Workload,
     conversations,
     hot_prefix,
@@ -33,7 +32,6 @@ from loadtests.router.replay.workloads import (
     shared_prefixes,
     unique,
 )
-from loadtests.router.replay.world import World, goals_of, ideal_rate
 
 MISUSED = 2
 NOT_COMPARED = ("composed",)  # is what an operator makes of it
@@ -79,9 +77,15 @@ def fitted(name: str, device: Device) -> dict[str, Any]:
 
     Mooncake's instances fetch prefixes from each other; these engines do not, so its rule must not count on it.
     """
+    latency = device.latency
+    if name == "preble":
+        return {
+            "prefill_seconds_per_token": latency.prefill_ms_per_token / 1000,
+            "quadratic_seconds": latency.prefill_ms_per_token_and_context / 2 / 1000,
+            "decode_seconds_per_token": (latency.step_base_ms + latency.step_ms_per_sequence) / 1000,
+        }
     if name != "mooncake":
         return {}
-    latency = device.latency
     return {
         "balancing_threshold": NEVER,
         "prefill_seconds_per_token": latency.prefill_ms_per_token / 1000,
@@ -142,9 +146,7 @@ def rows(contest: Contest, policies: Sequence[str]) -> Iterator[Row]:
     for name in policies:
         began = time.process_time()
         outcomes = tuple(
-            World(each, contest.workers, contest.device, policy(name, fitted(name, contest.device)), seed).run(
-                goals_of(contest.device)
-            )
+            run(each, contest.workers, contest.device, policy(name, fitted(name, contest.device)), seed)
             for seed, each in enumerate(contest.made)
         )
         seconds = time.process_time() - began
@@ -167,7 +169,7 @@ def best_of(found: Sequence[Row]) -> Row:
 def line(row: Row, best: bool) -> str:
     return (
         f"{row.workload:16} {row.workers:3} {row.load:4.1f}  {row.policy:16} {row.mean('goodput'):8.2f} "
-        f"{row.mean('attainment'):7.3f} {row.mean('hit_rate'):6.3f} {row.mean('work_imbalance'):6.2f} "
+        f"{row.mean('attainment'):7.3f} {row.mean('hit_rate'):6.3f} {row.mean('imbalance'):6.2f} "
         f"{1000 * row.mean('ttft_mean'):8.0f} {1000 * row.mean('ttft_p99'):8.0f} {1000 * row.mean('tpot_mean'):6.1f}"
         f"{'  best' if best else ''}"
     )

@@ -21,8 +21,9 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from fleet.sim.planning import run_scenario
 from fleet.sim.results import Outcome
-from fleet.sim.scenario import PoolSection, Scenario, read_scenario, run_scenario
+from fleet.sim.scenario import PoolSection, Scenario, read_scenario
 from fleet.sim.workloads import Drawn, Recorded
 from loadtests.host import facts
 

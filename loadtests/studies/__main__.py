@@ -24,6 +24,7 @@ STUDIES: dict[str, tuple[str, Callable[[Effort], Report]]] = {
     "distserve": ("DistServe's self-check: 1.56 requests a second and GPU", distserve.study),
     "lengths": ("one worker or two for a request, by length of prompt and answer", lengths.study),
     "policies": ("policies on recorded traffic, by load", policies.study),
+    "edge": ("the same on recorded chat, at loads closer to each other", policies.edge),
     "wide": ("how even 64 workers are", policies.wide),
     "ratio": ("prefill workers to decode workers", ratio.study),
     "mixes": ("H100, B200, MI300X and mixes of them, by cost", mixes.study),

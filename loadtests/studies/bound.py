@@ -17,8 +17,8 @@ from math import ceil
 from msgspec import Struct
 
 from fleet.clock import SECOND
-from fleet.sim.engine import StepTimes
 from fleet.sim.run import Plan
+from fleet.sim.work import StepTimes
 from kvstore.replay import Request
 
 

@@ -24,6 +24,7 @@ POLICIES = (
     "smg",
     "aibrix",
     "infera",
+    "preble",
     "least_loaded",
     "round_robin",
 )
@@ -83,14 +84,13 @@ def chosen(policy: str, values: dict[str, Any], plan: Plan, name: str = "") -> C
 
 def fitted(policy: str, plan: Plan) -> dict[str, Any]:
     """Parameters that a rule takes from an engine measured beforehand: it gets the true ones."""
-    if policy != "mooncake":
+    if policy not in ("mooncake", "preble"):
         return {}
     pool = plan.pools[0]
     step = pool.limits.step_tokens
     full = pool.times.seconds(step, 0.0, 0, 0.0)
     pair = (pool.times.seconds(step, 1e8, 0, 0.0) - full) / 1e8
-    return {
-        "balancing_threshold": NEVER,
-        "prefill_seconds_per_token": full / step,
-        "quadratic_seconds": pair / 2,
-    }
+    prefill = {"prefill_seconds_per_token": full / step, "quadratic_seconds": pair / 2}
+    if policy == "preble":
+        return {**prefill, "decode_seconds_per_token": pool.times.seconds(0.0, 0.0, 1, 0.0)}
+    return {**prefill, "balancing_threshold": NEVER}

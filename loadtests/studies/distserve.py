@@ -17,7 +17,7 @@ from fleet.sim.results import Ended
 from fleet.sim.run import Plan
 from kvstore.replay import Request
 from loadtests.studies import recorded_lengths
-from loadtests.studies.findings import Finding, Report, Table
+from loadtests.studies.findings import Cell, Finding, Report, Table
 from loadtests.studies.runs import FOLDER, Effort, planned_of, read, simulated, spread
 
 THEIRS = 1.5625
@@ -116,7 +116,7 @@ def study(effort: Effort) -> Report:
     counts = (effort.requests,) if effort.requests else (300, 1500)
     tasks = [(which, count, seed) for which in FOUND for count in counts for seed in effort.seeds]
     found = dict(zip(tasks, spread(kept, tasks, effort.processes), strict=True))
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (which, count, *(found[which, count, seed] for seed in effort.seeds)) for which in FOUND for count in counts
     ]
     findings = []

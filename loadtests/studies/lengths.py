@@ -6,7 +6,7 @@ requests in time (2 s to the first token, 40 ms a token).
 
 from fleet.roles import Role
 from fleet.sim.scenario import PoolSection
-from loadtests.studies.findings import Finding, Report, Table
+from loadtests.studies.findings import Cell, Finding, Report, Table
 from loadtests.studies.rates import Cluster, carried
 from loadtests.studies.runs import Effort, spread
 
@@ -54,7 +54,8 @@ def study(effort: Effort) -> Report:
         for prompt, answer, prefill in places
     ]
     found = dict(zip(places, spread(carried, clusters, effort.processes), strict=True))
-    rows, findings = [], []
+    rows: list[tuple[Cell, ...]] = []
+    findings = []
     for prompt in PROMPTS:
         for answer in ANSWERS:
             whole = found[prompt, answer, 0].rate

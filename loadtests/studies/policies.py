@@ -17,6 +17,7 @@ from loadtests.studies.findings import Cell, Finding, Report, Table
 from loadtests.studies.runs import Case, Effort, Part, Ran, planned_of, read, run_all
 
 LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+EDGE = (0.62, 0.64, 0.66, 0.68, 0.7, 0.72)
 WANTED = 0.9
 OURS = "fleet"
 
@@ -223,6 +224,7 @@ HELD: dict[str, Held] = {
     "conversation": {"goodput": (1.12, 1.31), "carried": (1.05, 1.25), "bound": (0.88, 1.0)},
     "split": {"goodput": (1.3, 2.2), "carried": (1.08, 1.3), "bound": (0.9, 1.0)},
     "agentic": {"goodput": (1.0, 1.3), "bound": (0.8, 1.0)},
+    "edge": {"goodput": (1.04, 1.15), "carried": (1.02, 1.15), "bound": (0.88, 1.0)},
 }
 """What was found; docs/studies.md has the tables."""
 
@@ -240,6 +242,14 @@ def study(effort: Effort) -> Report:
         tables += [attainments(traffic, curves), details(traffic, curves, place), attainments(near, beside)]
         findings += found
     return Report(study="policies", tables=tuple(tables), findings=tuple(findings))
+
+
+def edge(effort: Effort) -> Report:
+    """Whole requests on one worker again, with loads closer to each other where the better ones begin to be late."""
+    traffic = structs.replace(TRAFFIC[0], name="edge", loads=EDGE)
+    curves = contest(traffic, [each for each in contestants_of(traffic) if each.name in (OURS, *PEERS)], effort)
+    found, _ = compared(traffic, curves, HELD[traffic.name])
+    return Report(study="edge", tables=(attainments(traffic, curves),), findings=tuple(found))
 
 
 WIDE_IMBALANCE = (1.0, 1.3)

@@ -16,9 +16,10 @@ import msgspec
 from msgspec import Struct, structs
 
 from fleet.clock import SECOND, Nanos
+from fleet.sim.planning import plan
 from fleet.sim.results import Ended, Outcome
 from fleet.sim.run import Plan, simulate
-from fleet.sim.scenario import Scenario, plan, read_scenario
+from fleet.sim.scenario import Scenario, read_scenario
 from fleet.sim.workloads import requests_of
 from kvstore.replay import Request
 from loadtests.studies.bound import Bound, bound_of

@@ -17,12 +17,12 @@ from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.http_frontend import open_http_frontend
-from fleet.adapters.http_messages import HttpSettings
 from fleet.adapters.text_codec import load_codec
 from fleet.adapters.worker_streams import WorkerStreams
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
 from fleet.router.generation import Generation
+from fleet.router.http_settings import HttpSettings
 from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 
 from fleet.adapters.http_frontend import open_http_frontend
-from fleet.adapters.http_messages import HttpSettings
 from fleet.errors import ConfigurationRefused
 from fleet.requests import Logprobs
+from fleet.router.http_settings import HttpSettings
 from tests.fronts import Fronts, open_fronts
 from tests.text_model import EOS
 

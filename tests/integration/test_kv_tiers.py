@@ -102,6 +102,39 @@ def test_a_killed_node_finds_its_blocks_on_the_disk_again(tmp_path):
             assert in_pool(client, a_chain(6)) == 6
 
 
+def test_a_match_says_once_which_blocks_came_up_from_which_tier(tmp_path):
+    """Row B3. Looking tells nothing and takes nothing from who reads; what was written since is the memory's own."""
+    with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
+        with a_client(node) as client:
+            write(client, a_chain(6))
+            are_kept(client, 6)
+        node.kill()
+        node.start()
+        with a_client(node) as client:
+            write(client, a_chain(2))
+            found = client.match_patiently(a_chain(6), lease_seconds=1, patience_seconds=PATIENCE)
+            assert (len(found), found.risen) == (6, {"ssd": 4})
+            again = client.match(a_chain(6), lease_seconds=1)
+            assert (len(again), again.risen) == (6, {})
+
+
+def test_what_came_up_and_left_again_unread_is_the_memorys_own_when_it_is_written_anew(tmp_path):
+    with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
+        with a_client(node) as client:
+            write(client, a_chain(6))
+            are_kept(client, 6)
+        node.kill()
+        node.start()
+        with a_client(node) as client:
+            client.match(a_chain(6), lease_seconds=0, patience_seconds=PATIENCE)
+            eventually(lambda: in_pool(client, a_chain(6)) == 6)
+            for of in "bcd":
+                write(client, a_chain(6, of))
+            eventually(lambda: in_pool(client, a_chain(6)) == 0)
+            write(client, a_chain(6))
+            assert client.match(a_chain(6), lease_seconds=1).risen == {}
+
+
 def test_nothing_is_looked_for_below_without_patience(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:

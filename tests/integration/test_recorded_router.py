@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from threading import Thread
+from urllib.request import urlopen
 
 import pytest
 
@@ -12,6 +13,7 @@ from fleet.cli.main import run
 from fleet.client import Client
 from tests.integration.test_replicas import FLEET, until, workers_seen
 from tests.servers import a_free_port
+from tests.unit.cli.test_sim import MODEL
 
 pytestmark = pytest.mark.integration
 
@@ -26,7 +28,14 @@ class Cluster:
         self.recording = folder / "flight"
         self.grpc = f"127.0.0.1:{a_free_port()}"
         self.processes = []
-        self.config = {"http_listen": "127.0.0.1:0", "grpc_listen": self.grpc, "models": {"tiny": str(model_dir)}}
+        self.http = f"127.0.0.1:{a_free_port()}"
+        self.config = {
+            "http_listen": self.http,
+            "grpc_listen": self.grpc,
+            "models": {"tiny": str(model_dir)},
+            "profiles": {"w": {"model": str(folder / "config.json"), "gpu": "h100"}},
+        }
+        (folder / "config.json").write_text(json.dumps(MODEL))
         self.start_router()
         self.workers = {name: self.start("worker", self.worker(name)) for name in ("w0", "w1")}
 
@@ -100,6 +109,10 @@ def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, caps
         each.join(30)
     assert [len(answer.token_ids) for answer in answers] == [TOKENS] * 6
     until(lambda: cluster.recorded(b'["complete"') == 6)
+    with urlopen(f"http://{cluster.http}/metrics") as answer:
+        metrics = answer.read().decode()
+    assert 'fleet_predictions_total{of="ttft",worker="w0"}' in metrics
+    assert 'fleet_prediction_error{of="itl",worker="w0"}' in metrics
     cluster.router.kill()
     cluster.router.wait(30)
 

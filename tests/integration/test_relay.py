@@ -19,9 +19,9 @@ import pytest
 import zmq
 
 from fleet.adapters import openai_workers
-from fleet.adapters.http_messages import HttpSettings
 from fleet.adapters.text_codec import load_codec
 from fleet.ids import RequestId
+from fleet.router.http_settings import HttpSettings
 from fleet.router.tenants import TenantSettings
 from tests.builders import token_ids
 from tests.integration.test_http_connections import Peer, error_of, post
@@ -989,7 +989,8 @@ async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(serve
         f'[[openai_workers]]\nworker_id = "w{index}"\nurl = "{server.url}"\nmodel = "mock"\ntokenizer = "{model_dir}"\n'
         for index, server in enumerate(servers)
     ]
-    file.write_text('http_listen = "127.0.0.1:0"\ngrpc_listen = "127.0.0.1:0"\n' + "".join(sections))
+    listening = 'http_listen = "127.0.0.1:0"\ngrpc_listen = "127.0.0.1:0"\nhttp.max_body_bytes = 4096\n'
+    file.write_text(listening + "".join(sections))
     command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(file))
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
     try:
@@ -998,6 +999,9 @@ async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(serve
             async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=20, timeout=10) as client:
                 stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
                 assert await texts(stream) == "abcde"
+                with pytest.raises(openai.APIStatusError) as refused:  # as the settings have it
+                    await client.with_options(max_retries=0).completions.create(model=MODEL, prompt="x" * 5000)
+                assert refused.value.status_code == 413
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
     finally:

@@ -178,7 +178,7 @@ def test_processor_time_and_memory_are_those_of_all_children(tmp_path):
 def test_the_command_writes_a_row_for_each_scenario_and_target(tmp_path):
     report = tmp_path / "rows.json"
     command = [sys.executable, "-m", "loadtests.router", "--quick", "--targets", "relay,fleet", "--json", str(report)]
-    command += ["--scenarios", "prompt-128,ttft-1,prefix-sharing", "--keep-logs", str(tmp_path / "logs")]
+    command += ["--scenarios", "prompt-128,ttft-1,streams-64,prefix-sharing", "--keep-logs", str(tmp_path / "logs")]
 
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110, check=False
@@ -188,7 +188,7 @@ def test_the_command_writes_a_row_for_each_scenario_and_target(tmp_path):
     rows = {(row["scenario"], row["target"]): row for row in json.loads(report.read_text())}
     assert set(rows) == {
         (scenario, target)
-        for scenario in ("prompt-128", "ttft-1", "prefix-sharing")
+        for scenario in ("prompt-128", "ttft-1", "streams-64", "prefix-sharing")
         for target in ("direct", "relay", "fleet")
     }
     for (scenario, target), row in rows.items():
@@ -196,6 +196,8 @@ def test_the_command_writes_a_row_for_each_scenario_and_target(tmp_path):
         assert (row["rounds"], row["failures"]) == (1, 0)
         assert (row["cpu_us_per_request"] is None) == (target == "direct")
         assert (row["ttft_added_us_p50"] is None) == (target == "direct" or scenario != "ttft-1")
+        assert (row["itl_added_us_p99"] is None) == (target == "direct" or scenario != "streams-64")
+        assert (row["cpu_s_per_1k_tokens"] is None) == (target == "direct")
         assert (row["hit_rate"] is None) == (scenario != "prefix-sharing")
         assert row["imbalance"] >= 1
         assert row["machine"]["versions"]["uvloop"]

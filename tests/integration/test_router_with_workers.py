@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from msgspec import structs
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.worker_streams import WorkerStreams
@@ -21,6 +22,7 @@ from fleet.router.messages import Arrived, Complete
 from fleet.router.placement import Why
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
+from fleet.router.snapshot import RouterSnapshot, WorkerSnapshot
 from tests.builders import an_arrival
 from tests.engine_driving import fresh_prompt
 from tests.kv_builders import a_node, a_short_folder
@@ -189,6 +191,59 @@ async def test_cancelling_frees_the_engine():
         await cluster.until(lambda status: status.pools[0].workers[0].running == 0)
         worker = cluster.server.status().pools[0].workers[0]
         assert (worker.booked_requests, worker.booked_blocks, worker.kv_blocks_used) == (0, 0, 0)
+
+
+async def test_after_ten_cancelled_long_prefills_the_next_one_has_nothing_before_it():
+    """Row D8: the engine computes none of them any further, so that what follows is computed as on an idle worker."""
+    longest = 2000  # tokens: a step each, and ten of them are more than the worker gets ahead
+    async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.3) as (cluster, _):
+
+        def prefill(status: RouterSnapshot) -> WorkerSnapshot:
+            (pool,) = [pool for pool in status.pools if pool.role is Role.PREFILL]
+            return pool.workers[0]
+
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(cluster.ask(fresh_prompt(longest))) for _ in range(10)]
+            await cluster.until(lambda status: prefill(status).running > 1 and status.queued > 1)
+            for each in asking:
+                each.cancel()
+        await cluster.until(lambda status: prefill(status).running == prefill(status).waiting == 0)
+        idle = cluster.server.status()
+        computed = prefill(idle).cached_blocks
+        assert computed <= 5 * (longest // 32), "half of what was asked for"
+        assert (idle.active, idle.queued, idle.counters.cancelled) == (0, 0, 10)
+        assert prefill(idle).booked_prefill_tokens == prefill(idle).kv_blocks_used == 0
+
+        _, complete = await cluster.ask(fresh_prompt(LONG))
+
+        await cluster.until(lambda status: prefill(status).cached_blocks >= computed + LONG // 32)
+        assert prefill(cluster.server.status()).cached_blocks == computed + LONG // 32, "its own blocks and no others"
+        assert sources(complete, Phase.PREFILL).keys() == {Source.COMPUTED}
+
+
+async def test_without_prefill_workers_whole_requests_are_served_and_pairs_again_when_there_are_some(tmp_path):
+    """Row D12: nothing is restarted but the prefill worker itself, which comes back as a process of its own."""
+    async with a_cluster(Role.PREFILL, Role.DECODE) as (cluster, (prefill, _)):
+        whys = []
+        _, complete = await cluster.ask(fresh_prompt(LONG))
+        whys.append(cluster.why(complete))
+        prefill.kill()
+        await prefill.ended()
+        await cluster.until(lambda status: [pool.role for pool in status.pools] == [Role.DECODE])
+        for _ in range(2):
+            tokens, complete = await cluster.ask(fresh_prompt(LONG))
+            assert len(tokens) == ANSWER
+            whys.append(cluster.why(complete))
+
+        async with a_worker_process(tmp_path, structs.replace(prefill.settings, listen=prefill.address)):
+            await cluster.until(lambda status: {pool.role for pool in status.pools} == {Role.PREFILL, Role.DECODE})
+            _, complete = await cluster.ask(fresh_prompt(LONG))
+            whys.append(cluster.why(complete))
+
+        alone, pair = Why.NO_PREFILL_WORKER, Why.PROMPT_LONG_UNCACHED
+        assert whys == [pair, alone, alone, pair]
+        assert [phase.phase for phase in complete.kv] == [Phase.PREFILL, Phase.DECODE]
+        assert cluster.server.status().counters.refused == {}
 
 
 async def test_without_workers_requests_are_refused_and_none_is_left_behind():

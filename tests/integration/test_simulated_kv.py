@@ -88,7 +88,8 @@ class Unverified(SimulatedStore):
     tamper = staticmethod(lambda blocks: blocks)
 
     async def load(self, names, deadline: Nanos):
-        return self.tamper(await super().load(names, deadline))
+        loaded = await super().load(names, deadline)
+        return msgspec.structs.replace(loaded, blocks=self.tamper(loaded.blocks))
 
 
 def flip(blocks: list[bytes]) -> list[bytes]:
@@ -121,6 +122,31 @@ async def test_a_wrong_missing_or_swapped_block_that_nobody_notices_changes_the_
 
     assert blocks_from(end.kv, Source.STORE) == 6
     assert (tokens == expected) is same
+
+
+# Whence they came is told, tier by tier.
+
+
+async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
+    """Row B3: after the node has lost its memory the blocks are the disk's, and the memory's for who comes next."""
+    disk = {"kind": "ssd", "directories": [str(tmp_path)], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    with a_node(tiers=[{**disk, "keep": "all"}]) as node:
+        expected = await computed_by_one(node, prompt)
+        async with a_client(node.address, settings(node.address)) as client:
+            eventually(lambda: client.stats().tiers[0].blocks >= 6)
+        node.kill()
+        node.start()
+        tiers = []
+        for _ in range(2):
+            async with an_engine(settings(node.address)) as one:
+                tokens, end = await one.do(work(prompt, ANSWER))
+            assert tokens == expected
+            tiers += [
+                (origin.tier, origin.blocks, origin.bytes) for origin in end.kv.origins if origin.source is Source.STORE
+            ]
+
+    assert tiers == [("ssd", 6, 6 * 2048), ("cpu", 6, 6 * 2048)]
 
 
 # With verification, they cost computing and nothing else.

@@ -1,6 +1,9 @@
 """Tenants at both front doors: keys, limits, and what clients are told about them."""
 
+import asyncio
+import json
 from hashlib import sha256
+from urllib.request import urlopen
 
 import openai
 import pytest
@@ -29,6 +32,11 @@ def openai_client(fronts, api_key=KEY):
     return openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key=api_key, max_retries=0, timeout=10)
 
 
+def page(url: str) -> bytes:
+    with urlopen(url, timeout=10) as answer:
+        return answer.read()
+
+
 async def ask(client, **options):
     return await client.completions.with_raw_response.create(model=MODEL, prompt="A question", max_tokens=4, **options)
 
@@ -40,6 +48,20 @@ async def test_over_http_a_known_key_is_needed(fronts):
     assert caught.value.response.headers["www-authenticate"] == "Bearer"
     assert caught.value.body["code"] == "unauthenticated"
     assert not fronts.router.submitted
+
+
+async def test_over_http_what_is_served_is_told_to_known_keys_and_probes_need_none(fronts):
+    """Row F4, as OpenAI's API does: 401 without a key. What metrics and probes read stays open, and names no model."""
+    async with openai_client(fronts, "sk-wrong") as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.models.list()
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.models.retrieve(MODEL)
+    async with openai_client(fronts) as client:
+        assert [each.id async for each in await client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+    assert json.loads(await asyncio.to_thread(page, f"{fronts.url}/health")) == {"status": "ok"}
+    assert await asyncio.to_thread(page, f"{fronts.url}/metrics")
 
 
 async def test_over_http_answers_say_what_is_left_and_the_limit_is_a_429_that_says_when(fronts):
@@ -77,12 +99,15 @@ async def test_over_grpc_the_same_holds(fronts):
     async with AsyncClient(fronts.grpc.address) as stranger:
         with pytest.raises(Unauthenticated) as refused:
             await stranger.complete("A question", max_tokens=4)
+        with pytest.raises(Unauthenticated):
+            await stranger.models()
     assert refused.value.field == "authorization"
     async with AsyncClient(fronts.grpc.address, api_key=KEY) as client:
         for _ in range(2):
             await client.complete("A question", max_tokens=4)
         with pytest.raises(Unavailable) as limited:
             await client.complete("A question", max_tokens=4)
+        assert [model.name for model in await client.models()] == [MODEL]
     assert limited.value.reason is Reason.RATE_LIMITED
     assert 25 <= limited.value.retry_after_seconds <= 30
     assert [arrived.tenant for arrived in fronts.router.submitted] == ["acme", "acme"]

@@ -22,6 +22,7 @@ from fleet.adapters.tiny_model import CONFIG
 from fleet.client import Client, Placement, Source
 from fleet.requests import Finish
 from fleet.roles import KvPath, Phase
+from fleet.router.crossover import LEAST_TOKENS, MOST_TOKENS
 from tests.shared_memory import abandoned_segments
 
 pytestmark = pytest.mark.integration
@@ -320,6 +321,25 @@ def test_thresholds_of_a_running_router_are_shown_set_and_checked(cluster):
     assert "oversubscribe: expected" in wrong.stderr
     assert "colour: there is no such threshold" in unknown.stderr
     run_fleet("router", "thresholds", f"max_queued={before['max_queued']}", "--address", cluster.grpc)
+
+
+def test_what_a_router_has_measured_of_when_another_worker_computes_a_prompt_is_reported(cluster):
+    """Row B15: after so many hand-offs as are needed, the break-even of the worker that answers; in a table and as JSON."""
+    with Client(cluster.grpc) as client:
+        for number in range(client.remote_prefill().handoffs_needed):
+            prompt = [number + 3, *PROMPT[1:]]
+            client.complete(prompt, max_tokens=2, ignore_eos=True, placement=Placement.DISAGGREGATED)
+
+    found = json.loads(run_fleet("router", "thresholds", "--address", cluster.grpc, "--json").stdout)["remote_prefill"]
+    (worker,) = found["workers"]
+    assert found["learned"] is False
+    assert found["handoffs"] >= found["handoffs_needed"]
+    assert (worker["worker_id"], worker["requests"]) == ("decode-0", 0)
+    even = found["handoff_ms"] / worker["token_ms"]
+    assert worker["min_tokens"] == pytest.approx(min(max(even, LEAST_TOKENS), MOST_TOKENS), abs=1)
+    table = run_fleet("router", "thresholds", "--address", cluster.grpc).stdout
+    assert "learn_remote_prefill is off" in table
+    assert f"decode-0: from {worker['min_tokens']} tokens on" in table
 
 
 def test_status_shows_pools_workers_and_store(cluster):

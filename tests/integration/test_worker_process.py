@@ -316,7 +316,23 @@ async def test_health_follows_the_workers_life_and_the_services_are_listed(folde
         assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_sigterm_finishes_what_runs_then_deregisters_and_exits_with_0(folder):
+async def test_a_worker_is_ready_when_it_is_registered(folder):
+    async with a_registry() as registry:
+        await registry.close()
+        async with (
+            a_worker_process(folder, settings(registry=registry.address)) as worker,
+            grpc.aio.insecure_channel(worker.control) as channel,
+        ):
+            states = health_pb2.HealthCheckResponse
+            told = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+            assert (await told.read()).status == states.NOT_SERVING
+            await registry.open()
+            assert (await told.read()).status == states.SERVING
+            assert registry.server._machine.members
+            told.cancel()
+
+
+async def test_sigterm_deregisters_finishes_what_runs_and_exits_with_0(folder):
     async with a_registry() as registry:
         told = settings(registry=registry.address, speedup=1)
         changes = registry.server.membership()
@@ -329,14 +345,13 @@ async def test_sigterm_finishes_what_runs_then_deregisters_and_exits_with_0(fold
 
             worker.terminate()
             await stream.next(Draining)
+            assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
             _, refused = await stream.do(work(fresh_prompt(10)))
-            assert refused.reason is Reason.DRAINING
-            assert registry.server._machine.members, "still a member while it has work"
+            assert refused.reason is Reason.DRAINING, "it is still there, and nobody new finds it"
             tokens, end = await stream.end_of(running.request_id)
 
             assert end.finish is Finish.LENGTH
             assert len(tokens) == 400
-            assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
             assert await worker.ended() == 0
 
 

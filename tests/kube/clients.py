@@ -1,6 +1,7 @@
 """A bare HTTP client for the Kubernetes API, for tests that care about the wire."""
 
 import json
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -39,9 +40,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Api:
-    def __init__(self, address: str, *, agent: str = "fleet-tests/1", token: str = ""):
+    def __init__(self, address: str, *, agent: str = "fleet-tests/1", token: str = "", authority: str | None = None):
         headers = {"User-Agent": agent} | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._client = httpx.Client(base_url=address, headers=headers, timeout=30, trust_env=False)
+        verify = ssl.create_default_context(cafile=authority) if authority else True
+        self._client = httpx.Client(base_url=address, headers=headers, timeout=30, trust_env=False, verify=verify)
 
     def __enter__(self) -> Self:
         return self

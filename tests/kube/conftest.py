@@ -41,3 +41,38 @@ def namespace(api):
     api.post("/api/v1/namespaces", {"metadata": {"name": name}}).expect(201)
     yield name
     api.delete(f"/api/v1/namespaces/{name}")
+
+
+@pytest.fixture(scope="session")
+def operated():
+    """Of the tests of the operator: a server with our kinds, a client of it, and nodes that keep pods."""
+    from tests.kube.operator_nodes import Nodes
+    from tests.kube.operator_running import install
+    from tests.kube.running import an_api_server
+
+    nodes = Nodes()
+    with an_api_server(with_controllers=True, beside=nodes.run) as server, Api(server.url) as client:
+        install(server)
+        yield server, client, nodes
+
+
+@pytest.fixture
+def nodes(operated):
+    """As they are at first, whatever a test before has made of them."""
+    operated[2].reset()
+    return operated[2]
+
+
+@pytest.fixture
+def asked(operated, nodes, tmp_path):
+    """A namespace of the test's own, and what it asks there; faults that it orders are gone afterwards."""
+    from tests.kube.operator_running import Asked
+
+    server, client, _ = operated
+    name = f"fleet-test-{uuid.uuid4().hex[:10]}"
+    client.post("/api/v1/namespaces", {"metadata": {"name": name}}).expect(201)
+    yield Asked(server, client, name, tmp_path)
+    for number in server.faults():
+        server.remove_fault(int(number))
+    nodes.reset()
+    client.delete(f"/api/v1/namespaces/{name}")

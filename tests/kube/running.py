@@ -1,11 +1,12 @@
 """The API server for tests, running in a thread of its own, so that tests may block: `with an_api_server() as server`."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import random
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,16 @@ class ApiServer(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def an_api_server(
-    *, with_controllers: bool = False, authority: Authority | None = None, port: int = 0, seed: int = 0
+    *,
+    with_controllers: bool = False,
+    authority: Authority | None = None,
+    port: int = 0,
+    seed: int = 0,
+    beside: Callable[[Cluster], Coroutine[Any, Any, None]] | None = None,
 ) -> Iterator[ApiServer]:
     """Args:
     with_controllers: Collect garbage and empty deleted namespaces.
+    beside: Runs in the server's loop, on what it serves: further controllers, say.
     authority: Speak TLS, with a certificate that it signs.
     seed: Of generated names and uids.
     """
@@ -96,13 +103,20 @@ def an_api_server(
 
     thread = threading.Thread(target=loop.run_forever, name="api-server")
     thread.start()
+    other = None
     try:
+        if beside is not None:
+            other = asyncio.run_coroutine_threadsafe(beside(server.cluster), loop)
         bound = asyncio.run_coroutine_threadsafe(start(), loop).result(STOP_SECONDS)
         if authority is None:
             yield ApiServer(f"http://127.0.0.1:{bound}")
         else:
             yield ApiServer(f"https://127.0.0.1:{bound}", authority.file)
     finally:
+        if other is not None:
+            other.cancel()
+            with contextlib.suppress(concurrent.futures.CancelledError):
+                other.result(STOP_SECONDS)
         asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(STOP_SECONDS)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(STOP_SECONDS)

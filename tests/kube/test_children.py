@@ -34,6 +34,7 @@ def test_a_samples_objects_are_taken_by_an_api_server(api, namespace, path):
         "Service": "/api/v1/namespaces/{}/services",
         "Deployment": "/apis/apps/v1/namespaces/{}/deployments",
         "PodDisruptionBudget": "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
+        "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
     }
     for each in rendered(path):
         if each["kind"] != "LeaderWorkerSet":

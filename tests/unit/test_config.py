@@ -3,7 +3,7 @@
 import pytest
 from msgspec import Struct
 
-from fleet.config import ClusterSection, PoolSection, Topology, load, model_folder, save, served_name
+from fleet.config import ClusterSection, PoolSection, Topology, files_of, load, model_folder, save, served_name
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath, Role
 from fleet.router.settings import RouterSettings
@@ -61,6 +61,8 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
         ("[[pools]]\nreplicas = 1", "pools[0]: Object missing required field `role`"),
         ("[store]\ncapacity_mib = 0", "store.capacity_mib: Expected `int` >= 1"),
         ("[router]\nmax_queued = 'many'", "router.max_queued: Expected `int`, got `str`"),
+        ("[router.http]\nidle_timeout_seconds = 0", "router.http.idle_timeout_seconds: Expected `float` > 0.0"),
+        ("[router.http]\nmax_conections = 9", "router.http.max_conections: is not a known key"),
         ("[cluster\nmodel = 1", "Expected ']' at the end of a table declaration (at line 1, column 9)"),
         ("[[pools]]\nrole = 'prefill'", "pools: prefill workers need workers of role decode or both to hand over to"),
         ("pools = []", "pools: no worker is left to start"),
@@ -169,3 +171,38 @@ def test_what_json_cannot_say_is_refused_by_its_path_before_a_child_reads_it(tmp
 
     with pytest.raises(ConfigurationRefused, match=r"^policies\.dynamo\.weights\.1: must be finite$"):
         save(settings, tmp_path / "router.json")
+
+
+def test_a_setting_comes_from_a_file_of_its_own_as_text_or_as_json(tmp_path):
+    secret = a_file(tmp_path, "12345\n", "secret")
+    tenants = a_file(tmp_path, '{"alice": {"weight": 2}}', "tenants.json")
+    settings = a_file(tmp_path, "")
+
+    changes = files_of([f"tenant_secret={secret}", f"tenants={tenants}"])
+
+    loaded = load(settings, RouterSettings, changes)
+    assert loaded.tenant_secret == "12345"  # a text, though it looks like a number
+    assert loaded.tenants["alice"].weight == 2
+
+
+@pytest.mark.parametrize(
+    ("assignment", "cause"),
+    [
+        ("tenant_secret", "'tenant_secret' is not PATH=FILE"),
+        ("=/run/secret", "'=/run/secret' is not PATH=FILE"),
+        ("tenant_secret=nowhere", "nowhere: No such file or directory"),
+        ("tenants=broken.json", "broken.json: is not JSON"),
+        ("tenant_secret=bytes", "bytes: is not UTF-8"),
+    ],
+)
+def test_a_file_of_a_setting_that_cannot_be_read_is_refused_without_what_is_in_it(
+    tmp_path, monkeypatch, assignment, cause
+):
+    monkeypatch.chdir(tmp_path)
+    a_file(tmp_path, "hush{", "broken.json")
+    (tmp_path / "bytes").write_bytes(b"hush\xff")
+
+    with pytest.raises(ConfigurationRefused, match=cause) as refused:
+        files_of([assignment])
+
+    assert "hush" not in str(refused.value)

@@ -207,6 +207,7 @@ class SimulatedEngine:
         clock = asyncio.get_running_loop()
         began = clock.time()
         blocks: list[bytes] = []
+        tiers: dict[str, int] = {}
         source, origin = Source.STORE, ""
         deadline = Nanos(self._settings.load_timeout_ms * MILLISECOND)
         if start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT:
@@ -214,12 +215,13 @@ class SimulatedEngine:
             blocks = await self._borrow(start.handoff, names, deadline)
         elif self.store is not None:
             origin = self.store.store_id
-            blocks = await self.store.load(names, deadline)
+            loaded = await self.store.load(names, deadline)
+            blocks, tiers = loaded.blocks, loaded.tiers
         if blocks:  # no faster than the latency model says
             modelled = self._settings.latency.transfer_ms(sum(map(len, blocks))) / 1000 / self._settings.speedup
             await asyncio.sleep(max(0.0, began + modelled - clock.time()))
         if sequence.stage is Stage.LOADING:  # else it was cancelled meanwhile
-            sequence.accept(blocks, source, origin)
+            sequence.accept(blocks, source, origin, tiers)
             sequence.stage = Stage.PREFILLING
             self._wake.set()
 

@@ -56,7 +56,7 @@ class Sequence:
         self.blocks: list[BlockIndex] = []
         self.names: list[ChainHash] = []  # of the full blocks that are computed or fetched
         self.reserve = 0  # blocks that are promised to it and not yet taken
-        self.fetched: KvOrigin | None = None  # blocks that came from elsewhere
+        self.fetched: tuple[KvOrigin, ...] = ()  # blocks that came from elsewhere
         self.generated = 0  # tokens
         self.loads_adapter = False  # before anything else
         self._hits = 0
@@ -104,8 +104,15 @@ class Sequence:
             self._complete(name, index)
         self.computed = len(hits) * self._shape.block_tokens
 
-    def accept(self, contents: Many[bytes], source: Source, origin: str) -> None:
-        """Take blocks from elsewhere: the ones of the prompt that follow those it has."""
+    def accept(self, contents: Many[bytes], source: Source, origin: str, tiers: Mapping[str, int]) -> None:
+        """Take blocks from elsewhere: the ones of the prompt that follow those it has.
+
+        Args:
+            contents: The blocks.
+            source: Where they came from.
+            origin: Who gave them.
+            tiers: How many each of its tiers had; empty where it has none.
+        """
         for content in contents:
             name = self.reusable_names[len(self.names)]
             index = self._take_block()
@@ -114,8 +121,11 @@ class Sequence:
             self._complete(name, index)
         self.computed = len(self.names) * self._shape.block_tokens
         if contents:
-            moved = sum(map(len, contents))
-            self.fetched = KvOrigin(source=source, origin=origin, blocks=len(contents), bytes=moved)
+            size = len(contents[0])
+            self.fetched = tuple(
+                KvOrigin(source=source, origin=origin, blocks=blocks, bytes=blocks * size, tier=tier)
+                for tier, blocks in (tiers or {"": len(contents)}).items()
+            )
 
     def compute(self, num_tokens: int) -> list[tuple[ChainHash, BlockIndex]]:
         """KV of the next tokens; returns the blocks that became full."""
@@ -159,13 +169,12 @@ class Sequence:
     def report(self) -> KvReport:
         """Where the blocks of the prompt came from."""
         total = block.blocks_for(self.prompt_tokens, self._shape.block_tokens)
-        fetched = self.fetched.blocks if self.fetched is not None else 0
+        fetched = sum(origin.blocks for origin in self.fetched)
         origins = [
             KvOrigin(source=Source.ENGINE, blocks=self._hits),
+            *self.fetched,
             KvOrigin(source=Source.COMPUTED, blocks=total - self._hits - fetched),
         ]
-        if self.fetched is not None:
-            origins.insert(1, self.fetched)
         return KvReport(
             prompt_blocks=total,
             origins=tuple(origin for origin in origins if origin.blocks),

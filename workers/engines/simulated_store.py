@@ -18,6 +18,8 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import Never, Self, TypeVar
 
+from msgspec import Struct
+
 from fleet.clock import SECOND, Nanos
 from fleet.ids import StoreId
 from kvstore.block import ChainHash
@@ -25,6 +27,7 @@ from kvstore.client import StoreClient
 from kvstore.conversion import Conversion
 from kvstore.credentials import Credentials
 from kvstore.fingerprint import Fingerprint
+from kvstore.messages import tiers_of
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,13 @@ CONNECT_SECONDS = 5.0  # a node that is started along with the engine is there b
 THREADS = 4  # loads and writes at a time; each is mostly a wait for the store
 
 T = TypeVar("T")
+
+
+class Loaded(Struct, frozen=True):
+    """What came of a load."""
+
+    blocks: list[bytes] = []
+    tiers: dict[str, int] = {}  # how many of the blocks each tier of the node had
 
 
 class SimulatedStore:
@@ -71,12 +81,12 @@ class SimulatedStore:
             raise
         return cls(client, conversion, threads)
 
-    async def load(self, names: Sequence[ChainHash], deadline: Nanos) -> list[bytes]:
+    async def load(self, names: Sequence[ChainHash], deadline: Nanos) -> Loaded:
         """The longest prefix of `names` that the store has and that arrives, verified, within `deadline` from now."""
         if not names:
-            return []
+            return Loaded()
         patience_seconds = deadline / SECOND / 2  # the other half is for the blocks to be read
-        return await self._in_thread(lambda: self._load(names, patience_seconds), deadline, otherwise=[])
+        return await self._in_thread(lambda: self._load(names, patience_seconds), deadline, otherwise=Loaded())
 
     async def publish(self, blocks: Mapping[ChainHash, bytes], deadline: Nanos) -> int:
         """Write blocks now; returns how many the store did not have before."""
@@ -111,17 +121,18 @@ class SimulatedStore:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _load(self, names: Sequence[ChainHash], patience_seconds: float) -> list[bytes]:
+    def _load(self, names: Sequence[ChainHash], patience_seconds: float) -> Loaded:
         match = self._client.match_patiently(names, lease_seconds=LEASE_SECONDS, patience_seconds=patience_seconds)
         if not len(match):
-            return []
+            return Loaded()
         buffers = [bytearray(self._conversion.stored_bytes) for _ in range(len(match))]
         whole = self._client.read(match, range(len(match)), buffers)
         self._threads.submit(self._client.release, match.lease_id)  # nobody needs to wait for that
-        return [
+        blocks = [
             self._conversion.read(buffer).tobytes()
             for buffer, _ in takewhile(itemgetter(1), zip(buffers, whole, strict=True))
         ]
+        return Loaded(blocks, tiers_of(len(blocks), match.risen))
 
     async def _in_thread(self, call: Callable[[], T], deadline: Nanos, *, otherwise: T) -> T:
         try:

@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from kvstore import block
 from kvstore.block import ChainHash, HashAlgorithm
-from kvstore.messages import LeaseId, Match
+from kvstore.messages import LeaseId, Match, both, tiers_of
 from kvstore.recent import Recent
 from workers.engines.prefill_pace import PrefillPace
 
@@ -80,6 +80,7 @@ class Counts(Struct, frozen=True, array_like=True):
     engine: int = 0
     store: int = 0
     direct: int = 0
+    tiers: dict[str, int] = {}  # of the store's blocks: how many each tier of the node had
 
 
 class Load(Struct, frozen=True):
@@ -130,6 +131,7 @@ class _Tracked:
         self.will_pull = False  # another connector fills its blocks directly
         self.pulling: list[int] = []  # engine blocks being filled that way
         self.may_load = True
+        self.risen: dict[str, int] = {}  # blocks of its matches that came up from the store's tiers, by tier
         self.counts = Counts()
 
     @property
@@ -262,7 +264,7 @@ class StorePlanner:
             if tracked is None:
                 continue  # cancelled meanwhile
             if tracked.request.num_preemptions == 0:
-                tracked.counts = Counts(engine=tracked.local, store=good)
+                tracked.counts = Counts(engine=tracked.local, store=good, tiers=tiers_of(good, tracked.risen))
             if good < len(tracked.claimed):
                 tracked.may_load = False
                 tracked.offered = min(tracked.offered, tracked.local + good)
@@ -316,6 +318,7 @@ class StorePlanner:
         names = self._hashes(tracked, num_blocks)[:num_blocks]
         before = tracked.match
         tracked.match = store.match(names, patience_seconds=patience, tenant=tracked.salt)
+        tracked.risen = both(tracked.risen, tracked.match.risen)
         if before is not None and before.slots:  # not earlier: it kept the beginning in place while the rest came
             self._releases.append(before.lease_id)
         tracked.matched_at = tracked.looked_at = now

@@ -175,8 +175,11 @@ def report_of(start: Start, counts: Counts, facts: EngineFacts, block_bytes: int
     known = counts.engine + counts.store + counts.direct
     origins = [
         KvOrigin(source=Source.ENGINE, blocks=counts.engine),
-        KvOrigin(
-            source=Source.STORE, origin=facts.store_id or "", blocks=counts.store, bytes=counts.store * block_bytes
+        *(
+            KvOrigin(
+                source=Source.STORE, origin=facts.store_id or "", blocks=blocks, bytes=blocks * block_bytes, tier=tier
+            )
+            for tier, blocks in (counts.tiers or {"": counts.store}).items()
         ),
         KvOrigin(
             source=Source.DIRECT,

@@ -26,6 +26,8 @@ from fleet.router.policies.llm_d import KvUse, LlmD, Prefix, Queue
 from fleet.router.policies.mooncake import Mooncake, MooncakeTime
 from fleet.router.policies.pickers import Lowest, Softmax, TwoChoices
 from fleet.router.policies.ports import Policy
+from fleet.router.policies.preble import Preble
+from fleet.router.policies.price import Price
 from fleet.router.policies.smg import Smg
 from fleet.router.settings import RouterSettings
 
@@ -46,6 +48,7 @@ BUILT_IN = Catalogue(
         "aibrix": Aibrix,
         "smg": Smg,
         "infera": Infera,
+        "preble": Preble,
         "composed": Composed,
     },
     filters={"session": Session, "headroom": Headroom},
@@ -57,6 +60,7 @@ BUILT_IN = Catalogue(
         "kv": KvUse,
         "prefix": Prefix,
         "requests": Requests,
+        "price": Price,
     },
     pickers={"lowest": Lowest, "softmax": Softmax, "two_choices": TwoChoices},
 )

@@ -8,7 +8,8 @@ import pytest
 from msgspec import structs
 
 from fleet.adapters.flight_recorder import KEPT, MIB, FlightRecorder, recorded_machine
-from fleet.adapters.recording import FORMAT, Head, Recording
+from fleet.adapters.recording import Recording
+from fleet.adapters.recording_format import FORMAT, Head
 from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.requests import JsonSchema, Logprobs, Sampling

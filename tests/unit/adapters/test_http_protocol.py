@@ -1,8 +1,11 @@
-"""What a connection does with the source of a relayed answer, transport by hand."""
+"""A connection, transport by hand: what becomes of the source of a relayed answer, and which heads are parsed."""
+
+import pytest
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.http_messages import HeldBodies, HttpSettings, KnownHeads
+from fleet.adapters.http_messages import HeldBodies, KnownHeads
 from fleet.adapters.http_protocol import Connection
+from fleet.router.http_settings import HttpSettings
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -13,6 +16,7 @@ class Transport:
     def __init__(self):
         self.reading = True
         self.written = b""
+        self.closed = False
 
     def pause_reading(self):
         self.reading = False
@@ -30,7 +34,13 @@ class Transport:
         return None
 
     def is_closing(self):
+        return self.closed
+
+    def can_write_eof(self):
         return False
+
+    def close(self):
+        self.closed = True
 
 
 class Work:
@@ -75,3 +85,55 @@ async def test_a_source_is_held_up_while_the_client_does_not_read():
     connection.resume_writing()
 
     assert source.reading
+
+
+def served(connection, exchanges, data):
+    """The request that a piece of data is, answered."""
+    connection.data_received(data)
+    exchange = exchanges.pop()
+    exchange.respond(200, b"{}")
+    exchange.over()
+    return exchange.request
+
+
+class Unwanted:
+    """A parser that nobody is to ask."""
+
+    def feed_data(self, data):
+        raise AssertionError(f"parsed again: {bytes(data)!r}")
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_a_head_is_not_parsed_again_whatever_the_length_of_its_body_is(pieces):
+    connection, exchanges = a_connection(Transport())
+    whole = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"
+    connection.data_received(whole[:-pieces])  # the body may come later
+    served(connection, exchanges, whole[-pieces:])
+    connection._parser = Unwanted()
+
+    request = served(connection, exchanges, whole.replace(b"Length: 3", b"Length: 12") + b"defghijkl")
+
+    assert request.body == b"abcdefghijkl"
+    assert request.path == "/v1/completions"
+
+
+async def test_a_known_head_does_not_let_in_a_body_that_is_too_long():
+    client = Transport()
+    connection, exchanges = a_connection(client)
+    served(connection, exchanges, REQUEST)
+    client.written = b""
+
+    connection.data_received(REQUEST.replace(b"length: 2", b"length: 99999999"))
+
+    assert client.written.startswith(b"HTTP/1.1 413 ")
+    assert client.closed
+
+
+async def test_only_the_header_that_gives_the_length_is_left_out_of_a_known_head():
+    connection, exchanges = a_connection(Transport())
+    tagged = b"POST / HTTP/1.1\r\nx-content-length: 2\r\ncontent-length: 2\r\n\r\n{}"
+    served(connection, exchanges, tagged)
+
+    request = served(connection, exchanges, tagged.replace(b"x-content-length: 2", b"x-content-length: 3"))
+
+    assert request.headers[b"x-content-length"] == b"3"

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from fleet.adapters.recording import Head, entry_line, head_line
+from fleet.adapters.recording_format import Head, entry_line, head_line
 from fleet.adapters.traces import Cut, TraceRefused, open_trace
 from fleet.clock import SECOND, Nanos
 from fleet.router.settings import RouterSettings

@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 from msgspec import structs
 
-from fleet.adapters.recording import FORMAT, Head, Recording, deciding, end_line, entry_line, head_line, said
+from fleet.adapters.recording import Recording
+from fleet.adapters.recording_format import FORMAT, Head, deciding, end_line, entry_line, head_line, said
 from fleet.clock import SECOND, Nanos
 from fleet.errors import Reason
 from fleet.requests import Finish, KvOrigin, KvPhase, KvReport, Source
@@ -77,6 +78,7 @@ EVENTS = (
         keys={32: (1, 2), 64: ((1 << 64) - 1,)},
         kv_path=KvPath.STORE,
         pin="w",
+        among=("w", "v"),
     ),
     Cancelled(request_id="r"),
     Undelivered(request_id="r#1", worker_id="w"),
@@ -153,7 +155,9 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
         "connect_timeout_seconds",
         "heartbeat_timeout_seconds",
         "max_reconnect_seconds",
-    }, "does the machine look at it? then name it in `fleet.adapters.recording`, so that it is recorded; else here"
+    }, (
+        "does the machine look at it? then name it in `fleet.adapters.recording_format`, so that it is recorded; else here"
+    )
 
 
 def _another(value):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fleet.cli.exits import DONE, FAILED, REFUSED
+from fleet.cli.exits import DONE, REFUSED
 from fleet.cli.main import run
 from tests.model_shapes import LLAMA_70B
 
@@ -107,7 +107,7 @@ def test_a_wheel_that_is_not_there_is_refused(capsys, tmp_path):
     assert "absent.whl" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_a_failure(capsys, tmp_path):
-    assert run(["hardware", "list", "--json", str(tmp_path / "no" / "folder.json")]) == FAILED
+def test_a_file_that_cannot_be_written_is_refused(capsys, tmp_path):
+    assert run(["hardware", "list", "--json", str(tmp_path / "no" / "folder.json")]) == REFUSED
 
     assert "--json" in capsys.readouterr().err

@@ -1,26 +1,73 @@
 """`fleet kube`: manifests of good files, a line about bad ones."""
 
+import io
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from fleet.cli.main import run
 
-SAMPLE = (Path(__file__).parents[3] / "deploy" / "samples" / "cpu.yaml").read_text()
+ROOT = Path(__file__).parents[3]
+SAMPLE = (ROOT / "deploy" / "samples" / "cpu.yaml").read_text()
+GRAPH = (ROOT / "tests" / "unit" / "operators" / "imports" / "graph-v1beta1.yaml").read_text()
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(10 * [f'*{before}'])}]\n"
+    for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+)
 
 
-def rendered(text, tmp_path):
+def rendered(text, tmp_path, *options):
     file = tmp_path / "deployment.yaml"
     file.write_text(text)
-    return run(["kube", "render", "-f", str(file)])
+    return run(["kube", "render", "-f", str(file), *options])
+
+
+def imported(text, tmp_path, *options):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text)
+    return run(["kube", "import", str(file), *options])
+
+
+def objects_in(text):
+    return [msgspec.yaml.decode(part) for part in text.split("---\n") if part.strip()]
+
+
+def names_of(objects):
+    return [(each["kind"], each["metadata"]["name"]) for each in objects]
 
 
 def test_a_deployments_objects_are_printed_as_yaml(tmp_path, capsys):
     assert rendered(SAMPLE, tmp_path) == 0
 
-    objects = [msgspec.yaml.decode(part) for part in capsys.readouterr().out.split("---\n") if part.strip()]
-    assert {each["kind"] for each in objects} == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
+    kinds = {each["kind"] for each in objects_in(capsys.readouterr().out)}
+    assert {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"} <= kinds
+
+
+def test_the_same_objects_in_the_same_order_come_as_json_and_from_standard_input(tmp_path, capsys, monkeypatch):
+    assert rendered(SAMPLE, tmp_path) == 0
+    as_yaml = capsys.readouterr().out
+    assert rendered(SAMPLE, tmp_path, "-o", "json") == 0
+    collected = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr("sys.stdin", io.StringIO(SAMPLE))
+    assert run(["kube", "render", "-f", "-"]) == 0
+
+    assert capsys.readouterr().out == as_yaml
+    assert (collected["kind"], collected["apiVersion"]) == ("List", "v1")
+    assert collected["items"] == objects_in(as_yaml)
+
+
+def test_documents_are_rendered_one_after_the_other(tmp_path, capsys):
+    other = SAMPLE.replace("  name: tiny", "  name: other", 1)
+    assert rendered(f"{SAMPLE}\n---\n{other}\n---\n", tmp_path) == 0
+    both = names_of(objects_in(capsys.readouterr().out))
+    alone = []
+    for text in (SAMPLE, other):
+        assert rendered(text, tmp_path) == 0
+        alone += names_of(objects_in(capsys.readouterr().out))
+    assert both == alone
 
 
 def test_definitions_of_all_kinds_are_printed(capsys):
@@ -33,13 +80,27 @@ def test_definitions_of_all_kinds_are_printed(capsys):
     ("text", "said"),
     [
         ("", "the file is empty"),
-        ("kind: Pod", "is no fleet-serving.io/v1alpha1 DisaggDeployment"),
+        ("kind: Pod", "document 1: is no fleet-serving.io/v1alpha1 DisaggDeployment"),
+        ("[1, 2]", "document 1: is no fleet-serving.io/v1alpha1 DisaggDeployment"),
+        (f"{SAMPLE}\n---\nkind: Pod", "document 2: is no fleet-serving.io/v1alpha1 DisaggDeployment"),
         (SAMPLE.replace("  name: tiny", "  labels: {}"), "metadata.name: is missing"),
-        (SAMPLE.replace("type: decode", "type: encode"), "$.roles[2].type"),
+        (SAMPLE.replace("  name: tiny", "  name: Tiny_1"), "document 1: metadata.name: must be at most 63 characters"),
+        (SAMPLE.replace("  name: tiny", "  name: tiny\n  namespace: [1]"), "metadata.namespace: must be"),
+        (SAMPLE.replace("metadata:\n  name: tiny", "metadata: [1]"), "metadata.name: is missing"),
+        (SAMPLE.replace("spec:", "specs:", 1), "document 1: specs: is not a known key"),
+        (SAMPLE.partition("spec:")[0], "document 1: spec: Expected `object`, got `null`"),
+        (SAMPLE.replace("type: decode", "type: encode"), "document 1: spec.roles[2].type: Invalid enum value 'encode'"),
         (SAMPLE.replace("type: decode", "typ: decode"), "typ"),
         ("a: [" * 50_000, "recursion"),
         ("- " * 100_000, "recursion"),
         ("a: b: c", "mapping values"),
+        (BOMB, "stands for more than"),
+        ("a: &a [*a]", "stands for more than"),
+        ("on: 1", "a key must be a text, not True; put it in quotes"),
+        ("a: 2026-01-01", "a value must be a text, not a date; put it in quotes"),
+        ("a: 2026-13-41", "month must be in 1..12"),
+        ("a: !!python/object:os.system {}", "could not determine a constructor"),
+        ("\x00", "special characters are not allowed"),
     ],
 )
 def test_a_file_that_cannot_be_rendered_is_refused_in_a_line_and_nothing_is_printed(text, said, tmp_path, capsys):
@@ -49,3 +110,59 @@ def test_a_file_that_cannot_be_rendered_is_refused_in_a_line_and_nothing_is_prin
     assert out == ""
     assert said in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("broken", [7, "x", [7], {"spec": 7}, {"metadata": "x"}, {"spec": {"containers": [{}, 7]}}])
+def test_a_pod_template_of_any_shape_is_the_api_servers_to_refuse(broken, tmp_path, capsys):
+    deployment = yaml.safe_load(SAMPLE)
+    deployment["spec"]["roles"][0]["podTemplate"] = broken
+    status = rendered(yaml.safe_dump(deployment), tmp_path)
+    assert status == (0 if isinstance(broken, dict) else 3)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_is_imported_renders_and_warnings_stay_apart(tmp_path, capsys):
+    assert imported(GRAPH, tmp_path) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "fleet: warning: spec.components[0].eppConfig: the router picks by its own policy; `routing.policy` names another",
+        "fleet: warning: spec.components[1].minAvailable: has no equal here and is left out",
+    ]
+    assert rendered(out, tmp_path) == 0
+
+
+def test_warnings_come_as_json_a_line_each(tmp_path, capsys):
+    assert imported(GRAPH, tmp_path, "--json", "--name", "other", "--namespace", "there", "-o", "json") == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["path"] for line in err.splitlines()] == [
+        "spec.components[0].eppConfig",
+        "spec.components[1].minAvailable",
+    ]
+    (made,) = json.loads(out)["items"]
+    assert made["metadata"] == {"name": "other", "namespace": "there"}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("", (), "is neither a values file"),
+        ("kind: Pod", (), "is neither a values file"),
+        (GRAPH.replace("replicas: 3", "replicas: many"), (), "spec.components[1].replicas: must be a whole number"),
+        (GRAPH.replace("v1beta1", "v1"), (), "apiVersion: must be nvidia.com/v1alpha1 or v1beta1"),
+        (GRAPH, ("--name", "Not_A_Name"), "--name: must be at most 63 characters"),
+        (BOMB, (), "stands for more than"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_refused_in_a_line(text, options, said, tmp_path, capsys):
+    assert imported(text, tmp_path, *options) == 3
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_is_not_there_is_refused_in_a_line(capsys):
+    for command in (["render", "-f"], ["import"]):
+        assert run(["kube", *command, "/no/such/file"]) == 3
+        assert capsys.readouterr().err == "fleet: /no/such/file: No such file or directory\n"

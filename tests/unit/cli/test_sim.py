@@ -81,6 +81,12 @@ def test_a_trace_runs_at_another_pace(scenario, capsys):
     assert 0 < answer["hit_rate"] < 0.3
 
 
+def test_a_recorded_trace_runs_a_hundred_times_as_fast_as_it_was_recorded(scenario, capsys):
+    trace = [f"workload={{kind='trace',file='{CONVERSATION}',requests=400}}"]
+    answer = outcome(capsys, "run", scenario, "--set", *trace, "--set", "pools.0.gpus=8")
+    assert answer["simulated_seconds"] > 100 * answer["cpu_seconds"]
+
+
 def test_every_request_has_a_row(scenario, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     outcome(capsys, "run", scenario, "--requests", rows)

@@ -5,7 +5,16 @@ from hypothesis import strategies as st
 
 from fleet.clock import MILLISECOND, Nanos
 from fleet.control.machine import REMEMBERED, Membership
-from fleet.control.messages import Deregister, MemberJoined, MemberLeft, Register, Superseded, Ticked
+from fleet.control.messages import (
+    Deregister,
+    Found,
+    MemberJoined,
+    MemberLeft,
+    Register,
+    Superseded,
+    Ticked,
+    Withdrawn,
+)
 from fleet.control.settings import ControlSettings
 from fleet.ids import Incarnation, WorkerId
 
@@ -86,11 +95,73 @@ def test_a_deregistration_is_immediate():
     ]
 
 
+def found(event: Register, lease: Nanos = LEASE) -> Found:
+    """A directory's sighting of what registers so elsewhere."""
+    return Found(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address, lease=lease)
+
+
+def withdrawn(event: Register) -> Withdrawn:
+    return Withdrawn(worker_id=event.worker_id, incarnation=event.incarnation)
+
+
+def test_who_is_found_is_a_member_for_as_long_as_the_directory_says():
+    membership = a_membership()
+    worker = a_registration()
+
+    assert membership.handle(found(worker, Nanos(2 * LEASE)), START) == [joined(worker)]
+    assert membership.handle(Ticked(), Nanos(START + 2 * LEASE - 1)) == []
+    assert membership.handle(Ticked(), Nanos(START + 2 * LEASE)) == [MemberLeft(worker_id=WORKER)]
+
+
+def test_a_lease_from_here_and_one_of_a_directory_end_with_the_later():
+    membership = a_membership()
+    membership.handle(found(a_registration(), Nanos(2 * LEASE)), START)
+
+    assert membership.handle(a_registration(), START) == []
+    assert membership.handle(Ticked(), Nanos(START + LEASE)) == []
+    assert membership.handle(Ticked(), Nanos(START + 2 * LEASE)) == [MemberLeft(worker_id=WORKER)]
+
+
+def test_old_news_of_a_directory_neither_replace_nor_remove_who_has_registered_here():
+    membership = a_membership()
+    restarted = a_registration(incarnation="two")
+    membership.handle(restarted, START)
+
+    assert membership.handle(found(a_registration()), START) == []
+    assert membership.handle(withdrawn(a_registration()), START) == []
+    assert membership.handle(withdrawn(restarted), START) == [], "it has registered, so it is there"
+    assert membership.handle(restarted, START) == []
+    assert membership.members[WORKER] == joined(restarted)
+
+
+def test_a_lease_from_here_that_ended_protects_nobody():
+    membership = a_membership()
+    membership.handle(a_registration(), START)
+    restarted = a_registration(incarnation="two")
+
+    assert membership.handle(found(restarted), Nanos(START + LEASE)) == [
+        MemberLeft(worker_id=WORKER),
+        joined(restarted),
+    ]
+
+
+def test_who_is_found_and_withdrawn_leaves_at_once_unless_another_has_its_place():
+    membership = a_membership()
+    membership.handle(found(a_registration()), START)
+    restarted = a_registration(incarnation="two")
+    membership.handle(found(restarted), START)
+
+    assert membership.handle(withdrawn(a_registration()), START) == []
+    assert membership.handle(withdrawn(restarted), START) == [MemberLeft(worker_id=WORKER)]
+
+
 workers = st.sampled_from(["a", "b"])
 incarnations = st.sampled_from(["1", "2", "3"])
 steps = st.lists(
     st.tuples(
         st.builds(a_registration, workers, incarnations, st.sampled_from(["x", "y"]))
+        | st.builds(a_registration, workers, incarnations, st.sampled_from(["x", "y"])).map(found)
+        | st.builds(a_registration, workers, incarnations).map(withdrawn)
         | st.builds(Deregister, worker_id=workers.map(WorkerId), incarnation=incarnations.map(Incarnation))
         | st.just(Ticked()),
         st.integers(0, 2 * LEASE),

@@ -109,3 +109,21 @@ def test_a_row_is_json_with_the_agreed_names():
     names |= {"hit_rate", "imbalance", "rounds", "spread", "version", "machine"}
 
     assert names <= msgspec.to_builtins(row("prompt-128", "relay", [a_round()], None, "")).keys()
+
+
+def test_gaps_between_tokens_are_told_over_those_of_the_workers_alone_where_they_have_a_beat():
+    rounds = [a_round(gap_seconds_p99=0.0052), a_round(gap_seconds_p99=0.0056)]
+    alone = [a_round(router_cpu_seconds=None, gap_seconds_p99=0.0051), a_round(gap_seconds_p99=0.0051)]
+
+    told = row("streams", "fleet", rounds, None, "", paced=alone)
+
+    assert told.itl_added_us_p99 == pytest.approx(300)
+    assert told.spread["itl_added_us_p99"] == (pytest.approx(100), pytest.approx(500))
+    assert row("streams", "direct", alone, None, "", paced=alone).itl_added_us_p99 is None
+    assert row("prompts", "fleet", rounds, None, "").itl_added_us_p99 is None
+
+
+def test_processor_time_of_a_thousand_tokens_is_in_seconds():
+    told = row("streams", "fleet", [a_round(requests=64, tokens=16_384, router_cpu_seconds=0.08192)], None, "")
+
+    assert told.cpu_s_per_1k_tokens == pytest.approx(0.005)

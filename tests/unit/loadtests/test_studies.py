@@ -6,7 +6,8 @@ import pytest
 
 from fleet.clock import SECOND, Nanos
 from fleet.roles import Role
-from fleet.sim.scenario import plan, read_scenario
+from fleet.sim.planning import plan
+from fleet.sim.scenario import read_scenario
 from kvstore.replay import Request
 from loadtests.studies import __main__ as command
 from loadtests.studies import mixes, policies, splitwise, tuning

@@ -75,8 +75,16 @@ def test_services_and_budgets_select_the_pods_they_are_about_and_no_others():
     def selected(by):
         return sorted(name for name, labels in pods.items() if by.items() <= labels.items())
 
-    for service in of_kind(found, "Service"):
-        assert selected(service["spec"]["selector"]) == ["tiny-router"]
+    services = {each["metadata"]["name"]: selected(each["spec"]["selector"]) for each in of_kind(found, "Service")}
+    assert {
+        name: [each.rpartition("-")[0] if name in ("tiny-prefill", "tiny-decode") else each for each in pods]
+        for name, pods in services.items()
+    } == {
+        "tiny-router": ["tiny-router"],
+        "tiny-router-control": ["tiny-router"],
+        "tiny-prefill": ["tiny-prefill"],
+        "tiny-decode": ["tiny-decode"],
+    }
     budgets = {
         each["metadata"]["name"]: selected(each["spec"]["selector"]["matchLabels"])
         for each in of_kind(found, "PodDisruptionBudget")

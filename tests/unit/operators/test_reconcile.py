@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from operators.children import REVISION, ROLE, Deployment, Images
-from operators.reconcile import DIGEST, Apply, Child, Remove, Scale, Seen, reconcile
+from operators.reconcile import DIGEST, Apply, Remove, Scale, Value, reconcile
 from operators.resources import DisaggDeploymentSpec
 from operators.scaling import Replicas
+from operators.seen import Child, Refusal, RouterSeen, Seen, Worth
 
 IMAGES = Images(router="router", worker_cpu="cpu", worker_cuda="cuda", worker_rocm="rocm")
 NOW, LATER = "2026-11-22T00:00:00Z", "2026-11-22T01:00:00Z"
@@ -28,6 +29,7 @@ class Cluster:
         self.pods = {}  # by kind and name: pods, ready, leaving
         self.conditions = ()
         self.writes = []
+        self.registers = True
 
     def seen(self, foreign=frozenset()):
         children = []
@@ -38,7 +40,8 @@ class Cluster:
                 replicas = Replicas(
                     revision=labels[REVISION], asked=each["spec"]["replicas"], pods=pods, ready=ready, leaving=leaving
                 )
-                children.append(Child(kind=kind, name=name, role=labels[ROLE], replicas=replicas))
+                known = {"ready_pods": ready, "registered": ready if self.registers else 0}
+                children.append(Child(kind=kind, name=name, role=labels[ROLE], replicas=replicas, **known))
         return Seen(
             children=tuple(children),
             digests={key: each["metadata"]["annotations"][DIGEST] for key, each in self.objects.items()},
@@ -48,9 +51,19 @@ class Cluster:
                 for (kind, _), each in self.objects.items()
                 if kind == "RoleScaler"
             },
+            own_scalers=frozenset(name for kind, name in self.objects if kind == "RoleScaler"),
             conditions=self.conditions,
             generation=1,
+            router=self.router(),
+            registrations_known=self.registers,
         )
+
+    def router(self):
+        found = self.objects.get(("Deployment", "dd-router"))
+        if found is None:
+            return None
+        asked = found["spec"]["replicas"]
+        return RouterSeen(name="dd-router", asked=asked, replicas=asked, ready=asked, updated=asked)
 
     def do(self, action):
         self.writes.append(action)
@@ -99,7 +112,7 @@ def test_an_empty_cluster_becomes_what_is_wished_and_then_nothing_more_is_writte
     status = cluster.settle(a_wish())
 
     assert condition(status, "Ready").status == "True"
-    assert (status.ratio, status.ready_roles) == ("1:2", "2/2")
+    assert (status.ratio, status.ready_roles) == ("1:2", "3/3")
     assert replicas(cluster) == {"prefill": 1, "decode": 2}
     assert reconcile(a_wish(), cluster.seen(), IMAGES, LATER).actions == ()
 

@@ -36,8 +36,9 @@ def test_it_is_where_holding_others_up_costs_as_much_as_a_hand_off(milliseconds,
     assert learned(milliseconds).min_tokens(token_seconds, requests, 512) == tokens
 
 
-def test_the_constant_counts_until_enough_has_been_seen():
-    assert learned(40, MIN_SAMPLES - 1).min_tokens(1e-4, 1, 512) == 512
+@pytest.mark.parametrize(("constant", "tokens"), [(8192, LEAST_TOKENS), (16, 16)])
+def test_until_enough_has_been_seen_no_constant_keeps_prompts_from_being_handed_over(constant, tokens):
+    assert learned(40, MIN_SAMPLES - 1).min_tokens(1e-4, 1, constant) == tokens
 
 
 @pytest.mark.parametrize("begin", [1, 10_000])
@@ -72,3 +73,29 @@ def test_a_router_learns_it_from_its_requests_and_tells_what_it_went_by():
     assert (short.phase, longer.phase) == (Phase.AGGREGATED, Phase.PREFILL)
     (placed,) = router.machine.explain(RequestId("longer")).placements
     assert (placed.why, placed.min_tokens) == (Why.PROMPT_LONG_UNCACHED, 200)
+
+
+@pytest.mark.parametrize("learning", [False, True])
+def test_what_it_would_decide_is_reported_whether_it_counts_or_not(learning):
+    """As above, with eight requests on the decode worker: an eighth of 200 tokens is less than the least that is concluded."""
+    router = Driver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=learning)
+    nothing = router.machine.remote_prefill()
+    assert (nothing.learned, nothing.handoffs, nothing.workers[0].min_tokens) == (learning, 0, None)
+    sampling = Sampling(temperature=0.0, max_tokens=8)
+    for number in range(MIN_SAMPLES):
+        tokens = a_prompt(1000, first=100_000 * (number + 1))
+        prefill = the(Dispatch, router.send(an_arrival(request_id=f"r{number}", tokens=tokens, sampling=sampling)))
+        router.now = Nanos(router.now + SECOND)
+        handed = router.step(prefill, 1, finish=Finish.LENGTH, handoff=a_handoff(num_tokens=1000))
+        router.now = Nanos(router.now + 200 * MILLISECOND)
+        router.step(the(Dispatch, handed), 2)
+
+    report = router.machine.remote_prefill()
+    (worker,) = report.workers
+    assert report.handoffs == MIN_SAMPLES
+    assert report.handoff_seconds == pytest.approx(0.2)
+    assert (worker.worker_id, worker.requests, worker.min_tokens) == ("d1", MIN_SAMPLES, LEAST_TOKENS)
+    assert worker.token_seconds == pytest.approx(0.001)
+    for number in range(MIN_SAMPLES - 1):
+        router.cancel(f"r{number}")
+    assert router.machine.remote_prefill().workers[0].min_tokens == 200

@@ -41,6 +41,7 @@ IMPOSSIBLE = [
         "pin",
     ),
     (Cause.NO_LABEL, {"labels": ("gold",)}, [D, a_standing("s", labels=("silver",))], Reason.NO_WORKER, "labels"),
+    (Cause.NONE_AMONG, {"among": (WorkerId("x"), WorkerId("p"))}, [D, P], Reason.NO_WORKER, ""),
     (Cause.NO_ADAPTER, {"adapter": Adapter(ModelName("ada"))}, [D], Reason.NO_WORKER, "model"),
     (Cause.NO_FORM, {"form": True}, [D], Reason.INVALID_ARGUMENT, "sampling.form"),
     (
@@ -69,7 +70,7 @@ def test_every_code_is_tried():
 
 @pytest.mark.parametrize(
     "asked",
-    [{}, {"pin": WorkerId("full")}, {"labels": ("gold",)}, {"bound": WorkerId("full"), "must_keep": True}],
+    [{}, {"pin": WorkerId("full")}, {"among": (WorkerId("full"),)}, {"labels": ("gold",)}, {"bound": WorkerId("full"), "must_keep": True}],
 )
 def test_who_is_only_busy_is_waited_for(asked):
     full = a_standing("full", requests=16, labels=("gold",))
@@ -82,6 +83,16 @@ def test_a_pin_goes_before_any_cost_and_the_others_are_told_why_not():
 
     assert isinstance(placed, Placed)
     assert (placed.decode, dict(placed.unfit)) == ("slow", {"d": Unfit.NOT_PINNED})
+
+
+def test_only_those_that_may_be_chosen_are_and_so_are_their_partners():
+    slow, asked = a_standing("slow", requests=9), {"prompt_tokens": 2000}
+
+    alone = outcome({**asked, "among": (WorkerId("slow"),)}, slow, D, P)
+    paired = outcome({**asked, "among": (WorkerId("p"), WorkerId("slow"))}, slow, D, P, a_standing("q", Role.PREFILL))
+
+    assert (alone.decode, alone.prefill, dict(alone.unfit)) == ("slow", None, {"d": Unfit.NOT_AMONG})
+    assert (paired.decode, paired.prefill) == ("slow", "p")
 
 
 def test_a_form_goes_to_workers_that_keep_it_however_busy_they_are():

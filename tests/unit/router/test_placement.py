@@ -317,6 +317,14 @@ def test_the_way_is_the_preferred_one_of_those_both_can_go(prefer_direct, asked,
     assert common_path(prefill, decode, asked, settings) is path
 
 
+def test_workers_of_two_generations_do_not_pair():
+    old = structs.replace(a_description(kv_paths=BOTH_PATHS), generation="old")
+    new = structs.replace(old, generation="new")
+
+    assert common_path(old, old, None, RouterSettings()) is not None
+    assert common_path(old, new, None, RouterSettings()) is None
+
+
 def test_two_workers_without_a_store_have_no_way_through_it():
     lone = a_description(store_id=None)
 

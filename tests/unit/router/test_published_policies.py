@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.roles import Phase
 from fleet.router.candidates import Asked
@@ -121,7 +122,110 @@ def test_infera_forgets_workers_whose_misses_have_faded():
     assert set(router.policy._recent) == {"here"}
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("smg", {"match_threshold": 1.5}), ("aibrix", {"k": 1})])
+# Preble.
+
+TIMES = {"prefill_seconds_per_token": 0.001, "quadratic_seconds": 0.0, "decode_seconds_per_token": 0.01}
+
+
+def a_question(prompt_tokens: int = 320, *, key: int = 0, seconds: float = 0.0, answer_tokens: int = 1) -> Asked:
+    return Asked(
+        prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, first_key=key, now=Nanos(int(seconds * SECOND))
+    )
+
+
+def parts(router: Router, *standings, asked: Asked) -> dict[str, list[float]]:
+    found = router.policy.costs(asked, candidates_of(standings, SETTINGS), Phase.AGGREGATED)
+    return {name: costs.tolist() for name, costs in found.items()}
+
+
+@pytest.mark.parametrize(("blocks", "chosen"), [(5, "idle"), (6, "warm")])
+def test_preble_exploits_where_more_is_cached_than_is_not(blocks, chosen):
+    """Of ten blocks, six are more than four; five are not more than five. The one that has them has had 3.2 s of work."""
+    router = Router("preble", **TIMES)
+    router.pick(a_standing("warm", prompt_tokens=3200), asked=a_question(3200))
+    warm = a_standing("warm", prompt_tokens=320, engine_blocks=blocks)
+
+    assert router.pick(warm, a_standing("idle", prompt_tokens=320), asked=a_question()) == chosen
+
+
+def test_preble_exploits_the_longest_match_and_of_equal_ones_the_least_loaded():
+    router = Router("preble", **TIMES)
+    router.pick(a_standing("busy", prompt_tokens=320), asked=a_question())
+    busy, calm, less = (
+        a_standing(name, prompt_tokens=320, engine_blocks=blocks)
+        for name, blocks in (("busy", 9), ("calm", 9), ("less", 8))
+    )
+
+    assert router.pick(busy, calm, less, asked=a_question()) == "calm"
+    assert router.pick(busy, less, asked=a_question()) == "busy"
+
+
+def test_prebles_load_is_what_a_worker_had_to_compute_and_answers_within_the_window():
+    """320 tokens of which 64 were there, 10 of an answer: 0.256 + 0.1 s; forgotten after three minutes."""
+    router = Router("preble", **TIMES)
+    half = a_standing("half", prompt_tokens=320, engine_blocks=2)
+    cold = a_standing("cold", prompt_tokens=320)
+    router.pick(half, asked=a_question(answer_tokens=10))
+
+    soon = parts(router, half, cold, asked=a_question(seconds=179))
+    assert soon["load"] == pytest.approx([0.356, 0])
+    assert soon["prefill"] == pytest.approx([0.256, 0.320])
+    assert soon["evicted"] == [0, 0]
+
+    router.pick(cold, asked=a_question(seconds=181))
+    later = parts(router, half, cold, asked=a_question(seconds=181))
+    assert later["load"] == pytest.approx([0, 0.330])
+    assert set(router.policy._recent) == {"cold"}
+
+
+def test_preble_explores_by_the_sum_with_attention_of_what_comes_after_the_match():
+    router = Router("preble", **TIMES | {"quadratic_seconds": 1e-6})
+    near = a_standing("near", prompt_tokens=320, engine_blocks=5)
+
+    found = parts(router, near, a_standing("cold", prompt_tokens=320), asked=a_question())
+
+    assert found["prefill"] == pytest.approx([0.160 + 1e-6 * (320**2 - 160**2), 0.320 + 1e-6 * 320**2])
+
+
+def test_what_preble_would_evict_weighs_by_those_who_shared_it():
+    """Room for 20 blocks, 10 of them a prompt of key 7 that three of four requests had: 320 ms x 3/4."""
+    router = Router("preble", **TIMES)
+    full = a_standing("full", prompt_tokens=320, kv_blocks=20)
+    router.pick(full, asked=a_question(key=7))
+    warm = a_standing("full", prompt_tokens=320, kv_blocks=20, engine_blocks=10)
+    router.pick(warm, asked=a_question(key=7))
+    router.pick(warm, asked=a_question(key=7))
+    router.pick(full, asked=a_question(key=8))
+
+    assert parts(router, full, asked=a_question(320, key=9))["evicted"] == pytest.approx([0.24])
+    assert parts(router, full, asked=a_question(640, key=9))["evicted"] == pytest.approx([0.24 + 0.08])
+    roomy = a_standing("full", prompt_tokens=320, kv_blocks=30)
+    assert parts(router, roomy, asked=a_question(320, key=9))["evicted"] == [0]
+
+
+def test_what_preble_saw_used_again_is_evicted_last_and_what_has_no_room_is_forgotten():
+    router = Router("preble", **TIMES)
+    full = a_standing("full", prompt_tokens=320, kv_blocks=20)
+    warm = a_standing("full", prompt_tokens=320, kv_blocks=20, engine_blocks=10)
+    for key, standing in ((7, full), (8, full), (7, warm), (9, full)):
+        router.pick(standing, asked=a_question(key=key))
+
+    assert list(router.policy._recent["full"].nodes) == [7, 9], "8 had to go"
+
+
+def test_preble_sends_what_would_exploit_the_most_loaded_worker_to_the_least_loaded_one():
+    """More than 1.5 times the load, and only when there have been 50 requests a worker. Warm has 1 s then; cold gets 0.33 s each."""
+    router = Router("preble", **TIMES)
+    warm = a_standing("warm", prompt_tokens=320, engine_blocks=10)
+    cold = a_standing("cold", prompt_tokens=320)
+
+    assert {router.pick(warm, cold, asked=a_question()) for _ in range(100)} == {"warm"}
+    assert [router.pick(warm, cold, asked=a_question()) for _ in range(4)] == ["cold", "cold", "cold", "warm"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("smg", {"match_threshold": 1.5}), ("aibrix", {"k": 1}), ("preble", {"imbalance": 0.5})]
+)
 def test_parameters_that_cannot_be_are_refused(name, parameters):
     with pytest.raises(ConfigurationRefused, match=name):
         policy(name, parameters)
@@ -132,4 +236,6 @@ def test_costs_of_rules_by_cases_are_not_told_as_if_they_were_sums():
 
     for name in ("smg", "aibrix"):
         assert policy(name, {}).costs(ASKED, candidates, Phase.AGGREGATED) == {}
+    exploiting = candidates_of([a_standing("a", prompt_tokens=320, engine_blocks=9), a_standing("b")], SETTINGS)
+    assert policy("preble", {}).costs(ASKED, exploiting, Phase.AGGREGATED) == {}
     assert np.isfinite(policy("infera", {}).costs(ASKED, candidates, Phase.AGGREGATED)["recent"]).all()

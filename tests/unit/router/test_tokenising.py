@@ -6,7 +6,10 @@ import threading
 import pytest
 
 from fleet.errors import Reason, Refused
-from fleet.router.tokenising import MOST, THREADS, TokenisingThreads
+from fleet.router.tokenising import MOST, MOST_VERY_LONG, THREADS, VERY_LONG_BYTES, TokenisingThreads
+
+SIZE = 10_000
+VERY_LONG = VERY_LONG_BYTES + 1
 
 
 class Slow:
@@ -33,17 +36,17 @@ async def test_results_and_failures_arrive(threads):
     def fail() -> None:
         raise ValueError("no text")
 
-    assert await threads.run(lambda: 7) == 7
+    assert await threads.run(lambda: 7, SIZE) == 7
     with pytest.raises(ValueError, match="no text"):
-        await threads.run(fail)
+        await threads.run(fail, SIZE)
 
 
 async def test_no_more_wait_than_so_many(threads):
     slow = Slow()
-    waiting = [threads.run(slow) for _ in range(MOST)]
+    waiting = [threads.run(slow, SIZE) for _ in range(MOST)]
 
     with pytest.raises(Refused) as refused:
-        threads.run(slow)
+        threads.run(slow, SIZE)
 
     assert refused.value.reason is Reason.QUEUE_FULL
     slow.go.set()
@@ -53,9 +56,9 @@ async def test_no_more_wait_than_so_many(threads):
 
 async def test_what_is_given_up_before_it_began_is_held_no_more_and_makes_room_at_once(threads):
     slow = Slow()
-    running = [threads.run(slow) for _ in range(THREADS)]
+    running = [threads.run(slow, SIZE) for _ in range(THREADS)]
     for _ in range(3):
-        given_up = [threads.run(slow) for _ in range(MOST - THREADS)]
+        given_up = [threads.run(slow, SIZE) for _ in range(MOST - THREADS)]
         for each in given_up:
             each.cancel()
         await asyncio.sleep(0)
@@ -69,13 +72,13 @@ async def test_what_is_given_up_before_it_began_is_held_no_more_and_makes_room_a
 
 async def test_what_a_thread_has_begun_counts_until_it_is_done_whoever_waits(threads):
     slow = Slow()
-    for each in [threads.run(slow) for _ in range(THREADS)]:
+    for each in [threads.run(slow, SIZE) for _ in range(THREADS)]:
         each.cancel()
     await asyncio.sleep(0)
-    waiting = [threads.run(slow) for _ in range(MOST - THREADS)]
+    waiting = [threads.run(slow, SIZE) for _ in range(MOST - THREADS)]
 
     with pytest.raises(Refused):
-        threads.run(slow)
+        threads.run(slow, SIZE)
 
     slow.go.set()
     async with asyncio.timeout(10):
@@ -83,7 +86,50 @@ async def test_what_a_thread_has_begun_counts_until_it_is_done_whoever_waits(thr
             await each
         while True:
             try:
-                await threads.run(slow)
+                await threads.run(slow, SIZE)
                 break
             except Refused:
                 await asyncio.sleep(0)
+
+
+async def test_a_long_prompt_goes_past_any_number_of_very_long_ones(threads):
+    very_long = Slow()
+    waiting = [threads.run(very_long, VERY_LONG) for _ in range(MOST_VERY_LONG)]
+
+    try:
+        async with asyncio.timeout(2):
+            assert await threads.run(lambda: 7, SIZE) == 7
+    finally:
+        very_long.go.set()
+
+    assert very_long.begun
+    async with asyncio.timeout(10):
+        assert [await each for each in waiting] == [7] * MOST_VERY_LONG
+
+
+async def test_very_long_prompts_do_not_take_the_places_of_others(threads):
+    slow = Slow()
+    waiting = [threads.run(slow, VERY_LONG) for _ in range(MOST_VERY_LONG)]
+
+    with pytest.raises(Refused) as refused:
+        threads.run(slow, VERY_LONG)
+
+    assert refused.value.reason is Reason.QUEUE_FULL
+    waiting += [threads.run(slow, SIZE) for _ in range(MOST - MOST_VERY_LONG)]
+    slow.go.set()
+    async with asyncio.timeout(10):
+        assert [await each for each in waiting] == [7] * MOST
+
+
+async def test_a_very_long_prompt_does_not_wait_until_no_other_does(threads):
+    slow, order = Slow(), []
+    running = [threads.run(slow, SIZE) for _ in range(THREADS)]
+    others = [threads.run(lambda: order.append("long"), SIZE) for _ in range(8)]
+    very_long = threads.run(lambda: order.append("very long"), VERY_LONG)
+
+    slow.go.set()
+    async with asyncio.timeout(10):
+        for each in (*running, *others, very_long):
+            await each
+
+    assert order.index("very long") < len(others)

@@ -1,16 +1,18 @@
 """Production's servers on a virtual loop and the simulation decide alike, line by line and to the nanosecond."""
 
+import gc
 from random import Random
 
 import pytest
 from msgspec import structs
 
+from fleet.adapters.traces import Session, Turn
 from fleet.clock import SECOND, Nanos
-from fleet.ids import WorkerId
+from fleet.ids import StoreId, WorkerId
 from fleet.roles import Role
 from fleet.sim.agreement import first_difference, served, simulated
-from fleet.sim.clients import Closed, Open
-from fleet.sim.faults import RoleFlip, StoreLost, WorkerLost, WorkerSlow
+from fleet.sim.clients import Closed, Open, Sessions
+from fleet.sim.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
 from fleet.sim.shell import keys_spelled, spelled
 from fleet.sim.store import StoreProfile, TierProfile
 from kvstore.messages import POOL_TIER
@@ -33,12 +35,37 @@ def requests(count=REQUESTS, rate=20.0, seed=1):
         yield Request(Nanos(instant), tokens, chain, luck.randrange(1, 150), luck.randrange(1, 10))
 
 
+def sessions(count=20, seed=2):
+    """Conversations: turns that wait for an answer, or for two, and for a time of no common measure."""
+    luck = Random(seed)
+    for _ in range(count):
+        turns, chain = [], tuple(luck.randrange(1 << 62) for _ in range(8))
+        for number in range(4):
+            chain += tuple(luck.randrange(1 << 62) for _ in range(luck.randrange(1, 12)))
+            request = Request(Nanos(0), len(chain) * BLOCK + luck.randrange(BLOCK), chain, luck.randrange(1, 100), 7)
+            after = (number - 1,) if number != 2 else (0,)  # the second and the third both follow the first
+            turns.append(Turn(request, after if number else (), Nanos(luck.randrange(1, SECOND))))
+        yield Session(tuple(turns))
+
+
 def seconds(at):
     return Nanos(int(at * SECOND) + 17)
 
 
 def lost(worker, at):
     return WorkerLost(at=seconds(at), worker=WorkerId(worker), down=SECOND)
+
+
+def node_lost(node, at):
+    return NodeLost(at=seconds(at), node=StoreId(node), down=SECOND)
+
+
+def cut(worker, at, lasting):
+    return NetworkCut(at=seconds(at), worker=WorkerId(worker), lasting=seconds(lasting))
+
+
+def flip(worker, at, role):
+    return RoleFlip(at=seconds(at), worker=WorkerId(worker), role=role)
 
 
 def pairs(*faults):
@@ -69,6 +96,27 @@ PLANS = {
     ),
     "a slow worker": three(WorkerSlow(at=seconds(2.0), worker=WorkerId("both-0"), factor=3.0, lasting=SECOND)),
     "a worker changes its role": pairs(RoleFlip(at=seconds(2.0), worker=WorkerId("prefill-0"), role=Role.DECODE)),
+    "a busy worker changes its role": pairs(flip("decode-1", 1.13, Role.PREFILL)),
+    "a worker changes its role and back while it drains, and once more": pairs(
+        flip("decode-0", 2.278, Role.PREFILL),
+        flip("decode-0", 2.291, Role.DECODE),
+        flip("decode-0", 2.342, Role.PREFILL),
+    ),
+    "a short cut of the network": three(cut("both-1", 2.0, lasting=1.7)),
+    "cuts of both kinds of workers": pairs(cut("decode-0", 2.0, lasting=1.1), cut("prefill-1", 2.5, lasting=0.9)),
+    "a worker dies while it is cut off": three(cut("both-1", 2.0, lasting=2.3), lost("both-1", 2.4)),
+    "a node dies": a_plan(structs.replace(a_pool(workers=3), gpus_per_node=1), faults=(node_lost("both-node-1", 3.0),)),
+    "a node dies with its store": structs.replace(
+        a_plan(
+            structs.replace(a_pool(Role.PREFILL, 2), gpus_per_node=1),
+            structs.replace(a_pool(Role.DECODE, 2), gpus_per_node=1),
+            remote_prefill_min_tokens=200,
+            faults=(node_lost("decode-node-1", 2.0), node_lost("prefill-node-0", 3.5)),
+        ),
+        store=STORE,
+    ),
+    "conversations": structs.replace(three(), clients=Sessions(users=6)),
+    "conversations and a store": structs.replace(pairs(), clients=Sessions(users=6), store=STORE),
     "a store that dies": structs.replace(
         pairs(StoreLost(at=seconds(2.0), node="prefill-node-0", down=SECOND), lost("decode-1", 3.0)), store=STORE
     ),
@@ -83,7 +131,9 @@ MORE = {"a queue and refusals": ("refuse",), "deadlines": ("refuse", "cancel")}
 def test_a_scenario_gives_the_same_decisions_in_production_and_in_the_simulation(name):
     plan = PLANS[name]
 
-    there, here = served(plan, requests()), simulated(plan, requests())
+    offered = sessions if isinstance(plan.clients, Sessions) else requests
+
+    there, here = served(plan, offered()), simulated(plan, offered())
 
     difference = first_difference(there.lines, here.lines)
     assert difference is None, (there.lines[difference : difference + 3], here.lines[difference : difference + 3])
@@ -119,3 +169,13 @@ def test_prompts_spell_the_keys_of_their_blocks_and_go_on_with_an_answer():
     assert keys_spelled(tokens, BLOCK, b"") == keys
     assert keys_spelled(tokens + bytes(4 * 40), BLOCK, b"") == keys
     assert keys_spelled(spelled((), BLOCK, 3), BLOCK, b"") == ()
+
+
+def test_a_run_that_is_broken_off_leaves_nothing_behind_that_complains():
+    def interrupted():
+        yield from requests(20)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        served(pairs(), interrupted())
+    gc.collect()  # what is said then of tasks and coroutines is an error, in tests

@@ -7,12 +7,13 @@ import pytest
 
 from fleet.adapters.traces import Session, Turn
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.sim.clients import Closed, Open, Sessions
+from fleet.sim.clients import Closed, Open, Sessions, begin
+from fleet.sim.kernel import Kernel
 from fleet.sim.results import Ended, Outcome
 from fleet.sim.run import Plan, simulate
 from fleet.sim.workloads import Drawn, requests_of, sessions_of
 from kvstore.replay import Request
-from tests.unit.sim.test_world import BLOCK, a_plan, a_pool
+from tests.unit.sim.test_world import BLOCK, a_plan, a_pool, a_world
 
 
 def with_clients(clients, plan: Plan | None = None) -> Plan:
@@ -54,6 +55,18 @@ def test_a_user_thinks_between_an_answer_and_the_next_request():
     _, ended = ran(Closed(users=1, think_seconds=3.0), drawn(requests=5))
     gaps = [after.arrival - before.end for before, after in pairwise(ended)]
     assert gaps == [3 * SECOND] * 4
+
+
+def test_of_a_million_users_only_those_come_who_find_something_to_send():
+    kernel = Kernel(1)
+    world, ended = a_world(kernel, a_plan())
+    requests = iter([a_request(number) for number in range(4)])
+
+    clients = begin(Closed(users=1 << 20, ramp_seconds=float(1 << 20)), kernel, world, requests, ended.append)
+
+    assert kernel.run() < 100
+    assert len(ended) == 4
+    assert clients.over
 
 
 def test_users_come_one_after_the_other_when_they_are_told_to():

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.ids import RequestId
-from fleet.sim.engine import EngineLimits, Job, SimulatedEngine, Told
+from fleet.sim.engine import SimulatedEngine
 from fleet.sim.kernel import Kernel
+from fleet.sim.work import EngineLimits, Job, Told
 
 BLOCK = 16
 
@@ -22,7 +23,7 @@ class StraightLine:
 class OneByOne(SimulatedEngine):
     """Takes every step by itself."""
 
-    def _stretch(self) -> int:
+    def _steps_together(self) -> int:
         return 1
 
 

@@ -5,10 +5,11 @@ import pytest
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.ids import RequestId, WorkerId
 from fleet.roles import KvPath
-from fleet.sim.engine import EngineLimits, Job, SimulatedEngine
+from fleet.sim.engine import SimulatedEngine
 from fleet.sim.handoffs import LEASE, End, Handoffs, params
 from fleet.sim.kernel import Kernel
 from fleet.sim.network import Network
+from fleet.sim.work import EngineLimits, Job
 from fleet.work import Handoff
 
 BLOCK = 16

@@ -7,8 +7,9 @@ from msgspec import structs
 
 from fleet.sim.history import History
 from fleet.sim.load_curve import ENOUGH, FURTHER, MOST_FURTHER, LoadPoint, load_curve
+from fleet.sim.planning import run_scenario
 from fleet.sim.results import Slo
-from fleet.sim.scenario import PoolSection, Scenario, run_scenario
+from fleet.sim.scenario import PoolSection, Scenario
 from fleet.sim.workloads import Drawn
 from tests.model_shapes import LLAMA_70B
 

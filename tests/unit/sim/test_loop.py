@@ -166,3 +166,70 @@ def test_timers_that_were_cancelled_do_nothing():
     loop.kernel.run()
     assert happened == ["kept"]
     assert loop.kernel.now() == Nanos(2 * SECOND)
+
+
+def test_while_a_path_is_held_nothing_passes_either_way_and_then_all_does_in_order():
+    loop = a_loop()
+    near, far = connected(loop)
+    began = loop.kernel.now()
+    near.transport.write(b"under way")
+    assert loop.hold("/there")
+    assert not loop.hold("/there")
+    near.transport.write(b"one")
+    far.transport.write(b"three")
+    near.transport.write(b"two")
+    loop.kernel.after(SECOND, lambda: loop.release("/there"))
+    loop.kernel.run()
+    late = began + SECOND + DELAY
+    assert far.events == [(began + DELAY, b"under way"), (late, b"one"), (late, b"two")]
+    assert near.events == [(late, b"three")]
+    assert not loop.hold("/nowhere")
+
+
+def test_who_connects_while_a_path_is_held_is_there_when_it_is_free():
+    loop = a_loop()
+    loop.listen("/there", lambda: Heard(loop))
+    loop.hold("/there")
+    loop.kernel.after(SECOND, lambda: loop.release("/there"))
+
+    async def connect():
+        await loop.create_unix_connection(lambda: Heard(loop), "/there")
+        return loop.kernel.now()
+
+    assert loop.complete(connect()) == SECOND
+
+
+def test_what_is_held_of_a_process_that_is_killed_never_comes_but_that_it_is_gone():
+    loop = a_loop()
+    near, far = connected(loop)
+    loop.hold("/there")
+    far.transport.write(b"last words")
+    at = loop.kernel.now()
+    loop.cut("/there")
+    loop.release("/there")
+    loop.kernel.run()
+    assert near.events == [(at + DELAY, None)]
+
+
+def test_an_abandoned_loop_has_no_tasks_whatever_they_do_when_they_are_cancelled():
+    loop = a_loop()
+    said = []
+
+    async def stubborn():
+        try:
+            await asyncio.sleep(SECOND)
+        except asyncio.CancelledError:
+            said.append("cancelled")
+            await asyncio.sleep(10)
+
+    async def failing():
+        try:
+            await asyncio.sleep(SECOND)
+        finally:
+            raise ValueError("at the end")
+
+    tasks = [loop.begin(stubborn()), loop.begin(failing())]
+    loop.kernel.run(until=Nanos(5))
+    loop.abandon()
+    assert said == ["cancelled"]
+    assert all(task.done() for task in tasks)

@@ -9,10 +9,10 @@ from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.hardware.power import load
 from fleet.roles import Role
 from fleet.router.settings import RouterSettings
-from fleet.sim.engine import EngineLimits
 from fleet.sim.pools import PoolProfile
 from fleet.sim.results import Slo
 from fleet.sim.run import Plan, simulate
+from fleet.sim.work import EngineLimits
 from fleet.sim.workloads import Drawn, requests_of
 
 BLOCK = 16

@@ -8,15 +8,19 @@ from random import Random
 import pytest
 
 from fleet.adapters.flight_recorder import FlightRecorder
-from fleet.adapters.recording import FORMAT, Head, Recording, RecordingRefused
+from fleet.adapters.recording import Recording, RecordingRefused
+from fleet.adapters.recording_format import FORMAT, Head
 from fleet.cli.main import run
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused
+from fleet.router.expectations import Kind, Profile
 from fleet.router.observed import ObservedMachine
 from fleet.sim.agreement import serve
 from fleet.sim.replay import Replay
 from fleet.sim.shell import keys_spelled
+from tests.unit.cli.test_sim import MODEL, SCENARIO
 from tests.unit.sim.test_agreement import lost, pairs, requests
+from tests.unit.sim.test_world import StraightLine
 
 PLAN = pairs(lost("decode-1", 1.4))
 
@@ -65,6 +69,30 @@ def test_a_recording_replays_to_the_same_commands(lines, replay):
     assert replayed.notes == ["it ends because the router ended"]
     continued = first(lines, lambda line: line.get("name") == "WorkerLeft")
     assert len(json.loads(lines[continued - 1])["keys"]) > 1, "nobody was continued with keys of its own"
+
+
+def test_what_a_profile_says_of_recorded_workers_is_told_beside_what_they_did(lines, tmp_path):
+    path = tmp_path / "flight"
+    path.write_bytes(b"".join(lines))
+    replayed = Replay(path, lambda _: Profile(steps=StraightLine(), step_tokens=512)).run()
+    told = {(each.worker_id, each.kind): each for each in replayed.expected}
+    assert told["prefill-0", Kind.TTFT].predictions > 5
+    assert told["prefill-0", Kind.TTFT].error < 0.3
+    assert told["decode-0", Kind.ITL].error < 0.2
+    assert replayed.drifts == []
+
+
+def test_the_command_says_how_well_a_scenario_predicts_a_recording(lines, tmp_path, capsys):
+    path, scenario = tmp_path / "flight", tmp_path / "scenario.toml"
+    path.write_bytes(b"".join(lines))
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    scenario.write_text(SCENARIO.replace('role = "both"', 'name = "decode"\nrole = "both"'))
+    assert run(["sim", "replay", str(path), "--expect", str(scenario)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1].startswith("decode-")
+    assert "by the profile alone" in told[3]
+    assert not [line for line in told if line.startswith("prefill-")]
+    assert run(["sim", "replay", str(path), "--expect", str(tmp_path / "absent.toml")]) == 3
 
 
 @pytest.mark.parametrize(

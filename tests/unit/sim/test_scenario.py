@@ -10,8 +10,9 @@ from fleet.hardware.gpus import GIB
 from fleet.ids import StoreId, WorkerId
 from fleet.roles import Role
 from fleet.sim.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
+from fleet.sim.planning import plan, run_scenario
 from fleet.sim.run import Plan
-from fleet.sim.scenario import plan, read_scenario, run_scenario
+from fleet.sim.scenario import read_scenario
 
 MODEL = Path(__file__).parents[3] / "loadtests" / "studies" / "models" / "llama-3.1-70b.json"
 BLOCK_BYTES = 80 * 2 * 8 * 128 * 2 * 512  # of the 70B model: layers, K and V, heads, their size, bf16, tokens

@@ -13,13 +13,13 @@ from fleet.ids import WorkerId
 from fleet.roles import Phase, Role
 from fleet.router.messages import Dispatch
 from fleet.router.settings import RouterSettings
-from fleet.sim.engine import EngineLimits
 from fleet.sim.faults import Fault, WorkerLost
 from fleet.sim.kernel import Kernel
 from fleet.sim.pools import PoolProfile
 from fleet.sim.results import Ended, Slo
 from fleet.sim.run import Plan, Run, simulate
 from fleet.sim.store import StoreProfile
+from fleet.sim.work import EngineLimits
 from fleet.sim.workloads import Drawn, requests_of
 from fleet.sim.world import World
 from kvstore.replay import Request

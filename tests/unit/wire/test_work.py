@@ -167,6 +167,7 @@ worker_messages = (
         adapter_slots=U32,
         golden=st.none() | st.builds(Golden, tokens=TEXT, template=TEXT, blocks=TEXT),
         keeps_forms=st.booleans(),
+        generation=TEXT,
     )
     | st.just(Draining())
     | st.builds(Goodbye, reason=st.text())

@@ -5,7 +5,7 @@ import asyncio
 from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, WorkerId
 from workers.ports import RegistryUnreachable, Superseded
-from workers.registration import Registration
+from workers.registration import Presence, Registration
 
 
 class Answers:
@@ -15,6 +15,7 @@ class Answers:
         self.failures = list(failures)
         self.asked = 0
         self.taken = asyncio.Event()
+        self.left = 0
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
         self.asked += 1
@@ -23,7 +24,8 @@ class Answers:
         self.taken.set()
         return Nanos(3600 * SECOND)
 
-    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None: ...
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self.left += 1
 
 
 def a_registration(registry: Answers) -> Registration:
@@ -49,3 +51,37 @@ async def test_whoever_was_replaced_does_not_ask_again():
         await a_registration(registry).run()
 
     assert registry.asked == 1
+
+
+async def test_a_worker_is_ready_when_all_registries_have_taken_it_and_not_when_it_leaves():
+    near, far = Answers(), Answers(RegistryUnreachable("away"))
+    presence = Presence([a_registration(near), a_registration(far)])
+    async with asyncio.timeout(10), presence.kept():
+        await near.taken.wait()
+        assert not presence.ready
+        await far.taken.wait()
+        await asyncio.sleep(0)
+        assert presence.ready
+
+        await presence.leave()
+        await presence.leave()
+
+        assert (presence.ready, near.left, far.left) == (False, 1, 1)
+    assert (near.left, far.left) == (1, 1)
+
+
+async def test_whoever_was_replaced_is_not_ready():
+    registry = Answers()
+    presence = Presence([a_registration(registry)])
+    async with asyncio.timeout(10), presence.kept():
+        await registry.taken.wait()
+        registry.failures = [Superseded("w1 is held by a newer process")]
+        await presence._registrations[0].run()
+
+        assert not presence.ready
+
+
+async def test_a_worker_without_registries_is_ready():
+    presence = Presence([])
+    async with presence.kept():
+        assert presence.ready

@@ -47,6 +47,7 @@ class World:
         self.held: set[bytes] = set()
         self.below: set[bytes] = set()  # in a slower tier; comes up once somebody has patience
         self.on_their_way = False
+        self.risen: dict[str, int] = {}  # told once
         self.looks = 0
         self.fetched: list[tuple[list[bytes], float]] = []  # names, patience
         self.asked: list[int] = []
@@ -76,7 +77,8 @@ class World:
             patience_seconds or self.on_their_way
         ):
             self.on_their_way, loading = True, len(missing)
-        return Match(incarnation="1", lease_id=lease, names=tuple(prefix), slots=slots, loading=loading)
+        risen, self.risen = self.risen, {}
+        return Match(incarnation="1", lease_id=lease, names=tuple(prefix), slots=slots, loading=loading, risen=risen)
 
     def coming(self, hashes) -> bool:
         self.looks += 1
@@ -285,8 +287,21 @@ def test_counts_say_where_the_blocks_came_from():
     world.admit(request, local_blocks=1)
     world.planner.loaded({"r": 3})
 
-    assert world.planner.finished(request) == Counts(engine=1, store=3)
+    assert world.planner.finished(request) == Counts(engine=1, store=3, tiers={"cpu": 3})
     assert world.planner.finished(request) is None
+
+
+@pytest.mark.parametrize(("good", "tiers"), [(3, {"cpu": 1, "ssd": 2}), (2, {"ssd": 2}), (1, {"ssd": 1}), (0, {})])
+def test_counts_say_which_tier_of_the_store_had_the_blocks(good, tiers):
+    """Row B3: those from below are the last ones of the four that matched, of which the engine has the first."""
+    world = World()
+    request = a_request(21)
+    world.hold(request, 4)
+    world.risen = {"ssd": 2}
+    world.admit(request, local_blocks=1)
+    world.planner.loaded({"r": good})
+
+    assert world.planner.finished(request) == Counts(engine=1, store=good, tiers=tiers)
 
 
 def test_a_preempted_request_reports_its_first_admission():
@@ -298,7 +313,7 @@ def test_a_preempted_request_reports_its_first_admission():
     request.num_preemptions = 1
     world.admit(request, local_blocks=2)
 
-    assert world.planner.finished(request) == Counts(store=2)
+    assert world.planner.finished(request) == Counts(store=2, tiers={"cpu": 2})
 
 
 def test_blocks_pulled_by_another_connector_are_counted_and_not_asked_for():

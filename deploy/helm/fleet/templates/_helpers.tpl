@@ -1,0 +1,179 @@
+{{/* Beginning of every object's name: short enough for what comes after it. */}}
+{{- define "fleet.fullname" -}}
+{{- $name := .Values.nameOverride | default .Chart.Name -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Of one component: (list root component). The instance is the release; children of DisaggDeployments have theirs. */}}
+{{- define "fleet.selected" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ $root.Values.nameOverride | default $root.Chart.Name }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{- define "fleet.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "fleet.selected" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+app.kubernetes.io/part-of: fleet
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- with $root.Values.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* One of the release's own images: (list root image). */}}
+{{- define "fleet.image" -}}
+{{- $root := index . 0 -}}{{- $image := index . 1 -}}{{- $all := $root.Values.images -}}
+{{- with $all.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- $image.repository -}}
+{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default ($all.tag | default $root.Chart.AppVersion) }}{{ end -}}
+{{- end -}}
+
+{{/* Somebody else's image. */}}
+{{- define "fleet.foreignImage" -}}
+{{- .repository -}}{{- if .digest }}@{{ .digest }}{{ else }}:{{ .tag }}{{ end -}}
+{{- end -}}
+
+{{/* Name of a component's service account: (list root account name). */}}
+{{- define "fleet.serviceAccountName" -}}
+{{- $account := index . 1 -}}
+{{- $account.name | default (ternary (index . 2) "default" $account.create) -}}
+{{- end -}}
+
+{{/* What Kubernetes' "restricted" level asks of a pod, and of a container. */}}
+{{- define "fleet.podSecurity" -}}
+runAsNonRoot: true
+{{- with .Values.user }}
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
+{{- end }}
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "fleet.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+readOnlyRootFilesystem: true
+{{- end -}}
+
+{{/* Where pods go and who pulls: (list root component pods). Several of one component keep to different nodes, if they can. */}}
+{{- define "fleet.scheduling" -}}
+{{- $root := index . 0 -}}{{- $pods := index . 2 -}}
+{{- with $root.Values.images.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- with $pods.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $pods.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $pods.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+{{- if $pods.topologySpreadConstraints }}
+{{- toYaml $pods.topologySpreadConstraints | nindent 2 }}
+{{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "fleet.selected" . | nindent 8 }}
+{{- end }}
+{{- with $pods.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of a component's pods: (list root component pods). The chart's version is not among them: it would restart everything. */}}
+{{- define "fleet.podMetadata" -}}
+{{- $pods := index . 2 -}}
+labels:
+{{- with $pods.labels }}
+{{- omit . "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" | toYaml | nindent 2 }}
+{{- end }}
+  {{- include "fleet.selected" . | nindent 2 }}
+  app.kubernetes.io/part-of: fleet
+{{- with $pods.annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "fleet.tlsSecret" -}}
+{{- if eq .Values.tls.source "Secret" -}}
+{{- required "tls.secret: names the Secret with tls.crt, tls.key and ca.crt; tls.source is Secret" .Values.tls.secret -}}
+{{- else -}}
+{{- include "fleet.fullname" . }}-tls
+{{- end -}}
+{{- end -}}
+
+{{/* What routers are told: the values' settings, and over them what follows from the chart's other values. */}}
+{{- define "fleet.routerSettings" -}}
+{{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" "control_listen" "0.0.0.0:50052" -}}
+{{- if .Values.routers.kserve }}{{- $_ := set $own "kserve_listen" "0.0.0.0:8001" }}{{ end -}}
+{{- if ne .Values.tls.source "None" -}}
+{{- range $end := list "worker_credentials" "store_credentials" -}}
+{{- $_ := set $own $end (include "fleet.tlsFiles" $ | fromJson) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.redis.install (not .Values.routers.settings.tenants_redis) -}}
+{{- $_ := set $own "tenants_redis" (printf "redis://%s-redis:6379/0" (include "fleet.fullname" .)) -}}
+{{- end -}}
+{{- if and (ne .Values.discovery.source "None") (not .Values.routers.settings.discovery) -}}
+{{- $_ := set $own "discovery" (include "fleet.discovery" . | fromJson) -}}
+{{- end -}}
+{{- mergeOverwrite (deepCopy .Values.routers.settings) $own | toPrettyJson -}}
+{{- end -}}
+
+{{/* Where workers are found, as routers are told it. */}}
+{{- define "fleet.discovery" -}}
+{{- $cluster := .Values.discovery.cluster | default .Release.Name -}}
+{{- if eq .Values.discovery.source "Kubernetes" -}}
+{{- dict "kind" "kubernetes" "cluster" $cluster "namespace" .Release.Namespace | toJson -}}
+{{- else -}}
+{{- $own := list -}}
+{{- if .Values.etcd.install -}}{{- $own = list (printf "%s-etcd:2379" (include "fleet.fullname" .)) -}}{{- end -}}
+{{- $endpoints := .Values.etcd.endpoints | default $own -}}
+{{- if not $endpoints -}}
+{{- fail "etcd.endpoints: names no etcd, and etcd.install is off; discovery.source is Etcd" -}}
+{{- end -}}
+{{- $told := dict "kind" "etcd" "endpoints" $endpoints "prefix" (printf "/fleet/%s/workers/" $cluster) -}}
+{{- if .Values.etcd.tls -}}
+{{- if eq .Values.tls.source "None" -}}
+{{- fail "etcd.tls: needs a certificate; tls.source is None" -}}
+{{- end -}}
+{{- $_ := set $told "credentials" (include "fleet.tlsFiles" . | fromJson) -}}
+{{- end -}}
+{{- toJson $told -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "fleet.tlsFiles" -}}
+{{- dict "certificate" "/etc/fleet/tls/tls.crt" "key" "/etc/fleet/tls/tls.key" "authority" "/etc/fleet/tls/ca.crt" | toJson -}}
+{{- end -}}
+
+{{/* What the operator is told. */}}
+{{- define "fleet.operatorSettings" -}}
+{{- $images := dict "router" (include "fleet.image" (list . .Values.images.router)) -}}
+{{- $_ := set $images "worker_cpu" (include "fleet.image" (list . .Values.images.workerCpu)) -}}
+{{- $_ := set $images "worker_cuda" (include "fleet.image" (list . .Values.images.workerCuda)) -}}
+{{- $_ := set $images "worker_rocm" (include "fleet.image" (list . .Values.images.workerRocm)) -}}
+{{- $own := dict "images" $images "listen" "0.0.0.0:8080" -}}
+{{- $_ := set $own "namespaces" (ternary (list .Release.Namespace) list (eq .Values.operator.scope "Namespace")) -}}
+{{- $_ := set $own "lease" (dict "name" (printf "%s-operator" (include "fleet.fullname" .)) "namespace" .Release.Namespace) -}}
+{{- mergeOverwrite (deepCopy .Values.operator.settings) $own | toPrettyJson -}}
+{{- end -}}

@@ -1,0 +1,27 @@
+# A node of the KV store, with all of its tiers. Built from the project's root: docker build -f deploy/images/kvstore.Dockerfile .
+# BASE takes a digest too, for builds that are to be the same next year.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS build
+# Extensions are compiled here: without a compiler they would be left out, and slower twins used.
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY constraints.txt constraints-kube.txt pyproject.toml README.md LICENSE ./
+COPY fleet fleet
+COPY kvstore kvstore
+COPY operators operators
+COPY workers workers
+RUN python -m venv /opt/fleet \
+ && /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c constraints.txt -c constraints-kube.txt '.[codecs,redis,s3]'
+# With its dependencies NIXL would bring CUDA's libraries, which a node without GPUs has no use for.
+RUN /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --no-deps -c constraints.txt nixl nixl-cu12
+RUN /opt/fleet/bin/python -I -c 'import fleet.router.native._costs, kvstore.native._chain, kvstore.native._checksum, kvstore.native._kernels, kvstore.native._table'
+
+FROM ${BASE}
+COPY --from=build /opt/fleet /opt/fleet
+ENV PATH=/opt/fleet/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1
+USER 65532:65532
+WORKDIR /tmp
+CMD ["fleet", "--help"]

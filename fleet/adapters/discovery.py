@@ -1,0 +1,50 @@
+"""Directories of workers by their settings. Each technology is loaded where it is used: two of them are optional."""
+
+from types import TracebackType
+from typing import Protocol, Self, assert_never
+
+from fleet.control.ports import Directory
+from fleet.discovery import Discovery, EtcdDiscovery, FileDiscovery, KubernetesDiscovery
+from fleet.errors import ConfigurationRefused
+from workers.ports import Registry
+
+
+class OpenedDirectory(Directory, Registry, Protocol):
+    """For workers a registry, for routers a directory; used within its context."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def directory_of(settings: Discovery) -> OpenedDirectory:
+    """To be entered before it is used.
+
+    Raises:
+        ConfigurationRefused: A package is not installed, or what the settings name is not there.
+    """
+    match settings:
+        case FileDiscovery():
+            from fleet.adapters.discovery_file import FileDirectory  # noqa: PLC0415 - each loads its own technology
+
+            return FileDirectory(settings)
+        case EtcdDiscovery():
+            try:
+                from fleet.adapters.discovery_etcd import EtcdDirectory  # noqa: PLC0415 - optional
+            except ImportError as error:
+                raise _not_installed("aetcd", "etcd") from error
+            return EtcdDirectory(settings)
+        case KubernetesDiscovery():
+            try:
+                from fleet.adapters.discovery_kubernetes import KubernetesDirectory  # noqa: PLC0415 - optional
+            except ImportError as error:
+                raise _not_installed("kubernetes", "kubernetes") from error
+            return KubernetesDirectory(settings)
+        case _:
+            assert_never(settings)
+
+
+def _not_installed(package: str, extra: str) -> ConfigurationRefused:
+    return ConfigurationRefused(f"discovery: needs the package {package}: pip install 'fleet-serving[{extra}]'")

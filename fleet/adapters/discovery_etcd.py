@@ -1,0 +1,271 @@
+"""etcd as the directory of workers: one key each, under a lease that etcd ends.
+
+Rules:
+
+1. A key belongs to the lease under which it was last written. So the end of an older process's lease, or its goodbye (which is the
+   end of that lease and nothing else), does not touch the key of its successor.
+2. The last one to begin has the key. From then on a worker keeps its lease alive and looks whether the key is still under it: where it
+   is gone it is written anew, where it is under another's the worker has been replaced.
+3. A router reads all keys, watches for a third of a lease, and reads them again. What it reads is alive, since etcd has ended the
+   leases of the others. A watch that went silent thus costs one round at most, and a compaction nothing.
+4. A member of etcd that is cut off from the others must not be believed: reads are linearizable and watches need a leader.
+
+The messages are those of the package aetcd. Its client is not used: it knows no TLS, and a call of it may wait for ever.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote, unquote
+
+import grpc
+import msgspec
+from aetcd import rpc
+from msgspec import Struct
+
+from fleet.clock import Nanos
+from fleet.control.messages import Listed, Missing, Seen, Sighting
+from fleet.control.ports import DirectoryUnreachable
+from fleet.discovery import EtcdDiscovery, Record
+from fleet.errors import ConfigurationRefused
+from fleet.ids import Incarnation, WorkerId
+from kvstore.credentials import Credentials
+from workers.ports import RegistryUnreachable, Superseded
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALL_SECONDS = 2.0
+ROUNDS = 3  # in a lease
+LEADER = (("hasleader", "true"),)
+OPTIONS = (
+    # etcd ends connections that ping more often than every 5 s, or while nothing runs on them.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    (
+        "grpc.use_local_subchannel_pool",
+        1,
+    ),  # a broken connection must not make the next attempt wait for gRPC's own back-off
+)
+
+
+class Held(Struct, frozen=True):
+    """A worker's key, as this process has written it."""
+
+    lease: int
+
+
+class EtcdDirectory:
+    """Implements `workers.ports.Registry` and `fleet.control.ports.Directory`; an async context manager that owns its channels."""
+
+    def __init__(self, settings: EtcdDiscovery) -> None:
+        """Nothing is dialled yet.
+
+        Raises:
+            ConfigurationRefused: A file of `credentials` cannot be read.
+        """
+        self._settings = settings
+        self._prefix = settings.prefix.encode()
+        self._channels = _Channels(settings)
+        self._held: dict[tuple[WorkerId, Incarnation], Held] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channels.close()
+
+    async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
+        record = Record(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            address=address,
+            lease_seconds=self._settings.lease_seconds,
+        )
+        try:
+            await self._channels.call(lambda channel: self._publish(channel, record))
+        except grpc.aio.AioRpcError as error:
+            raise RegistryUnreachable(_said(error)) from error
+        return record.lease
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        held = self._held.pop((worker_id, incarnation), None)
+        if held is None:
+            return
+        try:
+            await self._channels.call(lambda channel: _end_lease(channel, held.lease))
+        except grpc.aio.AioRpcError as error:
+            raise RegistryUnreachable(_said(error)) from error
+
+    async def sightings(self) -> AsyncGenerator[Sighting, None]:
+        try:
+            found = await self._channels.call(self._all)
+            yield Listed(all=tuple(seen for pair in found.kvs if (seen := self._seen(pair)) is not None))
+            async for event in self._changes(found.header.revision + 1):
+                if event.type == rpc.Event.DELETE:
+                    yield Missing(worker_id=WorkerId(unquote(event.kv.key[len(self._prefix) :].decode())))
+                elif (seen := self._seen(event.kv)) is not None:
+                    yield seen
+        except grpc.aio.AioRpcError as error:
+            raise DirectoryUnreachable(_said(error)) from error
+
+    async def _publish(self, channel: grpc.aio.Channel, record: Record) -> None:
+        """Write the key, or keep it.
+
+        Raises:
+            Superseded: The key is another's.
+            AioRpcError: etcd did not do it.
+        """
+        me = (record.worker_id, record.incarnation)
+        held = self._held.get(me)
+        key = self._key(record.worker_id)
+        value = msgspec.json.encode(record)
+        if held is None:
+            lease = await _begin_lease(channel, record.lease_seconds)
+            await rpc.KVStub(channel).Put(rpc.PutRequest(key=key, value=value, lease=lease), timeout=CALL_SECONDS)
+            self._held[me] = Held(lease)
+            return
+        if not await _keep_alive(channel, held.lease):
+            held = self._held[me] = Held(await _begin_lease(channel, record.lease_seconds))
+        ours = rpc.Compare(target=rpc.Compare.LEASE, result=rpc.Compare.EQUAL, key=key, lease=held.lease)
+        nobodys = rpc.Compare(target=rpc.Compare.CREATE, result=rpc.Compare.EQUAL, key=key, create_revision=0)
+        write = rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value, lease=held.lease))
+        anew = rpc.TxnRequest(compare=[nobodys], success=[write])
+        answer = await rpc.KVStub(channel).Txn(
+            rpc.TxnRequest(compare=[ours], failure=[rpc.RequestOp(request_txn=anew)]), timeout=CALL_SECONDS
+        )
+        if not answer.succeeded and not answer.responses[0].response_txn.succeeded:
+            del self._held[me]
+            await _end_lease(channel, held.lease)
+            raise Superseded(f"{record.worker_id} is held by a newer process; every worker needs an id of its own")
+
+    async def _all(self, channel: grpc.aio.Channel) -> Any:
+        asked = rpc.RangeRequest(key=self._prefix, range_end=_after(self._prefix))
+        return await rpc.KVStub(channel).Range(asked, timeout=CALL_SECONDS)
+
+    async def _changes(self, revision: int) -> AsyncIterator[Any]:
+        """Events from a revision on, until the round is over."""
+        created = rpc.WatchCreateRequest(
+            key=self._prefix, range_end=_after(self._prefix), start_revision=revision, progress_notify=False
+        )
+        over = asyncio.get_running_loop().time() + self._settings.lease_seconds / ROUNDS
+        watch = rpc.WatchStub(self._channels.current).Watch(metadata=LEADER)
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                await watch.write(rpc.WatchRequest(create_request=created))
+            while True:
+                try:
+                    async with asyncio.timeout_at(over):
+                        answer = await watch.read()
+                except TimeoutError:
+                    return
+                if answer is grpc.aio.EOF or answer.canceled:
+                    return  # compacted, or no leader: all keys are read next, which says so if it lasts
+                for event in answer.events:
+                    yield event
+        finally:
+            watch.cancel()
+
+    def _key(self, worker_id: WorkerId) -> bytes:
+        return self._prefix + quote(worker_id, safe="").encode()
+
+    def _seen(self, pair: Any) -> Seen | None:
+        """None where somebody wrote what is no record."""
+        try:
+            record = msgspec.json.decode(pair.value, type=Record)
+        except msgspec.DecodeError:
+            log.warning("a key in the directory of workers is no record", extra={"key": pair.key[:200]})
+            return None
+        return Seen(record=record) if self._key(record.worker_id) == pair.key else None
+
+
+class _Channels:
+    """One channel at a time: to the endpoint that answered last, or else to the next one."""
+
+    def __init__(self, settings: EtcdDiscovery) -> None:
+        self._endpoints: Sequence[str] = settings.endpoints
+        self._tls = _tls(settings.credentials)
+        self._turn = count(1)
+        self._channel: grpc.aio.Channel | None = None
+        self._at = self._endpoints[0]
+
+    @property
+    def current(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            if self._tls is None:
+                self._channel = grpc.aio.insecure_channel(self._at, options=OPTIONS)
+            else:
+                self._channel = grpc.aio.secure_channel(self._at, self._tls, options=OPTIONS)
+        return self._channel
+
+    async def call(self, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
+        """What an endpoint answers.
+
+        Raises:
+            AioRpcError: As the call did; the next one goes elsewhere.
+        """
+        try:
+            return await ask(self.current)
+        except grpc.aio.AioRpcError:
+            await self.close()
+            self._at = self._endpoints[next(self._turn) % len(self._endpoints)]
+            raise
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+
+async def _begin_lease(channel: grpc.aio.Channel, seconds: int) -> int:
+    answer = await rpc.LeaseStub(channel).LeaseGrant(rpc.LeaseGrantRequest(TTL=seconds), timeout=CALL_SECONDS)
+    granted: int = answer.ID
+    return granted
+
+
+async def _keep_alive(channel: grpc.aio.Channel, lease: int) -> bool:
+    """Whether the lease was still there."""
+    call = rpc.LeaseStub(channel).LeaseKeepAlive(iter([rpc.LeaseKeepAliveRequest(ID=lease)]), timeout=CALL_SECONDS)
+    try:
+        answer = await call.read()
+    finally:
+        call.cancel()
+    return answer is not grpc.aio.EOF and answer.TTL > 0
+
+
+async def _end_lease(channel: grpc.aio.Channel, lease: int) -> None:
+    try:
+        await rpc.LeaseStub(channel).LeaseRevoke(rpc.LeaseRevokeRequest(ID=lease), timeout=CALL_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.NOT_FOUND:
+            raise
+
+
+def _after(prefix: bytes) -> bytes:
+    """The first key after all that begin so; etcd's own way to ask for a prefix."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
+
+
+def _tls(credentials: Credentials) -> grpc.ChannelCredentials | None:
+    if not credentials.authority:
+        return None
+    given = []
+    for name in ("authority", "key", "certificate"):
+        path = getattr(credentials, name)
+        try:
+            given.append(Path(path).read_bytes() if path else None)
+        except OSError as error:
+            raise ConfigurationRefused(f"discovery.credentials.{name}: {path}: {error.strerror}") from error
+    return grpc.ssl_channel_credentials(*given)
+
+
+def _said(error: grpc.aio.AioRpcError) -> str:
+    return f"etcd: {error.code().name}: {error.details()}"

@@ -1,0 +1,159 @@
+"""A folder as the directory of workers: one file each, replaced as a whole.
+
+Rules:
+
+1. A file is written beside its place and renamed into it, so that it is never read in parts. A folder that is shared over a network
+   needs no more than that of its file system: no locks, no notifications, no clocks that agree.
+2. A renewal is a number that grows. Routers count a lease from when they saw the number change; times of files mean nothing.
+3. The last one to begin has the file: who finds another incarnation in its place when renewing has been replaced.
+4. What is in the folder and is no record is passed over, and said once.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import quote
+
+import msgspec
+
+from fleet.clock import SECOND, Nanos
+from fleet.control.messages import Listed, Seen, Sighting
+from fleet.control.ports import DirectoryUnreachable
+from fleet.discovery import FileDiscovery, Record
+from fleet.errors import ConfigurationRefused
+from fleet.ids import Incarnation, WorkerId
+from workers.ports import RegistryUnreachable, Superseded
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".worker.json"
+MAX_BYTES = 64 << 10  # of a record, which has a few hundred
+LONGEST_NAME = 200  # file systems take 255 bytes
+
+
+class Entry(Record, frozen=True, kw_only=True):
+    """What is in a file."""
+
+    renewals: int
+
+
+class FileDirectory:
+    """Implements `workers.ports.Registry` and `fleet.control.ports.Directory`."""
+
+    def __init__(self, settings: FileDiscovery) -> None:
+        """Nothing is read or written yet.
+
+        Raises:
+            ConfigurationRefused: The folder is not there.
+        """
+        self._settings = settings
+        self._folder = Path(settings.folder)
+        self._renewals: dict[tuple[WorkerId, Incarnation], int] = {}  # of workers that were published here
+        self._passed_over: set[str] = set()
+        if not self._folder.is_dir():
+            raise ConfigurationRefused(f"discovery.folder: {self._folder} is not a folder; make it, or mount it")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is open between two calls."""
+
+    async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
+        renewals = self._renewals.get((worker_id, incarnation), 0) + 1
+        entry = Entry(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            address=address,
+            lease_seconds=self._settings.lease_seconds,
+            renewals=renewals,
+        )
+        try:
+            await asyncio.to_thread(self._publish, entry)
+        except OSError as error:
+            raise RegistryUnreachable(f"{self._folder}: {error.strerror or error}") from error
+        self._renewals[worker_id, incarnation] = renewals
+        return Nanos(self._settings.lease_seconds * SECOND)
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self._renewals.pop((worker_id, incarnation), None)
+        try:
+            await asyncio.to_thread(self._withdraw, worker_id, incarnation)
+        except OSError as error:
+            raise RegistryUnreachable(f"{self._folder}: {error.strerror or error}") from error
+
+    async def sightings(self) -> AsyncGenerator[Sighting, None]:
+        while True:
+            try:
+                entries = await asyncio.to_thread(self._read)
+            except OSError as error:
+                raise DirectoryUnreachable(f"{self._folder}: {error.strerror or error}") from error
+            yield Listed(all=tuple(map(_seen, entries)))
+            await asyncio.sleep(self._settings.poll_ms / 1000)
+
+    # In a thread.
+
+    def _publish(self, entry: Entry) -> None:
+        path = self._path(entry.worker_id)
+        there = _entry(path)
+        if entry.renewals > 1 and there is not None and there.incarnation != entry.incarnation:
+            raise Superseded(f"{entry.worker_id} is held by a newer process; every worker needs an id of its own")
+        beside = path.with_name(f".{quote(entry.incarnation, safe='')[:32]}.{SUFFIX}")
+        try:
+            beside.write_bytes(msgspec.json.encode(entry))
+            beside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink()
+            raise
+
+    def _withdraw(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        path = self._path(worker_id)
+        there = _entry(path)
+        if there is not None and there.incarnation == incarnation:
+            path.unlink(missing_ok=True)
+
+    def _read(self) -> list[Entry]:
+        entries = []
+        for path in sorted(self._folder.iterdir()):
+            if path.name.startswith(".") or not path.name.endswith(SUFFIX):
+                continue
+            if (entry := _entry(path)) is not None:
+                entries.append(entry)
+            elif path.name not in self._passed_over and path.exists():
+                self._passed_over.add(path.name)
+                log.warning("a file in the directory of workers is no record", extra={"path": str(path)})
+        return entries
+
+    def _path(self, worker_id: WorkerId) -> Path:
+        name = quote(worker_id, safe="")
+        if len(name) > LONGEST_NAME or name.startswith("."):
+            name = hashlib.sha256(worker_id.encode()).hexdigest()
+        return self._folder / f"{name}{SUFFIX}"
+
+
+def _entry(path: Path) -> Entry | None:
+    """What a file says; None where there is none, or no record in it."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        return msgspec.json.decode(content, type=Entry) if len(content) <= MAX_BYTES else None
+    except (FileNotFoundError, IsADirectoryError, PermissionError, msgspec.DecodeError):
+        return None
+
+
+def _seen(entry: Entry) -> Seen:
+    record = Record(
+        worker_id=entry.worker_id,
+        incarnation=entry.incarnation,
+        address=entry.address,
+        lease_seconds=entry.lease_seconds,
+    )
+    return Seen(record=record, renewal=str(entry.renewals))

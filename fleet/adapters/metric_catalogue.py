@@ -1,0 +1,90 @@
+"""Every metric that a router, a KV store node and the operator have, by name: read from the very objects that make them."""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+from msgspec import Struct
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from fleet.adapters.relay_metrics import RelayMetrics
+from fleet.adapters.router_metrics import RouterMetrics
+from fleet.adapters.tenant_metrics import TenantMetrics
+from fleet.requests import Finish
+from fleet.router.snapshot import Counters, RouterSnapshot
+from fleet.router.tenants import Usage
+from fleet.telemetry import Metrics
+from kvstore.messages import Stats
+from kvstore.metrics import NodeMetrics, Snapshot
+from operators import telemetry
+
+IDLE_ROUTER = RouterSnapshot(
+    pools=(), stores=(), active=0, queued=0, index_blocks=0, index_overflowed=0, counters=Counters()
+)
+IDLE_NODE = Snapshot(
+    stats=Stats(
+        blocks=0,
+        bytes=0,
+        capacity_bytes=0,
+        hits=0,
+        misses=0,
+        written=0,
+        evicted=0,
+        corrupt=0,
+        expired=0,
+        pinned=0,
+    ),
+    movements=(),
+    refused_loads=0,
+    shadows=(),
+)
+
+
+class Described(Struct, frozen=True, kw_only=True):
+    """One metric; a counter's samples are called `<name>_total`, a histogram's `<name>_bucket` and so on."""
+
+    name: str
+    kind: str
+    meaning: str
+    labels: frozenset[str]
+
+
+@cache
+def of_router() -> Mapping[str, Described]:
+    metrics = Metrics(CollectorRegistry())
+    metrics.ended(Finish.STOP, (), None, 0.0)
+    parts = (
+        RouterMetrics(lambda: IDLE_ROUTER, tasks=lambda: 0, refused=dict),
+        TenantMetrics(lambda: {"one": Usage()}),
+        RelayMetrics(tuple),
+    )
+    return _described(metrics.registry.collect(), *(part.collect() for part in parts))
+
+
+@cache
+def of_store() -> Mapping[str, Described]:
+    metrics = NodeMetrics(CollectorRegistry(), lambda: IDLE_NODE)
+    metrics.moved("ssd", "fetch", 0.0)
+    return _described(metrics.registry.collect())
+
+
+@cache
+def of_operator() -> Mapping[str, Described]:
+    metrics = telemetry.Metrics(CollectorRegistry())
+    metrics.wrote("apply")
+    gauges = telemetry.Gauges(leads=bool, waiting=int, objects=dict, restarts=int, ready=dict)
+    return _described(metrics.registry.collect(), gauges.collect())
+
+
+def _described(*collected: Iterable[Metric]) -> dict[str, Described]:
+    found: dict[str, Described] = {}
+    for family in (each for families in collected for each in families):
+        declared = getattr(family, "_labelnames", ())  # which have no sample yet
+        sampled = {label for sample in family.samples for label in sample.labels}
+        found[family.name] = Described(
+            name=family.name,
+            kind=family.type,
+            meaning=family.documentation,
+            labels=frozenset({*declared, *sampled} - {"le"}),
+        )
+    return found

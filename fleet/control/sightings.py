@@ -1,0 +1,52 @@
+"""What a directory says, again and again, into what the membership hears.
+
+Rules:
+
+1. A listing is all there is: who was there before and is not in it has been withdrawn.
+2. A lease counts from when its renewal was seen, by this process's clock; no other clock is asked. What is seen again as it was has
+   not been renewed, in a listing as elsewhere: so a record that nobody renews is a member for one lease at most, however often
+   it is listed.
+3. Where a directory ends leases itself, to be there is to be renewed.
+"""
+
+from typing import assert_never
+
+from fleet.control.messages import Found, Listed, Missing, Seen, Sighting, Withdrawn
+from fleet.ids import WorkerId
+
+
+class Sightings:
+    """What one directory was last known to have. Its size is that of the directory."""
+
+    def __init__(self) -> None:
+        self._seen: dict[WorkerId, Seen] = {}
+
+    def handle(self, sighting: Sighting) -> list[Found | Withdrawn]:
+        match sighting:
+            case Listed():
+                there = {seen.record.worker_id for seen in sighting.all}
+                missing = [worker_id for worker_id in self._seen if worker_id not in there]
+                changes = [each for worker_id in missing for each in self._miss(worker_id)]
+                return [*changes, *(each for seen in sighting.all for each in self._see(seen))]
+            case Seen():
+                return self._see(sighting)
+            case Missing():
+                return self._miss(sighting.worker_id)
+            case _:
+                assert_never(sighting)
+
+    def _see(self, seen: Seen) -> list[Found | Withdrawn]:
+        record = seen.record
+        before = self._seen.get(record.worker_id)
+        self._seen[record.worker_id] = seen
+        if seen == before and seen.renewal is not None:
+            return []
+        return [
+            Found(
+                worker_id=record.worker_id, incarnation=record.incarnation, address=record.address, lease=record.lease
+            )
+        ]
+
+    def _miss(self, worker_id: WorkerId) -> list[Found | Withdrawn]:
+        gone = self._seen.pop(worker_id, None)
+        return [] if gone is None else [Withdrawn(worker_id=worker_id, incarnation=gone.record.incarnation)]

@@ -1,0 +1,52 @@
+"""What the operator may do on the API server, and has to be allowed: one list, for its code's tests and for the chart's Role. Pure.
+
+Rules:
+
+1. The Role is made from this list, and a test holds the requests of a whole life of a deployment against it: nothing is granted that is
+   not used, nothing used that is not granted.
+2. Server-side apply is `patch`, and `create` as well where the object is not there yet.
+3. No Secrets, no nodes, no reading of events, nothing of the whole cluster: in namespaces that are named, a Role is enough.
+4. Children carry `blockOwnerDeletion: false`: whoever sets it needs `update` on finalizers of the owner.
+"""
+
+from msgspec import Struct
+
+from operators import kinds
+from operators.kinds import Kind
+
+READ = ("list", "watch")
+CHILD = ("list", "watch", "create", "patch", "delete")
+
+
+class Access(Struct, frozen=True, kw_only=True):
+    """One rule of a Role."""
+
+    group: str
+    """Empty: Kubernetes' core."""
+
+    resource: str
+    """Plural; with the subresource after a slash."""
+
+    verbs: tuple[str, ...]
+
+    own_namespace: bool = False
+    """Needed where the operator runs, not where deployments are."""
+
+
+def _of(kind: Kind, verbs: tuple[str, ...], part: str = "", *, own_namespace: bool = False) -> Access:
+    resource = f"{kind.plural}/{part}" if part else kind.plural
+    return Access(group=kind.group, resource=resource, verbs=verbs, own_namespace=own_namespace)
+
+
+ACCESS: tuple[Access, ...] = (
+    _of(kinds.DISAGG_DEPLOYMENT, READ),
+    _of(kinds.ROLE_SCALER, (*READ, "create", "patch", "delete")),
+    _of(kinds.SERVING_PLAN, READ),
+    _of(kinds.SERVING_REQUEST, READ),
+    *(_of(kind, ("patch",), "status") for kind in kinds.CUSTOM),
+    *(_of(kind, CHILD) for kind in (*kinds.SCALED, *kinds.NAMED)),
+    _of(kinds.POD, (*READ, "patch", "delete")),
+    _of(kinds.LEASE, READ),
+    _of(kinds.LEASE, ("get", "create", "update"), own_namespace=True),
+    _of(kinds.EVENT, ("create",)),
+)

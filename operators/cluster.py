@@ -1,0 +1,340 @@
+"""The API server, by the official client: its configuration, credentials, TLS and connections; lists, watches and writes on top.
+
+Rules:
+
+1. Objects are decoded straight into views (`operators.views`). The client's models would make 50 objects of each, and its watch hands on a
+   broken line as if it were an event.
+2. A watch ends after WATCH_SECONDS, by the server's hand, or by ours a little later: a connection that fell silent is noticed.
+3. Nothing that was sent is repeated in an error: servers quote what they refuse, and that may be a password in an environment variable.
+"""
+
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlencode
+
+import aiohttp
+import msgspec
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config.config_exception import ConfigException
+from kubernetes.aio.config.incluster_config import load_incluster_config
+from kubernetes.aio.config.kube_config import load_kube_config
+from msgspec import Struct
+
+from operators import kinds
+from operators.kinds import Kind, Served
+from operators.ports import Busy, ClusterError, Denied, Expired, Listed, Manifest, Missing, Stale, Told, Unreachable
+from operators.views import Named, View
+
+MANAGER = "fleet-operator"
+CALL_SECONDS = 30.0
+WATCH_SECONDS = 300
+WATCH_GRACE_SECONDS = 15
+PAGE = 500
+MOST_CONNECTIONS = 64
+LONGEST_EVENT = 8 << 20
+"""Bytes; an object is 1.5 MiB at most where etcd keeps it."""
+
+MOST_CAUSES = 8
+NAMES_ONLY = "application/json;as=PartialObjectMetadata{list};g=meta.k8s.io;v=v1,application/json"
+# What a server may say after the value that it refuses: requirements, without a quotation.
+REQUIREMENT = re.compile(r": ((?:must|may|should|cannot|can not|is|field is|supported values)\b[^\"'{}\[\]]*)$")
+# What it forbids in its own words, which name no field's value.
+FORBIDDEN = re.compile(r"(exceeded quota: .*|User \"[^\"]*\" cannot .*)$")
+
+
+Decoded = TypeVar("Decoded")
+
+
+class _ListMetadata(Struct, frozen=True, rename="camel"):
+    resource_version: str = ""
+    continue_: str | None = msgspec.field(default=None, name="continue")
+
+
+class _Page(Struct, frozen=True):
+    metadata: _ListMetadata
+    items: list[msgspec.Raw] | None = None
+
+
+class _Event(Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+class _Cause(Struct, frozen=True):
+    field: str = ""
+    reason: str = ""
+    message: str = ""
+
+
+class _Details(Struct, frozen=True, rename="camel"):
+    causes: list[_Cause] | None = None
+    retry_after_seconds: int | None = None
+
+
+class _Status(Struct, frozen=True):
+    """How a server says no."""
+
+    reason: str = ""
+    message: str = ""
+    code: int = 0
+    details: _Details | None = None
+
+
+class _Resources(Struct, frozen=True):
+    class Resource(Struct, frozen=True):
+        name: str
+
+    resources: list[Resource]
+
+
+class ApiServer:
+    """Implements `operators.ports.Cluster`."""
+
+    def __init__(self, client: ApiClient) -> None:
+        self._client = client
+
+    async def served(self) -> Served:
+        found = {}
+        for kind in kinds.OPTIONAL:
+            try:
+                content = await self._call("GET", f"/apis/{kind.group}/{kind.version}")
+            except Missing:
+                found[kind] = False
+                continue
+            names = {each.name for each in _decoded(content, _Resources).resources}
+            found[kind] = kind.plural in names
+        return Served(
+            leader_worker_sets=found[kinds.LEADER_WORKER_SET],
+            pod_monitors=found[kinds.POD_MONITOR],
+            inference_pools=found[kinds.INFERENCE_POOL],
+        )
+
+    async def list(self, kind: Kind, of: type[View], namespace: str, selector: str = "") -> Listed[View]:
+        items: list[View] = []
+        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        accept = NAMES_ONLY.format(list="List") if of is Named else "application/json"
+        while True:
+            content = await self._call("GET", kind.path(namespace), query, accept=accept)
+            page = _decoded(content, _Page)
+            items += [_decoded(each, of) for each in page.items or ()]
+            if not page.metadata.continue_:
+                return Listed(tuple(items), page.metadata.resource_version)
+            query["continue"] = page.metadata.continue_
+
+    async def watch(
+        self, kind: Kind, of: type[View], namespace: str, version: str, selector: str = ""
+    ) -> AsyncGenerator[Told[View], None]:
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(WATCH_SECONDS),
+        } | ({"labelSelector": selector} if selector else {})
+        accept = NAMES_ONLY.format(list="") if of is Named else "application/json"
+        within = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_GRACE_SECONDS, sock_connect=CALL_SECONDS)
+        async with self._answer("GET", kind.path(namespace), query, accept=accept, within=within) as answer:
+            async for line in _lines(answer):
+                event = _decoded(line, _Event)
+                if event.type == "ERROR":
+                    _refuse(_decoded(event.object, _Status))
+                if event.type == "BOOKMARK":
+                    yield Told(_decoded(event.object, _Bookmark).metadata.resource_version)
+                else:
+                    item = _decoded(event.object, of)
+                    yield Told(item.metadata.resource_version, item, gone=event.type == "DELETED")
+
+    async def get(self, kind: Kind, of: type[View], namespace: str, name: str) -> View:
+        return _decoded(await self._call("GET", kind.path(namespace, name)), of)
+
+    async def create(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View:
+        query = {"fieldManager": MANAGER}
+        return _decoded(await self._call("POST", kind.path(namespace), query, body=manifest), of)
+
+    async def replace(self, kind: Kind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View:
+        query = {"fieldManager": MANAGER}
+        return _decoded(await self._call("PUT", kind.path(namespace, name), query, body=manifest), of)
+
+    async def apply(self, kind: Kind, of: type[View], manifest: Manifest, part: str = "") -> View:
+        metadata = manifest["metadata"]
+        path = kind.path(metadata["namespace"], metadata["name"], part)
+        query = {"fieldManager": MANAGER, "force": "true"}
+        content = await self._call("PATCH", path, query, body=manifest, media="application/apply-patch+yaml")
+        return _decoded(content, of)
+
+    async def patch(
+        self, kind: Kind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
+    ) -> View:
+        query = {"fieldManager": MANAGER}
+        path = kind.path(namespace, name)
+        try:
+            content = await self._call("PATCH", path, query, body=list(operations), media="application/json-patch+json")
+        except Denied as error:
+            if error.reason == "Invalid" and any(each["op"] == "test" for each in operations):
+                raise Stale("it is not any more what was patched") from error
+            raise
+        return _decoded(content, of)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+        options: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        options["preconditions"] = {"uid": uid}
+        await self._call("DELETE", kind.path(namespace, name), body=options)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        *,
+        body: Any = None,
+        accept: str = "application/json",
+        media: str = "application/json",
+    ) -> bytes:
+        within = aiohttp.ClientTimeout(total=CALL_SECONDS)
+        async with self._answer(method, path, query, body=body, accept=accept, media=media, within=within) as answer:
+            content: bytes = await answer.read()
+            return content
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        *,
+        within: aiohttp.ClientTimeout,
+        body: Any = None,
+        accept: str = "application/json",
+        media: str = "application/json",
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to one request, which is released at the end, whatever happens.
+
+        Raises:
+            ClusterError: What the server said, or that it said nothing.
+        """
+        client = self._client
+        headers = {"Accept": accept, "Content-Type": media, "User-Agent": client.user_agent}
+        url = f"{client.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        response: aiohttp.ClientResponse | None = None
+        try:
+            await client.update_params_for_auth(headers, [], ["BearerToken"], path, method, None)
+            given = await client.rest_client.request(  # type: ignore[no-untyped-call]
+                method, url, headers=headers, body=body, _request_timeout=within
+            )
+            response = given.response
+            assert response is not None
+            if response.status >= 400:
+                _refuse_answer(response, await response.read())
+            yield response
+        except TimeoutError as error:
+            raise Unreachable("no answer in time") from error
+        except aiohttp.ClientError as error:
+            raise Unreachable(f"{type(error).__name__}") from error
+        finally:
+            if response is not None:
+                # What was read to its end goes back to the pool; a stream in its middle is closed.
+                response.release() if response.content.at_eof() else response.close()
+
+
+class _Bookmark(Struct, frozen=True):
+    class Metadata(Struct, frozen=True, rename="camel"):
+        resource_version: str
+
+    metadata: Metadata
+
+
+@asynccontextmanager
+async def open_api_server(kubeconfig: str, agent: str) -> AsyncIterator[ApiServer]:
+    """A client of it, while the context is open.
+
+    Args:
+        kubeconfig: A file; empty: the service account of the pod that this runs in.
+        agent: How the server's log calls us.
+
+    Raises:
+        ClusterError: There is no such configuration, or it cannot be used.
+    """
+    configuration = Configuration()
+    try:
+        if kubeconfig:
+            if not Path(kubeconfig).is_file():  # noqa: ASYNC240 - once, at the start
+                raise ClusterError(f"kubeconfig: {kubeconfig}: No such file")
+            await load_kube_config(  # type: ignore[no-untyped-call]
+                config_file=kubeconfig, client_configuration=configuration
+            )
+        else:
+            load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except (ConfigException, OSError, ValueError, KeyError, TypeError) as error:
+        raise ClusterError(f"kubeconfig: {error}") from error
+    configuration.connection_pool_maxsize = MOST_CONNECTIONS
+    async with ApiClient(configuration) as client:
+        client.user_agent = agent
+        yield ApiServer(client)
+
+
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Whole lines. What is left at the end of a stream that was cut is not one."""
+    kept = bytearray()
+    async for part in answer.content.iter_any():
+        kept += part
+        *whole, rest = kept.split(b"\n")
+        kept = rest
+        for line in whole:
+            if line.strip():
+                yield bytes(line)
+        if len(kept) > LONGEST_EVENT:
+            raise Unreachable(f"an event is longer than {LONGEST_EVENT} bytes")
+
+
+def _decoded(content: bytes | msgspec.Raw, of: type[Decoded]) -> Decoded:
+    try:
+        return msgspec.json.decode(content, type=of)
+    except msgspec.DecodeError as error:
+        # Where it is, and not what it is: the value may be anything.
+        raise Unreachable(f"an answer that is no {of.__name__}") from error
+
+
+def _refuse_answer(answer: aiohttp.ClientResponse, content: bytes) -> NoReturn:
+    try:
+        status = msgspec.json.decode(content, type=_Status)
+    except msgspec.DecodeError:
+        status = _Status()
+    after = answer.headers.get("Retry-After", "")
+    _refuse(msgspec.structs.replace(status, code=answer.status), float(after) if after.isdecimal() else None)
+
+
+def _refuse(status: _Status, after_seconds: float | None = None) -> NoReturn:
+    """Say what a status means for whoever asked.
+
+    Raises:
+        ClusterError: That.
+    """
+    match status.code:
+        case 404:
+            raise Missing(status.reason or "NotFound")
+        case 409 if status.reason != "AlreadyExists":
+            raise Stale(status.reason or "Conflict")
+        case 410:
+            raise Expired(status.reason or "Expired")
+        case 429:
+            raise Busy("too many requests", after_seconds)
+        case 400 | 403 | 405 | 409 | 413 | 415 | 422:
+            raise Denied(status.reason or str(status.code), spoken(status))
+        case 503 if after_seconds is not None:
+            raise Busy("the server is not ready", after_seconds)
+    raise Unreachable(f"status {status.code} {status.reason}".strip())
+
+
+def spoken(status: _Status) -> str:
+    """What may be repeated of a refusal: the fields, what is required of them, and which quota or right was not enough."""
+    said = []
+    for cause in (status.details.causes if status.details else None) or ():
+        requirement = REQUIREMENT.search(" ".join(cause.message.split()))
+        said.append(f"{cause.field or 'object'}: {requirement[1] if requirement else cause.reason}")
+    if said:
+        return "; ".join(said[:MOST_CAUSES])
+    if forbidden := FORBIDDEN.search(" ".join(status.message.split())):
+        return forbidden[1]
+    return status.reason

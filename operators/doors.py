@@ -1,0 +1,53 @@
+"""Where an operator is asked how it is: /healthz, /readyz, /metrics. Nothing can be told to it here."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+STOP_SECONDS = 2.0
+
+
+@asynccontextmanager
+async def open_doors(
+    host: str, port: int, ready: Callable[[], bool], registry: CollectorRegistry
+) -> AsyncIterator[str]:
+    """Answer while the context is open.
+
+    Args:
+        host: Where to listen.
+        port: There; 0: any.
+        ready: Whether everything has been read once. Standbys are ready too.
+        registry: What /metrics shows.
+
+    Yields:
+        host:port.
+
+    Raises:
+        OSError: The address is in use.
+    """
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        if ready():
+            return web.Response(text="ok\n")
+        return web.Response(status=503, text="the API server has not told everything yet\n")
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    application = web.Application(client_max_size=1024)
+    application.router.add_get("/healthz", healthz)
+    application.router.add_get("/readyz", readyz)
+    application.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_SECONDS)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        bound = runner.addresses[0]
+        yield f"{bound[0]}:{bound[1]}"
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,195 @@
+"""Command lines of other projects' engines, as our workers' settings.
+
+Rules:
+
+1. What the deployment says itself (model, parallelism, what its role is) is taken out; what our workers do in their own way (ports, KV
+   events) is dropped; the rest goes to the engine as it came, by `--set` after the worker's own command.
+2. Flags that carry an object cannot be said on our command line; a note says which.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from operators.imports.reading import Note
+from operators.resources import Parallelism
+
+SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash")
+SHELL_FLAGS = ("-c", "-lc", "-ec", "-e", "-x", "-ex", "-exc")
+SHELL_SIGNS = ("|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>")
+PROGRAMS = ("python3", "python", "vllm")
+
+ALIASES = {
+    "tp": "tensor-parallel-size",
+    "tp-size": "tensor-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "pp-size": "pipeline-parallel-size",
+    "dp": "data-parallel-size",
+    "dp-size": "data-parallel-size",
+    "ep": "expert-parallel-size",
+    "ep-size": "expert-parallel-size",
+    "model-path": "model",
+    "model-name": "served-model-name",
+    "context-length": "max-model-len",
+    "mem-fraction-static": "gpu-memory-utilization",
+    "max-running-requests": "max-num-seqs",
+}
+"""Of vLLM's, SGLang's and Dynamo's, as vLLM calls it."""
+
+OURS = frozenset(
+    {
+        "host",
+        "port",
+        "http-port",
+        "api-key",
+        "disable-log-requests",
+        "disable-log-stats",
+        "enable-log-requests",
+        "is-prefill-worker",
+        "is-decode-worker",
+        "disaggregation-mode",
+        "disaggregation-transfer-backend",
+        "disaggregation-bootstrap-port",
+        "kv-transfer-config",
+        "kv-events-config",
+        "connector",
+        "block-size",
+        "page-size",
+        "skip-tokenizer-init",
+        "durable-kv-events",
+        "m",
+    }
+)
+"""What our workers settle by themselves."""
+
+SETTINGS = {"max-model-len": "max_model_len", "max-num-seqs": "max_running", "dtype": "vllm.dtype"}
+"""Flags that are settings of the worker."""
+
+_NUMBER = re.compile(r"^-[0-9.]+$")
+_VARIABLE = re.compile(r"\$\{(\w+)\}|\$\((\w+)\)|\$(\w+)")
+
+
+class Flags(Struct, frozen=True):
+    """A command line, in words."""
+
+    words: tuple[str, ...]
+    """That are no flags: ``python3``, ``dynamo.vllm``."""
+
+    named: Mapping[str, str]
+    """By name without dashes; of one without a value ``true``."""
+
+    @property
+    def model(self) -> str:
+        """The model's repository or folder; empty: it is not said."""
+        if "serve" in self.words[:-1]:  # vllm serve MODEL
+            return self.get("model") or self.words[self.words.index("serve") + 1]
+        return self.get("model")
+
+    def get(self, name: str) -> str:
+        return self.named.get(name, "")
+
+    def runs(self, module: str) -> bool:
+        """Whether that is what is started."""
+        return any(word == module or word.endswith(f"/{module}") for word in self.words) or self.get("m") == module
+
+
+def flags_of(command: Sequence[str], args: Sequence[str], variables: Mapping[str, str]) -> Flags:
+    """A container's command and arguments, with the variables that the container sets."""
+    tokens = [*command, *args]
+    if command and command[0] in SHELLS:
+        tokens = _started(part for line in tokens[1:] if line not in SHELL_FLAGS for part in _split(line))
+    expanded = [
+        _VARIABLE.sub(lambda found: variables.get(found[1] or found[2] or found[3], found[0]), token)
+        for token in tokens
+    ]
+    words: list[str] = []
+    named: dict[str, str] = {}
+    name = ""
+    for word in expanded:
+        if word.startswith("-") and not _NUMBER.match(word):
+            flag, equals, value = word.lstrip("-").partition("=")
+            name = ALIASES.get(flag.replace("_", "-"), flag.replace("_", "-"))
+            if name:
+                named[name] = value if equals else "true"
+            name = "" if equals else name
+        elif name:
+            named[name] = word if named[name] == "true" else f"{named[name]} {word}"
+        else:
+            words.append(word)
+    return Flags(tuple(words), named)
+
+
+def _started(words: Iterable[str]) -> list[str]:
+    """The last thing that a shell's line starts, without what becomes of its output."""
+    tokens = list(words)
+    starts = [at for at, word in enumerate(tokens) if word.rpartition("/")[2] in PROGRAMS]
+    tokens = tokens[starts[-1] :] if starts else tokens
+    end = next((at for at, word in enumerate(tokens) if word in SHELL_SIGNS), len(tokens))
+    return tokens[:end]
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:  # a quotation without an end
+        return line.split()
+
+
+def parallelism_of(flags: Flags, path: str, notes: list[Note]) -> Parallelism:
+    """How the engine is spread over its GPUs."""
+    tensor, pipeline, data, expert = (
+        _degree(flags, f"{kind}-parallel-size", path, notes) for kind in ("tensor", "pipeline", "data", "expert")
+    )
+    if flags.get("enable-expert-parallel") == "true" and expert == 1:
+        expert = tensor * data
+    return Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert)
+
+
+def _degree(flags: Flags, name: str, path: str, notes: list[Note]) -> int:
+    value = flags.get(name)
+    if not value:
+        return 1
+    if not (value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= 1024):
+        notes.append(Note(path, f"--{name}: is no number from 1 to 1024; taken as 1"))
+        return 1
+    return int(value)
+
+
+TAKEN = frozenset(
+    {f"{kind}-parallel-size" for kind in ("tensor", "pipeline", "data", "expert")}
+    | {"enable-expert-parallel", "model", "served-model-name", "nnodes", "node-rank"}
+)
+"""Flags that the deployment says by itself."""
+
+
+def settings_of(flags: Mapping[str, str], path: str, notes: list[Note]) -> list[str]:
+    """Arguments for our worker that say what is left of the flags."""
+    said: dict[str, str] = {}
+    for name, value in flags.items():
+        if name in TAKEN or name in OURS:
+            continue
+        if value[:1] in ("{", "["):
+            notes.append(
+                Note(path, f"--{name}: carries an object, which cannot be passed on here; make it a file of the image")
+            )
+        elif name in SETTINGS:
+            said[SETTINGS[name]] = value
+        elif name == "enforce-eager":
+            said["vllm.enforce_eager"] = value
+        elif name.startswith("no-") and value == "true":
+            said[f"vllm.extra_args.{_field(name.removeprefix('no-'))}"] = "false"
+        else:
+            said[f"vllm.extra_args.{_field(name)}"] = value
+    return [part for name, value in said.items() for part in ("--set", f"{name}={value}")]
+
+
+def _field(name: str) -> str:
+    return name.replace("-", "_").replace(".", "_")
+
+
+def unknown_to_us(flags: Iterable[str]) -> list[str]:
+    """Those that go to the engine as they came."""
+    known = TAKEN | OURS | SETTINGS.keys() | {"enforce-eager"}
+    return [name for name in flags if name not in known]

@@ -1,0 +1,45 @@
+"""Which project a document is of, and what becomes of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fleet.errors import ConfigurationRefused
+from operators.imports import dynamo, production_stack
+from operators.imports.deployments import Imported
+from operators.imports.reading import Note
+
+
+def imported(documents: Sequence[Any], name: str = "", namespace: str = "") -> Imported:
+    """The DisaggDeployments that a file's documents become.
+
+    Args:
+        documents: Of one file.
+        name: Of the deployment, where there is one; empty: after the document, or its model.
+        namespace: Of all; empty: as the documents say.
+
+    Raises:
+        ConfigurationRefused: None of them is of a project that is known here, or a field has a value that it cannot have.
+    """
+    objects: list[dict[str, Any]] = []
+    notes: list[Note] = []
+    found = False
+    for number, each in enumerate(documents, start=1):
+        at = f"document {number}: " if len(documents) > 1 else ""
+        if not isinstance(each, dict):
+            raise ConfigurationRefused(f"document {number}: is no object")
+        if each.get("kind") == dynamo.KIND:
+            made = dynamo.imported(each, "", name if len(documents) == 1 else "", namespace)
+        elif production_stack.SIGN in each:
+            made = production_stack.imported(each, name, namespace)
+        else:
+            what = each.get("kind") if isinstance(each.get("kind"), str) else "object"
+            notes.append(Note(f"document {number}", f"this {what} is no part of a deployment; apply it as it is"))
+            continue
+        found = True
+        objects += made.objects
+        notes += [Note(f"{at}{note.path}", note.message) for note in made.notes]
+    if not found:
+        raise ConfigurationRefused(
+            f"is neither a values file of vLLM's production stack ({production_stack.SIGN}) nor a {dynamo.KIND} of NVIDIA Dynamo"
+        )
+    return Imported(tuple(objects), tuple(notes))

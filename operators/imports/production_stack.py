@@ -1,0 +1,471 @@
+"""Values files of the chart of vLLM's production stack (https://github.com/vllm-project/production-stack, helm/), as DisaggDeployments.
+
+Rules:
+
+1. Entries of `modelSpec` with the same model are roles of one deployment, since one router serves them all; another model is another
+   deployment.
+2. An entry is a prefill or a decode role where the router splits prompts, and the router's flags or the entry's own KV role say which it is.
+3. What the chart plumbs by itself (ports, probes, peers of transfers) is Fleet's own business here, and is passed over.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct, structs
+
+from fleet.errors import ConfigurationRefused
+from operators.imports.deployments import Imported, Names, document, drain, paired, spread
+from operators.imports.engine_flags import Flags, flags_of, parallelism_of, settings_of, unknown_to_us
+from operators.imports.pods import PodTemplate, gpus_called, gpus_of
+from operators.imports.reading import Note, Reader, says_something
+from operators.resources import (
+    DisaggDeploymentSpec,
+    GpuVendor,
+    KvPath,
+    KvTransfer,
+    ModelSource,
+    Role,
+    RoleType,
+    Routing,
+    Scaling,
+    ScalingMode,
+)
+
+SIGN = "servingEngineSpec"
+"""The field that such a file has, and no other."""
+
+POLICIES = {
+    "roundrobin": "round_robin",
+    "session": "sticky",
+    "prefixaware": "fleet",
+    "kvaware": "fleet",
+    "disaggregated_prefill": "fleet",
+    "disaggregated_prefill_orchestrated": "fleet",
+}
+SPLITTING = "disaggregated_prefill"
+DEFAULT_GIGABYTES = 8
+
+OWN_OF_ENGINES = dict.fromkeys(
+    (
+        "containerPort",
+        "containerSecurityContext",
+        "extraPorts",
+        "imagePullPolicy",
+        "livenessProbe",
+        "readinessProbe",
+        "securityContext",
+        "servicePort",
+        "sidecar",
+        "startupProbe",
+        "strategy",
+    ),
+    "",
+)
+OWN_OF_ROUTERS = dict.fromkeys(
+    (
+        "containerPort",
+        "containerSecurityContext",
+        "engineScrapeInterval",
+        "imagePullPolicy",
+        "k8sServiceDiscoveryType",
+        "livenessProbe",
+        "readinessProbe",
+        "repository",
+        "requestStatsWindow",
+        "securityContext",
+        "serviceDiscovery",
+        "servicePort",
+        "startupProbe",
+        "strategy",
+        "tag",
+    ),
+    "",
+)
+MONITORED = "a PodMonitor comes by itself where the API server has the kind"
+ADAPTERS = (
+    "adapters cannot be named in a DisaggDeployment; `adapters` is a setting of workers, for `--set` in a podTemplate"
+)
+TOKEN = "is written out; put it into a Secret under the key `token`, and name that in model.tokenSecret"  # noqa: S105 - none
+
+
+class _Entry(Struct, frozen=True):
+    """One of `modelSpec`."""
+
+    model: str
+    served: str
+    name: str
+    role: Role
+    secret: str
+    direct: bool
+    store_gigabytes: int
+
+
+class _Splitting(Struct, frozen=True):
+    """What the router's flags say of entries."""
+
+    on: bool
+    prefill: frozenset[str]
+    decode: frozenset[str]
+
+
+def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> Imported:
+    """The deployments in a values file.
+
+    Args:
+        values: Of the file.
+        name: Of the deployment, where there is one model; empty: after the model.
+        namespace: Of all; empty: they name none.
+
+    Raises:
+        ConfigurationRefused: A field has a value that it cannot have.
+    """
+    notes: list[Note] = []
+    root = Reader(values, "", notes)
+    engines, routers = root.table(SIGN), root.table("routerSpec")
+    routing, router, splitting = _routers(routers)
+    entries = []
+    for each in engines.tables("modelSpec"):
+        if each.flag("enabled", default=True):
+            entries.append(_entry(each, engines, splitting))
+        else:
+            each.skip_all()
+    if not entries:
+        raise ConfigurationRefused(f"{SIGN}.modelSpec: has no model in it that is enabled")
+    suspend = not engines.flag("enableEngine", default=True)
+    engines.skip("runtimeClassName", "schedulerName")  # of those that say nothing else
+    keys = "keys of clients are a setting of the router (`tenants`)"
+    engines.rest(OWN_OF_ENGINES | {"serviceMonitor": MONITORED, "vllmApiKey": keys})
+    _beside(root)
+
+    names, objects = Names("model"), []
+    by_model: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        by_model.setdefault(entry.model, []).append(entry)
+    for model, alike in by_model.items():
+        given = name if len(by_model) == 1 and name else alike[0].name if len(alike) == 1 else model.rpartition("/")[2]
+        served = next((each.served for each in alike if each.served), model)
+        spec = DisaggDeploymentSpec(
+            model=ModelSource(
+                name=served,
+                uri="" if served == model else model,
+                token_secret=next((each.secret for each in alike if each.secret), ""),
+            ),
+            roles=(
+                *paired(_renamed(alike), f"{SIGN}.modelSpec", notes),
+                *(() if router is None else (router,)),
+            ),
+            kv_transfer=_transfer(alike),
+            routing=routing,
+            suspend=suspend,
+        )
+        objects.append(document(names.give(given), spec, namespace))
+    return Imported(tuple(objects), tuple(notes))
+
+
+def _renamed(entries: list[_Entry]) -> list[Role]:
+    names = Names("workers")
+    return [structs.replace(each.role, name=names.give(each.name)) for each in entries]
+
+
+def _beside(root: Reader) -> None:
+    """What a chart has besides engines and routers."""
+    root.note_if(
+        "cacheserverSpec",
+        "has no equal: blocks that are kept for later are in the memory of each worker's own pod (kvTransfer.paths: store)",
+    )
+    for name in ("loraController", "loraAdapters"):
+        root.note_if(name, ADAPTERS)
+    root.note_if("sharedStorage", "has no equal; name a PersistentVolumeClaim with the weights in model.claim")
+    root.rest()
+
+
+def _routers(reader: Reader) -> tuple[Routing, Role | None, _Splitting]:
+    """What the chart says of its router: the rules, the role where it is other than usual, and who is what."""
+    logic = reader.text("routingLogic")
+    routing = Routing()
+    if logic in POLICIES:
+        routing = Routing(policy=POLICIES[logic])
+    elif logic:
+        reader.note("routingLogic", "is not known; the default policy takes its place")
+    reader.note_if("sessionKey", "a session is named in a request's body here, as `fleet.session`, and not in a header")
+    flags = flags_of((), reader.texts("extraArgs"), {})
+    for flag in flags.named:
+        if flag not in ("prefill-model-labels", "decode-model-labels"):
+            reader.notes.append(Note(reader.at("extraArgs"), f"--{flag}: has no equal here and is left out"))
+    splitting = _Splitting(
+        on=logic.startswith(SPLITTING) or reader.flag("enablePD"),
+        prefill=frozenset(flags.get("prefill-model-labels").split(",")) - {""},
+        decode=frozenset(flags.get("decode-model-labels").split(",")) - {""},
+    )
+
+    scaling, autoscaling = Scaling(), reader.table("autoscaling")
+    if autoscaling.flag("enabled"):
+        scaling = Scaling(
+            mode=ScalingMode.EXTERNAL,
+            least=autoscaling.number("minReplicas", 1),
+            most=max(autoscaling.number("minReplicas", 1), autoscaling.number("maxReplicas", 3)),
+        )
+        autoscaling.note(
+            "targetCPUUtilizationPercentage", "make a HorizontalPodAutoscaler whose target is the role's RoleScaler"
+        )
+    else:
+        autoscaling.skip_all()
+    template = PodTemplate()
+    template.take(reader)
+    _placed(template, reader)
+    template.annotations |= reader.words("podAnnotations")
+    template.labels |= reader.words("labels")
+    resources = reader.table("resources")
+    if says_something(reader.any("resources")):
+        template.main["resources"] = {name: resources.words(name) for name in resources.names}
+    replicas = reader.number("replicaCount", 1)
+    if not reader.flag("enableRouter", default=True):
+        reader.note("enableRouter", "is false, and a deployment always has a router; it is made with no replica")
+        replicas = 0
+    if reader.text("serviceType", "ClusterIP") != "ClusterIP":
+        reader.note(
+            "serviceType", "the router's Service is a ClusterIP; make another Service, or a Gateway, for clients"
+        )
+    otel = reader.table("otel")
+    otel.note_if("endpoint")
+    otel.rest({"serviceName": "", "secure": ""})
+    if reader.text("hf_token"):
+        reader.note("hf_token", TOKEN)
+    reader.skip(*(name for name in reader.names if name.startswith(("lmcache", "nixl"))))
+    reader.rest(OWN_OF_ROUTERS | {"serviceMonitor": MONITORED})
+    role = Role(name="router", type=RoleType.ROUTER, replicas=replicas, scaling=scaling, pod_template=template.built())
+    usual = role == Role(name="router", type=RoleType.ROUTER)
+    return routing, None if usual else role, splitting
+
+
+def _entry(reader: Reader, engines: Reader, splitting: _Splitting) -> _Entry:
+    model = reader.text("modelURL")
+    if not model:
+        raise ConfigurationRefused(f"{reader.at('modelURL')}: is missing")
+    name = reader.text("name") or model.rpartition("/")[2]
+    transfers = reader.table("lmcacheConfig")
+    kind = _type(reader, transfers, splitting)
+    template = PodTemplate()
+    flags, over_nodes = _engine(reader, template)
+    parallelism = parallelism_of(flags, reader.at("vllmConfig"), reader.notes)
+    wished = parallelism.pipeline if over_nodes else 1
+    each, vendor = _resources(reader, template)
+    gpus, nodes = spread(parallelism, each * wished, wished, vendor, reader.path, reader.notes)
+    _pod(reader, engines, template)
+    role = Role(
+        name=name,
+        type=kind,
+        replicas=reader.number("replicaCount", 1),
+        scaling=_scaling(reader),
+        parallelism=parallelism,
+        nodes_per_replica=nodes,
+        gpus=gpus,
+        drain=drain(template.grace_seconds),
+        pod_template=template.built(),
+    )
+    direct = transfers.flag("enableNixl") or kind is not RoleType.AGGREGATED
+    gigabytes = _kept(transfers, direct=direct)
+    secret = _secret(reader)
+    reader.note_if("repository", "workers run an image with Fleet in it; `image` names another")
+    reader.skip("tag")
+    reader.note_if("pvcStorage", "no claim is made here; name one with the weights in model.claim")
+    reader.note_if("initContainer", "waits for parts of the other stack, or loads weights; left out")
+    reader.note_if("enableLoRA", ADAPTERS)
+    reader.rest(
+        {
+            "annotations": "",
+            "chatTemplate": "the model's own is used; write it into its tokenizer_config.json",
+            "chatTemplateConfigMap": "",
+            "enableTool": "tools become part of the prompt; calls are not read out of answers",
+            "toolCallParser": "",
+            **dict.fromkeys(("pvcAccessMode", "pvcAnnotations", "pvcLabels", "pvcMatchLabels", "storageClass"), ""),
+        }
+    )
+    served = flags.get("served-model-name").partition(" ")[0]  # others are aliases
+    return _Entry(
+        model=model, served=served, name=name, role=role, secret=secret, direct=direct, store_gigabytes=gigabytes
+    )
+
+
+def _kept(transfers: Reader, *, direct: bool) -> int:
+    """Gigabytes of blocks that a pod keeps for later; 0: none."""
+    on, local = transfers.flag("enabled"), transfers.flag("localCpu", default=True)
+    said = max(_gigabytes(transfers, "cpuOffloadingBufferSize"), _gigabytes(transfers, "maxLocalCpuSize"))
+    for field in ("diskOffloadingBufferSize", "maxLocalDiskSize"):
+        transfers.note_if(field, "blocks on disks have no field here; `embedded_store.tiers` is a setting of workers")
+    transfers.skip_all()
+    if not on or (direct and not said):
+        return 0
+    return said or (DEFAULT_GIGABYTES if local else 0)
+
+
+def _type(reader: Reader, transfers: Reader, splitting: _Splitting) -> RoleType:
+    label = reader.words("labels").get("model", "")
+    role, end = transfers.text("kvRole"), transfers.text("nixlRole")
+    if not splitting.on:
+        return RoleType.AGGREGATED
+    if label in splitting.prefill or "producer" in role or end == "sender":
+        return RoleType.PREFILL
+    if label in splitting.decode or "consumer" in role or end == "receiver":
+        return RoleType.DECODE
+    reader.notes.append(Note(reader.path, "says neither that it prefills nor that it decodes; it does both"))
+    return RoleType.AGGREGATED
+
+
+def _engine(reader: Reader, template: PodTemplate) -> tuple[Flags, bool]:
+    """The engine's flags, and whether it spreads over nodes."""
+    config = reader.table("vllmConfig")
+    path = config.path
+    said = {
+        "max-model-len": config.text("maxModelLen"),
+        "dtype": config.text("dtype"),
+        "tensor-parallel-size": config.text("tensorParallelSize"),
+        "pipeline-parallel-size": config.text("pipelineParallelSize"),
+        "max-num-seqs": config.text("maxNumSeqs"),
+        "gpu-memory-utilization": config.text("gpuMemoryUtilization"),
+    }
+    given = flags_of((), config.texts("extraArgs"), {})
+    flags = Flags((), {name: value for name, value in said.items() if value} | dict(given.named))
+    if config.any("enablePrefixCaching") is False or flags.get("no-enable-prefix-caching"):
+        config.note("enablePrefixCaching", "stays on: the router goes by what workers have cached")
+    if config.any("enableChunkedPrefill") is False:
+        config.note("enableChunkedPrefill", "stays on")
+    config.note_if("maxLoras", ADAPTERS)
+    config.skip("v0", "v1")  # vLLM has one engine now
+    for name in ("runner", "convert"):
+        config.note_if(name, "workers generate text and nothing else")
+    config.rest()
+    left = {
+        name: value
+        for name, value in flags.named.items()
+        if name not in ("enable-prefix-caching", "no-enable-prefix-caching", "enable-chunked-prefill")
+    }
+    template.arguments = settings_of(left, f"{path}.extraArgs", reader.notes)
+    for name in unknown_to_us(given.named):
+        if name in left and left[name][:1] not in ("{", "["):
+            reader.notes.append(Note(f"{path}.extraArgs", f"--{name}: goes to the engine as it is (vllm.extra_args)"))
+    if not flags.get("max-model-len"):
+        reader.notes.append(
+            Note(f"{path}.maxModelLen", "is not said; workers then take 4096 tokens, prompt and answer together")
+        )
+    ray = reader.table("raySpec")
+    ray.skip_all()
+    return flags, ray.flag("enabled")
+
+
+def _resources(reader: Reader, template: PodTemplate) -> tuple[int, GpuVendor]:
+    """GPUs of a pod."""
+    resources = reader.any("resources")
+    if says_something(resources) and isinstance(resources, dict):
+        for name in ("requestCPU", "requestMemory", "requestGPU", "requestGPUType", "limitCPU", "limitMemory"):
+            reader.any(name)
+        gpus, vendor, rest = gpus_of(resources, reader.at("resources"), reader.notes)
+    else:
+        kind = reader.text("requestGPUType") or GpuVendor.NVIDIA.value
+        wanted = reader.any("requestGPU")
+        known = gpus_called(kind, wanted, reader.at("requestGPU"), reader.notes) if wanted else (0, GpuVendor.NVIDIA)
+        if known is None:
+            reader.note("requestGPUType", "is no GPU that is known here; taken as nvidia.com/gpu")
+            known = gpus_called(GpuVendor.NVIDIA, wanted, reader.at("requestGPU"), reader.notes)
+        assert known is not None, "NVIDIA's are known"
+        gpus, vendor = known
+        rest = {}
+        for section in ("request", "limit"):
+            said = {name.lower(): value for name in ("CPU", "Memory") if (value := reader.text(f"{section}{name}"))}
+            if said:
+                rest[f"{section}s"] = said
+    for field in (
+        "requestGPUMem",
+        "requestGPUMemPercentage",
+        "requestGPUCores",
+        "limitGPUMem",
+        "limitGPUMemPercentage",
+        "limitGPUCores",
+    ):
+        reader.note_if(field, "parts of a GPU cannot be asked for; a worker has its GPUs to itself")
+    if rest:
+        template.main["resources"] = rest
+    return gpus, vendor
+
+
+def _pod(reader: Reader, engines: Reader, template: PodTemplate) -> None:
+    """Where an entry's pods run, and what they are given."""
+    template.take(reader)
+    for name in ("runtimeClassName", "schedulerName"):
+        if name not in template.spec and (value := engines.text(name)):
+            template.spec[name] = value
+    common, own = engines.objects("tolerations"), reader.objects("tolerations")
+    override = reader.text("tolerationsPolicy") == "override"
+    if tolerations := (own if override else [*common, *own]):
+        template.spec["tolerations"] = tolerations
+    _placed(template, reader)
+    if secret := reader.text("imagePullSecret"):
+        template.spec["imagePullSecrets"] = [{"name": secret}]
+    if volumes := reader.objects("extraVolumes"):
+        template.spec["volumes"] = list(volumes)
+    if size := reader.text("shmSize"):
+        shared = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+        template.spec.setdefault("volumes", []).append(shared)
+    if mounts := reader.objects("extraVolumeMounts"):
+        template.main["volumeMounts"] = list(mounts)
+    template.add_variables(reader, "env")
+    if secret := reader.table("envFromSecret").text("name"):
+        template.main.setdefault("envFrom", []).append({"secretRef": {"name": secret}})
+    template.annotations |= reader.words("podAnnotations")
+    labels = engines.words("labels") | reader.words("labels")
+    template.labels |= {name: value for name, value in labels.items() if name != "model"}
+
+
+def _placed(template: PodTemplate, reader: Reader) -> None:
+    """Terms of node selectors, which the chart writes without what is around them; an affinity counts more."""
+    terms = reader.objects("nodeSelectorTerms")
+    if terms and "affinity" not in template.spec:
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        template.spec["affinity"] = {"nodeAffinity": required}
+
+
+def _scaling(reader: Reader) -> Scaling:
+    keda = reader.table("keda")
+    enabled = keda.flag("enabled")
+    least, most = keda.number("minReplicaCount", 1), keda.number("maxReplicaCount", 5)
+    keda.skip_all()
+    if not enabled:
+        return Scaling()
+    keda.note("triggers", "make a ScaledObject whose target is the role's RoleScaler, which has the scale subresource")
+    return Scaling(mode=ScalingMode.EXTERNAL, least=least, most=max(least, most))
+
+
+def _secret(reader: Reader) -> str:
+    """Of the model's repository."""
+    told = reader.any("hf_token")
+    if isinstance(told, dict):
+        token = reader.table("hf_token")
+        secret, key = token.text("secretName"), token.text("secretKey")
+        if secret and key != "token":
+            token.note("secretKey", "the token has to be under the key `token` of the Secret")
+        return secret
+    if told:
+        reader.note("hf_token", TOKEN)
+    return ""
+
+
+def _transfer(entries: list[_Entry]) -> KvTransfer:
+    gigabytes = max(each.store_gigabytes for each in entries)
+    paths = (
+        *((KvPath.DIRECT,) if any(each.direct for each in entries) else ()),
+        *((KvPath.STORE,) if gigabytes else ()),
+    )
+    if not paths:
+        return KvTransfer()
+    return KvTransfer(paths=paths, store_memory=f"{gigabytes}G") if gigabytes else KvTransfer(paths=paths)
+
+
+def _gigabytes(reader: Reader, name: str) -> int:
+    """A size that the chart writes as a number of them, whole or not."""
+    text = reader.text(name)
+    whole = text.partition(".")[0]
+    if not text:
+        return 0
+    if not (whole.isascii() and whole.isdigit() and len(whole) <= 6):
+        raise ConfigurationRefused(f"{reader.at(name)}: must be a number of gigabytes")
+    return int(whole)

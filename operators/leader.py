@@ -1,0 +1,125 @@
+"""Reads and writes the Lease, as `operators.election` says."""
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+from typing import Any, Never
+
+from fleet.clock import SECOND, Clock, Nanos
+from operators import kinds
+from operators.election import Election, Found, Step
+from operators.ports import Cluster, ClusterError, Missing, Wall
+from operators.settings import LeaseSettings
+from operators.views import Lease
+
+log = logging.getLogger(__name__)
+
+GOODBYE_SECONDS = 5.0
+
+
+class Leader:
+    """One candidate for one Lease."""
+
+    def __init__(
+        self, cluster: Cluster, settings: LeaseSettings, namespace: str, identity: str, clock: Clock, wall: Wall
+    ) -> None:
+        self.changed = asyncio.Event()
+        """Set when it begins to act; cleared by whoever waits for it."""
+
+        self._cluster = cluster
+        self._settings = settings
+        self._namespace = namespace
+        self._identity = identity
+        self._clock = clock
+        self._wall = wall
+        self._election = Election(identity, Nanos(int(settings.renew_within_seconds * SECOND)))
+        self._led = False
+
+    def leads(self) -> bool:
+        """Whether it may act now."""
+        return self._election.leads(self._clock.now())
+
+    async def run(self) -> Never:
+        """Until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.renew_within_seconds):
+                    await self._round()
+            except TimeoutError:
+                log.warning("the lease was not answered for in time", extra={"lease": self._settings.name})
+            except ClusterError as error:  # somebody was faster, or the server is away: look again
+                log.info("the lease was not written", extra={"lease": self._settings.name, "cause": str(error)})
+            self._tell()
+            await asyncio.sleep(self._settings.retry_seconds)
+
+    async def give_back(self) -> None:
+        """So that the next one need not wait. Nothing may be written after this."""
+        if not self.leads():
+            return
+        self._election.gave_back()
+        try:
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                lease = await self._read()
+                if lease is not None and lease.spec.holder_identity == self._identity:
+                    await self._write(lease, Step.RENEW, holder="")
+                    log.info("gave the lease back", extra={"lease": self._settings.name})
+        except (ClusterError, TimeoutError):
+            log.info("the lease was not given back, it will end", extra={"lease": self._settings.name})
+
+    async def _round(self) -> None:
+        lease = await self._read()
+        began = self._clock.now()
+        step = self._election.step(None if lease is None else _found(lease), began)
+        if step is not Step.WAIT:
+            await self._write(lease, step, holder=self._identity)
+            self._election.wrote(began)
+
+    async def _read(self) -> Lease | None:
+        try:
+            return await self._cluster.get(kinds.LEASE, Lease, self._namespace, self._settings.name)
+        except Missing:
+            return None
+
+    async def _write(self, lease: Lease | None, step: Step, holder: str) -> None:
+        now = self._wall().astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        before = None if lease is None else lease.spec
+        spec: dict[str, Any] = {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": self._settings.duration_seconds if holder else 1,
+            "acquireTime": before.acquire_time if before is not None and step is Step.RENEW else now,
+            "renewTime": now,
+            "leaseTransitions": ((before.lease_transitions or 0) if before is not None else 0) + (step is Step.TAKE),
+        }
+        metadata: dict[str, Any] = {"name": self._settings.name, "namespace": self._namespace}
+        manifest: dict[str, Any] = {
+            "apiVersion": kinds.LEASE.api_version,
+            "kind": kinds.LEASE.name,
+            "metadata": metadata,
+            "spec": spec,
+        }
+        if lease is None:
+            await self._cluster.create(kinds.LEASE, Lease, self._namespace, manifest)
+        else:
+            metadata["resourceVersion"] = lease.metadata.resource_version
+            await self._cluster.replace(kinds.LEASE, Lease, self._namespace, self._settings.name, manifest)
+
+    def _tell(self) -> None:
+        leads = self.leads()
+        if leads != self._led:
+            log.info("leading" if leads else "not leading", extra={"identity": self._identity})
+            self._led = leads
+            if leads:
+                self.changed.set()
+
+
+def _found(lease: Lease) -> Found:
+    return Found(
+        holder=lease.spec.holder_identity or "",
+        version=lease.metadata.resource_version,
+        duration=Nanos((lease.spec.lease_duration_seconds or 1) * SECOND),
+    )
+
+
+def rfc3339(now: datetime) -> str:
+    """As conditions have it: seconds are enough."""
+    return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,261 @@
+"""From what the API server has to what `reconcile` looks at. Pure.
+
+Rules:
+
+1. Ours is what a deployment controls by its uid. Names and labels say nothing: a deployment that was deleted and made again has
+   nothing of its namesake before.
+2. A replica is a pod, or a group of pods that live and die together; a group counts as ready when all of its pods are, and as
+   registered when the first of them is.
+3. A pod that is gone from the API server is gone. One that is marked as deleted still has its GPUs.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import TypeVar, cast
+
+import msgspec
+from msgspec import Struct
+
+from operators import kinds
+from operators.cache import Cache
+from operators.children import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
+from operators.diagnosis import troubles
+from operators.kinds import Kind, Served
+from operators.reconcile import DIGEST
+from operators.registrations import Registration, WorkerLease, registered
+from operators.resources import Condition, DisaggDeploymentSpec, RoleType
+from operators.scaling import Replicas
+from operators.seen import Child, RouterSeen, Seen, Worth
+from operators.views import OF_KIND, Custom, Lease, Named, Pod, Scaled, View
+
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"
+LEADER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+POD_INDEX = "apps.kubernetes.io/pod-index"
+Kept = TypeVar("Kept", bound=Named)
+
+
+class Store:
+    """A cache for each kind."""
+
+    def __init__(self) -> None:
+        self._caches: dict[Kind, Cache[Named]] = {kind: Cache(deployment_of) for kind in OF_KIND}
+
+    def of(self, kind: Kind, view: type[View]) -> Cache[View]:
+        assert OF_KIND[kind] is view, f"{kind.name} is kept as {OF_KIND[kind].__name__}"
+        return cast(Cache[View], self._caches[kind])
+
+    def any(self, kind: Kind) -> Cache[Named]:
+        return self._caches[kind]
+
+    def sizes(self) -> Mapping[str, int]:
+        """Objects by kind."""
+        return {kind.name: len(cache) for kind, cache in self._caches.items()}
+
+
+class Foreign(Struct, frozen=True):
+    """Kinds and names that are taken in a namespace by what a deployment does not own. Looked up, never made a list of."""
+
+    store: Store
+    namespace: str
+    uid: str
+
+    def __contains__(self, key: object) -> bool:
+        kind, name = cast(tuple[str, str], key)
+        found = self.store.any(kinds.BY_NAME[kind]).get(self.namespace, name)
+        # A RoleScaler that somebody made is obeyed like our own.
+        return found is not None and found.metadata.owner_uid != self.uid and kind != kinds.ROLE_SCALER.name
+
+
+def observe(
+    store: Store,
+    custom: Custom,
+    spec: DisaggDeploymentSpec,
+    told: Iterable[Registration] | None,
+    now: datetime,
+    served: Served,
+) -> Seen:
+    """What there is of one deployment.
+
+    Args:
+        store: Everything that the API server has told.
+        custom: The deployment.
+        spec: What it says.
+        told: By its router; None: nothing.
+        now: By the wall.
+        served: Which kinds there may be.
+    """
+    namespace, name, uid = custom.metadata.namespace, custom.metadata.name, custom.metadata.uid
+    pods = tuple(store.of(kinds.POD, Pod).of(namespace, name).values())
+    leases = tuple(
+        WorkerLease(
+            holder=each.spec.holder_identity or "",
+            renewed=each.renewed,
+            duration_seconds=each.spec.lease_duration_seconds or 0,
+            annotations=each.metadata.annotations,
+        )
+        for each in store.of(kinds.LEASE, Lease).of(namespace, name).values()
+    )
+    known = registered(leases, told, now)
+    controllers = [
+        (kind, each) for kind in kinds.SCALED for each in _owned(store.of(kind, Scaled).of(namespace, name), uid)
+    ]
+    products = [role.gpus.product for role in spec.roles if role.gpus.product]
+    return Seen(
+        children=tuple(_children(controllers, pods, known)),
+        digests={
+            (kind.name, each.metadata.name): each.metadata.annotations.get(DIGEST, "")
+            for kind in (*kinds.SCALED, *kinds.NAMED)
+            for each in _owned(store.any(kind).of(namespace, name), uid)
+        },
+        foreign=Foreign(store, namespace, uid),
+        scalers={role: each.spec.get("replicas", 1) for role, each in scalers_of(store, namespace, name).items()},
+        own_scalers=frozenset(
+            each.metadata.name for each in _owned(store.any(kinds.ROLE_SCALER).of(namespace, name), uid)
+        ),
+        conditions=conditions_of(custom),
+        generation=custom.metadata.generation,
+        router=_router(controllers),
+        registrations_known=known is not None,
+        troubles=troubles(pods, (each for _, each in controllers), products),
+        worths=_worths(pods, known or {}),
+        served=served,
+    )
+
+
+def deployment_of(item: Named) -> str:
+    """Whose business an object is, by its name; empty: nobody's of ours."""
+    if isinstance(item, Custom):
+        target = item.spec.get("target")
+        name = target.get("deployment") if isinstance(target, dict) else item.spec.get("deployment")
+        return name if isinstance(name, str) else ""
+    return item.metadata.labels.get(INSTANCE, "")
+
+
+def conditions_of(custom: Custom) -> tuple[Condition, ...]:
+    """As last written; none where somebody else wrote something else there."""
+    try:
+        return msgspec.convert(custom.status.get("conditions", []), tuple[Condition, ...])
+    except msgspec.ValidationError:
+        return ()
+
+
+def scalers_of(store: Store, namespace: str, deployment: str) -> dict[str, Custom]:
+    """RoleScalers of a deployment, by role; of two for one role, the one with the name that we would give it, or the first by name."""
+    found: dict[str, Custom] = {}
+    for name, each in sorted(store.of(kinds.ROLE_SCALER, Custom).of(namespace, deployment).items(), reverse=True):
+        role = str(each.spec.get("target", {}).get("role"))
+        if role not in found or found[role].metadata.name != f"{deployment}-{role}":
+            found[role] = each
+        assert each.metadata.name == name
+    return found
+
+
+def _owned(named: Mapping[str, Kept], uid: str) -> Iterator[Kept]:
+    return (each for each in named.values() if each.metadata.owner_uid == uid)
+
+
+def _router(controllers: Iterable[tuple[Kind, Scaled]]) -> RouterSeen | None:
+    for kind, each in controllers:
+        if kind == kinds.DEPLOYMENT and REVISION not in each.metadata.labels:
+            current = each.status.observed_generation >= each.metadata.generation
+            return RouterSeen(
+                name=each.metadata.name,
+                asked=each.spec.replicas,
+                replicas=each.status.replicas,
+                ready=each.status.ready_replicas if current else 0,
+                updated=each.status.updated_replicas if current else 0,
+            )
+    return None
+
+
+def _children(
+    controllers: Iterable[tuple[Kind, Scaled]], pods: Iterable[Pod], known: Mapping[str, Registration] | None
+) -> Iterator[Child]:
+    """One for each role and revision that has a controller, or pods that are left of one."""
+    by_child: dict[tuple[str, str], list[Pod]] = {}
+    for pod in pods:
+        labels = pod.metadata.labels
+        if REVISION in labels and ROLE in labels and labels.get(TYPE) != RoleType.ROUTER:
+            by_child.setdefault((labels[ROLE], labels[REVISION]), []).append(pod)
+    groups: dict[tuple[str, str], list[Scaled]] = {}
+    for kind, each in controllers:
+        labels = each.metadata.labels
+        if REVISION not in labels:
+            continue
+        key = (labels.get(ROLE, ""), labels[REVISION])
+        if kind == kinds.STATEFUL_SET:
+            groups.setdefault(key, []).append(each)
+            continue
+        yield _child(kind.name, each.metadata.name, key, each.spec.replicas, by_child.pop(key, []), known)
+    for key, each_group in groups.items():
+        staying = [each for each in each_group if not each.metadata.deleted]
+        sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in each_group}
+        members = tuple(sorted(each.metadata.name for each in staying))
+        child = _child(kinds.STATEFUL_SET.name, "", key, len(staying), by_child.pop(key, []), known, sizes)
+        yield msgspec.structs.replace(child, members=members)
+    for key, left in by_child.items():
+        yield _child("", "", key, 0, left, known)
+
+
+def _child(
+    kind: str,
+    name: str,
+    key: tuple[str, str],
+    asked: int,
+    pods: Iterable[Pod],
+    known: Mapping[str, Registration] | None,
+    sizes: Mapping[str, int] | None = None,
+) -> Child:
+    replicas: dict[str, list[Pod]] = {}
+    for pod in pods:
+        labels = pod.metadata.labels
+        group = labels.get(GROUP_LABEL) or labels.get(LEADER_GROUP) or pod.metadata.name
+        replicas.setdefault(group, []).append(pod)
+    alive = {group: found for group, each in replicas.items() if (found := [pod for pod in each if pod.alive])}
+    ready = [group for group, each in alive.items() if _group_ready(each, (sizes or {}).get(group))]
+    registered_ones = [
+        group for group, each in alive.items() if known is None or any(pod.metadata.name in known for pod in each)
+    ]
+    serving = set(ready) & set(registered_ones)
+    return Child(
+        kind=kind,
+        name=name,
+        role=key[0],
+        replicas=Replicas(
+            revision=key[1],
+            asked=asked,
+            pods=len(alive),
+            ready=len(serving),
+            leaving=sum(
+                any(pod.metadata.deleted for pod in each) for group, each in replicas.items() if group not in alive
+            ),
+        ),
+        ready_pods=len(ready),
+        registered=0 if known is None else len(registered_ones),
+    )
+
+
+def _group_ready(pods: Iterable[Pod], size: int | None) -> bool:
+    every = list(pods)
+    size = size or int(every[0].metadata.annotations.get("leaderworkerset.sigs.k8s.io/size", "1") or 1)
+    return len(every) >= size and all(pod.ready for pod in every)
+
+
+def _worths(pods: Iterable[Pod], known: Mapping[str, Registration]) -> dict[tuple[str, str], tuple[Worth, ...]]:
+    """Of single pods, by role and revision: what it would cost to lose each."""
+    found: dict[tuple[str, str], list[Worth]] = {}
+    for pod in pods:
+        labels = pod.metadata.labels
+        if (
+            not pod.alive
+            or REVISION not in labels
+            or ROLE not in labels
+            or LEADER_GROUP in labels
+            or GROUP_LABEL in labels
+        ):
+            continue
+        warm = known[pod.metadata.name].warm_blocks if pod.metadata.name in known else None
+        worth = Worth(pod=pod.metadata.name, blocks=warm, said=pod.metadata.annotations.get(DELETION_COST))
+        found.setdefault((labels[ROLE], labels[REVISION]), []).append(worth)
+    return {key: tuple(sorted(each, key=lambda worth: worth.pod)) for key, each in found.items()}

@@ -1,0 +1,117 @@
+"""What the operator needs of the world: an API server, a wall clock, and what routers say."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Generic, Protocol
+
+from msgspec import Struct
+
+from operators.kinds import Kind, Served
+from operators.registrations import Registration
+from operators.views import View
+
+Manifest = dict[str, Any]
+
+
+class ClusterError(Exception):
+    """The API server did not do what it was asked. What it says is fit for logs and conditions: no value of a specification is in it."""
+
+
+class Unreachable(ClusterError):
+    """Nobody answered, the answer broke off, or the server failed: later, again."""
+
+
+class Busy(ClusterError):
+    """Later, again, and not before it says."""
+
+    def __init__(self, message: str, after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.after_seconds = after_seconds
+
+
+class Stale(ClusterError):
+    """The object is not any more what the request was made for: look again."""
+
+
+class Missing(ClusterError):
+    """There is no such object, or no such kind."""
+
+
+class Expired(ClusterError):
+    """The server does not remember changes since then: list again."""
+
+
+class Denied(ClusterError):
+    """It will not be done as long as nobody changes something: a bad field, a quota, a right that is missing."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Listed(Struct, Generic[View], frozen=True):
+    """All of a kind."""
+
+    items: tuple[View, ...]
+    version: str
+    """To watch from."""
+
+
+class Told(Struct, Generic[View], frozen=True):
+    """What a watch says."""
+
+    version: str
+    """To go on from when the stream ends."""
+
+    item: View | None = None
+    """Nothing in a bookmark."""
+
+    gone: bool = False
+
+
+class Cluster(Protocol):
+    """An API server. Every call has a deadline, and raises nothing but ClusterError."""
+
+    async def served(self) -> Served: ...
+
+    async def list(self, kind: Kind, of: type[View], namespace: str, selector: str = "") -> Listed[View]: ...
+
+    def watch(
+        self, kind: Kind, of: type[View], namespace: str, version: str, selector: str = ""
+    ) -> AsyncGenerator[Told[View], None]:
+        """Changes after a version, until the server ends the stream, which it does now and then."""
+        ...
+
+    async def get(self, kind: Kind, of: type[View], namespace: str, name: str) -> View: ...
+
+    async def create(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View: ...
+
+    async def replace(self, kind: Kind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View: ...
+
+    async def apply(self, kind: Kind, of: type[View], manifest: Manifest, part: str = "") -> View:
+        """Server-side apply, as the operator; what others say of the same fields gives way. `part`: the status."""
+        ...
+
+    async def patch(
+        self, kind: Kind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
+    ) -> View:
+        """JSON patch; Stale where a `test` in it fails."""
+        ...
+
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+        """Only the object with this uid."""
+        ...
+
+
+class Routers(Protocol):
+    """What the routers of deployments say of their workers."""
+
+    async def workers(self, namespace: str, deployment: str) -> tuple[Registration, ...] | None:
+        """Those that it gives requests to; None where it does not answer."""
+        ...
+
+
+class Wall(Protocol):
+    """The time of day."""
+
+    def __call__(self) -> datetime: ...

@@ -1,0 +1,88 @@
+"""An operator process, put together: connection, Lease, loops and doors."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from fleet.clock import Clock
+from fleet.errors import ConfigurationRefused
+from kvstore.addresses import host_port
+from operators.cluster import open_api_server
+from operators.doors import open_doors
+from operators.leader import Leader
+from operators.ports import ClusterError, Routers, Wall
+from operators.server import Operator
+from operators.settings import OperatorSettings
+from operators.telemetry import Gauges, Metrics
+
+log = logging.getLogger(__name__)
+
+AGENT = "fleet-operator"
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+async def serve_operator(
+    settings: OperatorSettings,
+    routers: Routers | None,
+    clock: Clock,
+    wall: Wall,
+    registry: CollectorRegistry,
+    announce: Callable[[Mapping[str, str]], None],
+    stop: asyncio.Event,
+) -> None:
+    """Serve until asked to stop.
+
+    Args:
+        settings: What is looked after, and how.
+        routers: Whom to ask which workers are registered; None: nobody.
+        clock: For spans.
+        wall: For what is written.
+        registry: What /metrics shows; gets the operator's.
+        announce: Told the endpoints when they answer.
+        stop: Set when it is to end.
+
+    Raises:
+        ConfigurationRefused: The address is in use, or it is not said how to reach the API.
+    """
+    namespace = _namespace(settings)
+    try:
+        host, port = host_port(settings.listen)
+    except ValueError as error:
+        raise ConfigurationRefused(f"listen: {error}") from error
+    metrics = Metrics(registry)
+    try:
+        async with open_api_server(settings.kubeconfig, f"{AGENT}/{settings.identity}") as cluster:
+            leader = Leader(cluster, settings.lease, namespace, settings.identity, clock, wall)
+            operator = Operator(settings, cluster, routers, leader, clock, wall, metrics)
+            gauges = Gauges(
+                leads=leader.leads,
+                waiting=operator.waiting,
+                objects=operator.store.sizes,
+                restarts=operator.restarts,
+                ready=operator.by_readiness,
+            )
+            registry.register(gauges)
+            async with open_doors(host, port, operator.ready, registry) as address:
+                announce({"http": address})
+                await operator.run(stop)
+    except OSError as error:
+        raise ConfigurationRefused(f"listen: {settings.listen}: {error.strerror}") from error
+    except ClusterError as error:
+        raise ConfigurationRefused(str(error)) from error
+
+
+def _namespace(settings: OperatorSettings) -> str:
+    """Where the Lease is.
+
+    Raises:
+        ConfigurationRefused: None is named, and this is no pod.
+    """
+    if settings.lease.namespace:
+        return settings.lease.namespace
+    try:
+        return OWN_NAMESPACE.read_text().strip()
+    except OSError as error:
+        raise ConfigurationRefused("lease.namespace: is needed outside of a pod") from error

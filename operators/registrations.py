@@ -1,0 +1,75 @@
+"""Which workers are known to their router: the one place that says how that is told. Pure.
+
+Rules:
+
+1. A worker registers as a Lease (`coordination.k8s.io/v1`) in its deployment's namespace, named after its pod, with the labels
+   below; `spec.holderIdentity` is the pod's name too. It renews the Lease while it serves and deletes it, or gives it up (an empty
+   holder), when it has drained. The annotation WARM says how many blocks its caches hold, for whoever has to choose a pod to end.
+2. Or the router says it: whoever asks its control API passes on what it was told. Both are believed; one is enough.
+3. A Lease that has not been renewed for its duration counts for nothing. The clocks of two nodes may differ by SKEW_SECONDS.
+4. Where neither has said anything yet, nothing is known, which is something else than that no worker is registered.
+"""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
+
+from msgspec import Struct
+
+from operators.children import INSTANCE, REVISION, ROLE
+from operators.resources import GROUP
+
+REGISTRATION = f"{GROUP}/registration"
+"""Label of a worker's Lease, with the value `worker`: what is watched."""
+
+WORKER = "worker"
+SELECTOR = f"{REGISTRATION}={WORKER}"
+WARM = f"{GROUP}/warm-blocks"
+SKEW_SECONDS = 5
+
+
+class Registration(Struct, frozen=True, kw_only=True):
+    """What is known of one worker."""
+
+    pod: str
+    warm_blocks: int | None = None
+    """In its caches; None: not told."""
+
+
+class WorkerLease(Struct, frozen=True, kw_only=True):
+    """A Lease as far as it matters here."""
+
+    holder: str
+    renewed: datetime
+    duration_seconds: int
+    annotations: Mapping[str, str] = {}
+
+
+def labels(deployment: str, role: str, revision: str) -> dict[str, str]:
+    """That a worker puts on its Lease."""
+    return {REGISTRATION: WORKER, INSTANCE: deployment, ROLE: role, REVISION: revision}
+
+
+def registered(
+    leases: Iterable[WorkerLease], told: Iterable[Registration] | None, now: datetime
+) -> dict[str, Registration] | None:
+    """Workers of one deployment, by pod; None where nothing is known.
+
+    Args:
+        leases: All of its workers', whatever their age.
+        told: What its router says; None: it was not asked, or did not answer.
+        now: By the operator's clock.
+    """
+    every = tuple(leases)
+    if not every and told is None:
+        return None
+    found = {each.pod: each for each in told or ()}
+    for lease in every:
+        if lease.holder and now < ends(lease):
+            warm = lease.annotations.get(WARM, "")
+            found[lease.holder] = Registration(pod=lease.holder, warm_blocks=int(warm) if warm.isdecimal() else None)
+    return found
+
+
+def ends(lease: WorkerLease) -> datetime:
+    """When it counts no more, unless it is renewed."""
+    return lease.renewed + timedelta(seconds=lease.duration_seconds + SKEW_SECONDS)

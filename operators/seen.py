@@ -1,0 +1,102 @@
+"""What a cluster has of one deployment, as `reconcile` looks at it. Pure."""
+
+from collections.abc import Container, Mapping
+
+from msgspec import Struct
+
+from operators.diagnosis import Trouble
+from operators.kinds import Served
+from operators.resources import Condition
+from operators.scaling import Replicas
+
+
+class Child(Struct, frozen=True, kw_only=True):
+    """Of one role and revision, as it is."""
+
+    kind: str
+    """Empty: it has no controller any more, and only pods are left."""
+
+    name: str
+    role: str
+    replicas: Replicas
+    ready_pods: int = 0
+    """Replicas that are ready, whether their router knows them or not."""
+
+    registered: int = 0
+    """Replicas that their router knows, whether they are ready or not."""
+
+    members: tuple[str, ...] = ()
+    """StatefulSets, one for each replica, where it is made of these; by name."""
+
+    halves: tuple[str, ...] = ()
+    """Those of which some pods have had a node for a while, and others find none."""
+
+
+class RouterSeen(Struct, frozen=True, kw_only=True):
+    """The Deployment of routers, and what is reported of its present specification."""
+
+    name: str
+    asked: int
+    """What its `replicas` says."""
+
+    replicas: int = 0
+    ready: int = 0
+    updated: int = 0
+
+
+class Worth(Struct, frozen=True, kw_only=True):
+    """What it would cost to lose a pod."""
+
+    pod: str
+    blocks: int | None
+    """Warm ones; None: not known."""
+
+    said: str | None = None
+    """What its annotation says."""
+
+
+class Refusal(Struct, frozen=True, order=True):
+    """A write that the API server will not do."""
+
+    kind: str
+    name: str
+    reason: str
+    message: str
+
+
+class Seen(Struct, frozen=True, kw_only=True):
+    """What a cluster has of a deployment."""
+
+    children: tuple[Child, ...] = ()
+    digests: Mapping[tuple[str, str], str] = {}
+    """Of what the deployment owns, by kind and name."""
+
+    foreign: Container[tuple[str, str]] = frozenset()
+    """Kinds and names of what it does not own, though it would have that name."""
+
+    scalers: Mapping[str, int] = {}
+    """Replicas that RoleScalers ask for, by role."""
+
+    own_scalers: frozenset[str] = frozenset()
+    """Names of RoleScalers that were made for it."""
+
+    conditions: tuple[Condition, ...] = ()
+    """As last written: a condition keeps its instant for as long as its status is the same."""
+
+    generation: int = 0
+    router: RouterSeen | None = None
+    """None: there is no Deployment of routers."""
+
+    registrations_known: bool = False
+    """Whether anybody has said which workers the router knows."""
+
+    troubles: tuple[Trouble, ...] = ()
+    """Why pods do not run, the most telling first."""
+
+    worths: Mapping[tuple[str, str], tuple[Worth, ...]] = {}
+    """Of pods, by role and revision."""
+
+    refusals: tuple[Refusal, ...] = ()
+    """Of the last attempts."""
+
+    served: Served = Served()

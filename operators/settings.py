@@ -1,0 +1,69 @@
+"""What an operator process is told, field by field; `fleet.config` loads it and nothing else defines it."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from operators.children import Images
+
+Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+
+class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the Lease by which one of several operators acts. The times are those that Kubernetes' own controllers have."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-operator"
+
+    namespace: str = ""
+    """Where the Lease is; empty: the namespace of the pod."""
+
+    duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
+    """How long the others wait for a leader that renews no more."""
+
+    renew_within_seconds: Seconds = 10.0
+    """A leader that could not renew for so long stops acting."""
+
+    retry_seconds: Seconds = 2.0
+    """Between two renewals, and two looks of those who wait."""
+
+    def __post_init__(self) -> None:
+        if not self.retry_seconds < self.renew_within_seconds < self.duration_seconds:
+            raise ValueError(
+                "retry_seconds: has to be shorter than renew_within_seconds, and that than duration_seconds"
+            )
+
+
+class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one operator process."""
+
+    images: Images
+    """Of pods whose DisaggDeployment names none."""
+
+    identity: Annotated[str, Meta(min_length=1, max_length=253)]
+    """Unique among the operators that share a Lease: the pod's name."""
+
+    namespaces: tuple[Annotated[str, Meta(min_length=1, max_length=63)], ...] = ()
+    """Whose DisaggDeployments are looked after; empty: those of all namespaces."""
+
+    lease: LeaseSettings = LeaseSettings()
+
+    listen: str = "0.0.0.0:8080"
+    """host:port of /healthz, /readyz and /metrics."""
+
+    kubeconfig: str = ""
+    """File that says how to reach the API; empty: as a pod does, by its service account."""
+
+    ask_routers: bool = True
+    """Ask routers which workers they know, by their control Services. Off: only Leases of workers say it."""
+
+    ask_routers_seconds: Seconds = 5.0
+    """How often, while something of a deployment is not as it should be; six times as rarely when all is."""
+
+    at_once: Annotated[int, Meta(ge=1, le=64)] = 8
+    """Deployments that are worked on at the same time."""
+
+    resync_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
+    """How often everything is looked at though nothing has changed; what somebody edited in a child is put back then."""
+
+    most_objects: Annotated[int, Meta(ge=1)] = 10_000
+    """DisaggDeployments and other objects of ours that wait to be looked at. With more, they take turns."""

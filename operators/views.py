@@ -1,0 +1,179 @@
+"""Objects as the operator keeps them: the fields that something is decided by, and no others. Pure.
+
+Everything else that a server sends is passed over while it is decoded, so that a cache of a thousand pods is a few megabytes
+and a stream of events leaves nothing behind.
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Self, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from operators import kinds
+from operators.kinds import Kind
+
+
+class _View(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Of part of an object, as the API spells it."""
+
+
+class Owner(_View, frozen=True):
+    kind: str
+    name: str
+    uid: str
+    controller: bool | None = False
+
+
+class Metadata(_View, frozen=True):
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    generation: int = 0
+    labels: Mapping[str, str] = {}
+    annotations: Mapping[str, str] = {}
+    owner_references: tuple[Owner, ...] = ()
+    deletion_timestamp: str | None = None
+
+    @property
+    def owner_uid(self) -> str:
+        """Of the owner that controls it."""
+        return next((each.uid for each in self.owner_references if each.controller), "")
+
+    @property
+    def deleted(self) -> bool:
+        """Whether it is on its way out."""
+        return self.deletion_timestamp is not None
+
+    @property
+    def order(self) -> int:
+        """Of its last change, among those of one server; resourceVersions are numbers since Kubernetes 1.35, and always were."""
+        return int(self.resource_version) if self.resource_version.isdecimal() else 0
+
+
+class Named(_View, frozen=True):
+    """Something that is only to be recognised."""
+
+    metadata: Metadata
+
+    def essence(self) -> Self:
+        """What has to differ for a change to be one."""
+        return msgspec.structs.replace(self, metadata=_unversioned(self.metadata))
+
+
+class ObjectCondition(_View, frozen=True):
+    type: str
+    status: str
+    reason: str = ""
+    message: str = ""
+
+
+class ScaledSpec(_View, frozen=True):
+    replicas: int = 1
+
+
+class ScaledStatus(_View, frozen=True):
+    observed_generation: int = 0
+    replicas: int = 0
+    ready_replicas: int = 0
+    updated_replicas: int = 0
+    conditions: tuple[ObjectCondition, ...] | None = ()
+
+
+class Scaled(Named, frozen=True):
+    """A Deployment, StatefulSet or LeaderWorkerSet."""
+
+    spec: ScaledSpec = ScaledSpec()
+    status: ScaledStatus = ScaledStatus()
+
+
+class Waiting(_View, frozen=True):
+    reason: str = ""
+    message: str = ""
+
+
+class Terminated(_View, frozen=True):
+    exit_code: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class ContainerState(_View, frozen=True):
+    waiting: Waiting | None = None
+    terminated: Terminated | None = None
+
+
+class ContainerStatus(_View, frozen=True):
+    name: str
+    state: ContainerState = ContainerState()
+    last_state: ContainerState = ContainerState()
+    restart_count: int = 0
+
+
+class PodStatus(_View, frozen=True):
+    phase: str = ""
+    conditions: tuple[ObjectCondition, ...] | None = ()
+    container_statuses: tuple[ContainerStatus, ...] | None = ()
+    init_container_statuses: tuple[ContainerStatus, ...] | None = ()
+
+
+class Pod(Named, frozen=True):
+    status: PodStatus = PodStatus()
+
+    @property
+    def alive(self) -> bool:
+        return not self.metadata.deleted and self.status.phase not in {"Succeeded", "Failed"}
+
+    @property
+    def ready(self) -> bool:
+        return self.alive and any(
+            each.type == "Ready" and each.status == "True" for each in self.status.conditions or ()
+        )
+
+
+class LeaseSpec(_View, frozen=True):
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class Lease(Named, frozen=True):
+    spec: LeaseSpec = LeaseSpec()
+
+    def essence(self) -> Self:
+        """A renewal changes nothing."""
+        spec = msgspec.structs.replace(self.spec, renew_time=None)
+        return msgspec.structs.replace(self, metadata=_unversioned(self.metadata), spec=spec)
+
+    @property
+    def renewed(self) -> datetime:
+        return (
+            datetime.fromisoformat(self.spec.renew_time) if self.spec.renew_time else datetime.min.replace(tzinfo=UTC)
+        )
+
+
+class Custom(Named, frozen=True):
+    """One of our own kinds. What its specification says is converted when it is obeyed, because that may fail."""
+
+    spec: dict[str, Any] = {}
+    status: dict[str, Any] = {}
+
+
+View = TypeVar("View", bound=Named)
+
+
+OF_KIND: Mapping[Kind, type[Named]] = {
+    **dict.fromkeys(kinds.CUSTOM, Custom),
+    **dict.fromkeys(kinds.SCALED, Scaled),
+    **dict.fromkeys(kinds.NAMED, Named),
+    kinds.POD: Pod,
+    kinds.LEASE: Lease,
+}
+
+
+def _unversioned(metadata: Metadata) -> Metadata:
+    return msgspec.structs.replace(metadata, resource_version="")

@@ -1,0 +1,236 @@
+"""What routers and workers may rely on of a directory of workers, whatever it is kept in. `a_world` is a fixture of the module
+that has these tests run."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+import pytest
+
+from fleet.adapters.discovery import OpenedDirectory
+from fleet.clock import Nanos
+from fleet.control.server import RegistryServer
+from fleet.control.settings import ControlSettings
+from fleet.ids import Incarnation, WorkerId
+from tests.kv_builders import HandClock
+from workers.ports import RegistryUnreachable, Superseded
+
+SECONDS = 20
+WORKER, OTHER = WorkerId("decode-0"), WorkerId("decode-1")
+OLD, NEW = Incarnation("old"), Incarnation("new")
+ADDRESS, ELSEWHERE = "10.0.0.1:50060", "10.0.0.2:50060"
+
+
+class World(Protocol):
+    """A directory that can be cut off."""
+
+    lease: Nanos
+
+    def open(self) -> AbstractAsyncContextManager[OpenedDirectory]:
+        """As another process would, by a way that is never cut."""
+        ...
+
+    def open_far(self) -> AbstractAsyncContextManager[OpenedDirectory]:
+        """By a way that `cut` cuts."""
+        ...
+
+    async def cut(self) -> None: ...
+
+    async def mend(self) -> None: ...
+
+    async def lose(self, worker_id: WorkerId) -> None:
+        """The record is gone, and nobody withdrew it."""
+        ...
+
+    async def end_leases(self, clock: HandClock) -> None:
+        """Those that nobody renews."""
+        ...
+
+
+class Router:
+    """What one router makes of a directory. Its clock stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.clock = HandClock()
+        self.registry = RegistryServer(ControlSettings(), self.clock)
+
+    def addresses(self) -> dict[str, str]:
+        self.registry.tick()
+        return {worker_id: member.address for worker_id, member in self.registry._machine.members.items()}
+
+    def lease_end(self, worker_id: WorkerId) -> int:
+        return self.registry._machine._members[worker_id].lease_end
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not condition(self.addresses()):
+                await asyncio.sleep(0.005)
+
+    async def has(self, **addresses: str) -> None:
+        await self.until(lambda found: found == {name.replace("_", "-"): value for name, value in addresses.items()})
+
+
+@asynccontextmanager
+async def a_router(directory: AbstractAsyncContextManager[OpenedDirectory]) -> AsyncIterator[Router]:
+    router = Router()
+    async with directory as opened, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(router.registry.follow(opened))
+        yield router
+        following.cancel()
+
+
+async def test_a_router_that_watches_sees_who_is_published(a_world):
+    async with a_router(a_world.open()) as router, a_world.open() as worker:
+        lease = await worker.register(WORKER, OLD, ADDRESS)
+
+        await router.has(decode_0=ADDRESS)
+        assert lease == a_world.lease
+
+
+async def test_a_router_that_starts_cold_finds_all_workers(a_world):
+    async with a_world.open() as worker, a_world.open() as other:
+        await worker.register(WORKER, OLD, ADDRESS)
+        await other.register(OTHER, OLD, ELSEWHERE)
+
+        async with a_router(a_world.open()) as router, a_router(a_world.open()) as another:
+            for each in (router, another):
+                await each.has(decode_0=ADDRESS, decode_1=ELSEWHERE)
+
+
+async def test_who_withdraws_is_gone_before_its_lease_ends(a_world):
+    async with a_router(a_world.open()) as router, a_world.open() as worker:
+        await worker.register(WORKER, OLD, ADDRESS)
+        await router.has(decode_0=ADDRESS)
+
+        await worker.deregister(WORKER, OLD)
+
+        await router.has()
+
+
+async def test_a_lease_that_is_renewed_does_not_end(a_world):
+    async with a_router(a_world.open()) as router, a_world.open() as worker:
+        await worker.register(WORKER, OLD, ADDRESS)
+        await router.has(decode_0=ADDRESS)
+        for _ in range(3):
+            router.clock.move(a_world.lease // 2)
+            await worker.register(WORKER, OLD, ADDRESS)
+            renewed = router.clock.now() + a_world.lease
+            await router.until(lambda found, renewed=renewed: found and router.lease_end(WORKER) == renewed)
+
+
+async def test_a_lease_that_nobody_renews_ends(a_world):
+    async with a_router(a_world.open()) as router:
+        async with a_world.open() as worker:
+            await worker.register(WORKER, OLD, ADDRESS)
+            await router.has(decode_0=ADDRESS)
+        await a_world.end_leases(router.clock)
+
+        await router.has()
+
+
+async def test_a_new_address_of_a_worker_is_announced(a_world):
+    async with a_router(a_world.open()) as router, a_world.open() as worker:
+        await worker.register(WORKER, OLD, ADDRESS)
+        await router.has(decode_0=ADDRESS)
+
+        async with a_world.open() as restarted:
+            await restarted.register(WORKER, NEW, ELSEWHERE)
+
+            await router.has(decode_0=ELSEWHERE)
+
+
+async def test_neither_goodbye_nor_lease_of_a_dead_incarnation_takes_its_successor_away(a_world):
+    async with a_router(a_world.open()) as router, a_world.open() as dead, a_world.open() as successor:
+        await dead.register(WORKER, OLD, ADDRESS)
+        await router.has(decode_0=ADDRESS)
+        await successor.register(WORKER, NEW, ELSEWHERE)
+        await router.has(decode_0=ELSEWHERE)
+
+        with pytest.raises(Superseded, match="an id of its own"):
+            await dead.register(WORKER, OLD, ADDRESS)
+        await dead.deregister(WORKER, OLD)
+        for _ in range(2):
+            await a_world.end_leases(HandClock())  # theirs, where it is the directory that ends them
+            router.clock.move(a_world.lease // 2)
+            await successor.register(WORKER, NEW, ELSEWHERE)
+            renewed = router.clock.now() + a_world.lease
+            await router.until(lambda found, renewed=renewed: found and router.lease_end(WORKER) == renewed)
+
+        await router.has(decode_0=ELSEWHERE)
+
+
+async def test_who_is_cut_off_keeps_what_it_knows_until_the_leases_end(a_world):
+    async with a_router(a_world.open_far()) as router, a_world.open() as worker:
+        await worker.register(WORKER, OLD, ADDRESS)
+        await router.has(decode_0=ADDRESS)
+        await a_world.cut()
+        await worker.register(WORKER, OLD, ADDRESS)  # which the router cannot see
+
+        router.clock.move(a_world.lease - 1)
+        assert router.addresses() == {WORKER: ADDRESS}
+        router.clock.move(1)
+        assert router.addresses() == {}
+
+        await a_world.mend()
+        await worker.register(WORKER, OLD, ADDRESS)
+        await router.has(decode_0=ADDRESS)
+
+
+async def test_who_was_cut_off_catches_up(a_world):
+    async with (
+        a_router(a_world.open_far()) as router,
+        a_world.open() as leaving,
+        a_world.open() as staying,
+        a_world.open() as coming,
+    ):
+        await leaving.register(WORKER, OLD, ADDRESS)
+        await staying.register(OTHER, OLD, ELSEWHERE)
+        await router.has(decode_0=ADDRESS, decode_1=ELSEWHERE)
+
+        await a_world.cut()
+        await leaving.deregister(WORKER, OLD)
+        await coming.register(WorkerId("decode-2"), OLD, ADDRESS)
+        await a_world.mend()
+
+        await router.has(decode_1=ELSEWHERE, decode_2=ADDRESS)
+
+
+async def test_a_worker_that_is_cut_off_is_told_so_and_publishes_again(a_world):
+    async with a_router(a_world.open()) as router, a_world.open_far() as worker:
+        await worker.register(WORKER, OLD, ADDRESS)
+        await a_world.cut()
+        with pytest.raises(RegistryUnreachable):
+            await worker.register(WORKER, OLD, ADDRESS)
+
+        await a_world.mend()
+        async with asyncio.timeout(SECONDS):
+            while True:
+                try:
+                    await worker.register(WORKER, OLD, ADDRESS)
+                    break
+                except RegistryUnreachable:
+                    await asyncio.sleep(0.05)
+        await router.has(decode_0=ADDRESS)
+
+
+async def test_a_record_that_got_lost_comes_back_with_its_renewal(a_world):
+    async with a_router(a_world.open()) as router, a_world.open() as worker:
+        await worker.register(WORKER, OLD, ADDRESS)
+        await router.has(decode_0=ADDRESS)
+        await a_world.lose(WORKER)
+        await router.has()
+
+        await worker.register(WORKER, OLD, ADDRESS)
+
+        await router.has(decode_0=ADDRESS)
+
+
+@pytest.mark.parametrize("name", ["a/b c.d", "..", ".hidden", "Ä" * 128, "x" * 128], ids=repr)
+async def test_any_name_of_a_worker_will_do(a_world, name):
+    async with a_router(a_world.open()) as router, a_world.open() as worker:
+        await worker.register(WorkerId(name), OLD, ADDRESS)
+        await router.until(lambda found: found == {name: ADDRESS})
+
+        await worker.deregister(WorkerId(name), OLD)
+        await router.has()

@@ -1,0 +1,212 @@
+"""A network for pods on one machine: namespaces, a bridge between them, and proxies in front of Services.
+
+Rules:
+
+1. The node is a network namespace with a bridge; a pod is one with a leg on the bridge and an address of its own. Nothing of the
+   machine's own network is touched, and no two pods can be in each other's way: all may listen on the same port.
+2. A socket belongs to the namespace in which it was made, whoever uses it afterwards. So this process listens on the addresses of
+   Services, which the node has, and dials pods, without being in the node.
+3. All that runs is ended by the kernel when the thread that started it ends.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+NODE_ADDRESS = "10.244.0.1"
+DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL")
+CHUNK = 1 << 16
+DIAL_SECONDS = 5
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Choose = Callable[[], tuple[str, int] | None]
+"""Where a new connection to a Service goes; None: there is nobody."""
+
+
+def why_not() -> str:
+    """Why there can be no such network here; empty: there can."""
+    if os.geteuid() != 0:
+        return "network namespaces for pods need root"
+    for program in ("ip", "unshare", "nsenter", "setpriv"):
+        if not any((Path(folder) / program).exists() for folder in ("/usr/bin", "/bin", "/usr/sbin", "/sbin")):
+            return f"network namespaces for pods need the program {program}"
+    return ""
+
+
+async def run(*command: str) -> None:
+    """Raises:
+    RuntimeError: It failed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    said, _ = await process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {said.decode().strip()}")
+
+
+@contextlib.contextmanager
+def inside(pid: int) -> Iterator[None]:
+    """This thread is in the network of a process; nothing may be awaited within."""
+    with Path("/proc/thread-self/ns/net").open() as home, Path(f"/proc/{pid}/ns/net").open() as there:
+        _enter(there.fileno())
+        try:
+            yield
+        finally:
+            _enter(home.fileno())
+
+
+def _enter(namespace: int) -> None:
+    if _libc.setns(namespace, NEW_NETWORK) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+class Network:
+    """Open it with `async with`."""
+
+    async def __aenter__(self) -> Self:
+        command = (*DIE_WITH_US, "unshare", "--net", "sh", "-c", "echo; exec sleep infinity")
+        self._node = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert self._node.stdout is not None
+        await self._node.stdout.readline()
+        self._proxies: dict[tuple[str, int], Proxy] = {}
+        self._ways: list[Proxy] = []
+        self._addresses: set[str] = set()
+        self._legs = 1
+        await self._in_node(
+            "ip link set lo up; ip link add pods type bridge; ip link set pods up;"
+            f"ip addr add {NODE_ADDRESS}/16 dev pods"
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for proxy in (*self._proxies.values(), *self._ways):
+            await proxy.close()
+        self._node.kill()
+        await self._node.wait()
+
+    async def connect(self, pid: int) -> str:
+        """Give the namespace of a process a leg and an address, which is returned."""
+        self._legs += 1
+        address = f"10.244.{self._legs // 256}.{self._legs % 256}"
+        leg = f"pod{self._legs}"
+        await self._in_node(f"ip link add {leg} type veth peer name eth0 netns {pid}; ip link set {leg} master pods up")
+        await run(
+            *("nsenter", f"--net=/proc/{pid}/ns/net", "sh", "-ec"),
+            f"ip link set lo up; ip addr add {address}/16 dev eth0; ip link set eth0 up; ip route add default via {NODE_ADDRESS}",
+        )
+        return address
+
+    async def dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """From the node."""
+        with inside(self._node.pid):
+            dialling = socket.socket()
+        dialling.setblocking(False)
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                await asyncio.get_running_loop().sock_connect(dialling, (host, port))
+                return await asyncio.open_connection(sock=dialling)
+        except BaseException:
+            dialling.close()
+            raise
+
+    async def serve(self, address: str, port: int, choose: Choose) -> None:
+        """Be a Service, unless it is there; `withdraw` ends it."""
+        if (address, port) in self._proxies:
+            return
+        if address not in self._addresses:
+            self._addresses.add(address)
+            await self._in_node(f"ip addr add {address}/32 dev lo")
+        with inside(self._node.pid):
+            listening = socket.create_server((address, port))
+        self._proxies[address, port] = proxy = Proxy(self, choose)
+        await proxy.open(listening)
+
+    async def withdraw(self, address: str, port: int) -> None:
+        await self._proxies.pop((address, port)).close()
+
+    def served(self) -> set[tuple[str, int]]:
+        return set(self._proxies)
+
+    async def lead(self, to: tuple[str, int], *, pid: int | None = None, port: int = 0) -> tuple["Proxy", str]:
+        """A way to a place of the node's network, from this machine's loopback, or from that of a process's namespace to this
+        machine's."""
+        if pid is None:
+            proxy = Proxy(self, lambda: to)
+            listening = socket.create_server(("127.0.0.1", port))
+        else:
+            proxy = Proxy(None, lambda: to)
+            with inside(pid):
+                listening = socket.create_server(("127.0.0.1", port))
+        self._ways.append(proxy)
+        await proxy.open(listening)
+        return proxy, f"127.0.0.1:{listening.getsockname()[1]}"
+
+    async def _in_node(self, script: str) -> None:
+        await run("nsenter", f"--net=/proc/{self._node.pid}/ns/net", "sh", "-ec", script)
+
+
+class Proxy:
+    """Carries connections on; where there is nobody to carry them to, they are refused."""
+
+    def __init__(self, network: Network | None, choose: Choose) -> None:
+        """`network`: from whose node to dial; None: from this machine."""
+        self._network = network
+        self._choose = choose
+        self._server: asyncio.Server | None = None
+        self._carried: set[asyncio.Task[None]] = set()
+
+    async def open(self, listening: socket.socket) -> None:
+        self._server = await asyncio.start_server(self._accept, sock=listening)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for carried in list(self._carried):
+            carried.cancel()
+        if self._carried:
+            await asyncio.wait(self._carried)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._carried.add(task)
+        try:
+            chosen = self._choose()
+            if chosen is None:
+                writer.transport.abort()
+            else:
+                await self._carry(chosen, reader, writer)
+                writer.close()
+        except (OSError, TimeoutError, ExceptionGroup, asyncio.CancelledError):
+            writer.transport.abort()
+        finally:
+            self._carried.discard(task)
+
+    async def _carry(self, to: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dial: Callable[..., Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+        dial = asyncio.open_connection if self._network is None else self._network.dial
+        far_reader, far_writer = await dial(*to)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_copy(reader, far_writer))
+                tasks.create_task(_copy(far_reader, writer))
+            far_writer.close()
+        except BaseException:
+            far_writer.transport.abort()
+            raise
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while part := await reader.read(CHUNK):
+        writer.write(part)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()

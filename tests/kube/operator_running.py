@@ -1,0 +1,139 @@
+"""An operator in a test, and how a test waits for what it does."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+from prometheus_client import CollectorRegistry
+
+from fleet.adapters.clock import SystemClock, utc_now
+from operators.children import Images
+from operators.cluster import open_api_server
+from operators.crds import KINDS, definition
+from operators.leader import Leader
+from operators.resources import GROUP, VERSION
+from operators.server import Operator
+from operators.settings import LeaseSettings, OperatorSettings
+from operators.telemetry import Metrics
+from tests.kube.clients import Api
+from tests.kube.running import ApiServer
+
+WRITES = ("create", "update", "patch", "delete")
+IMAGES = Images(router="router:1", worker_cpu="cpu:1", worker_cuda="cuda:1", worker_rocm="rocm:1")
+QUICK = {"duration_seconds": 1, "renew_within_seconds": 0.6, "retry_seconds": 0.1}
+
+
+def install(server: ApiServer) -> None:
+    with Api(server.url, authority=server.authority) as api:
+        for kind in KINDS:
+            api.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition(kind)).expect(201)
+
+
+@contextlib.asynccontextmanager
+async def an_operator(
+    asked: "Asked", *, identity: str = "first", wrap: Callable = lambda cluster: cluster, routers=None, **settings
+) -> AsyncIterator[Operator]:
+    """Runs while the context is open, and then stops as it is asked to; where the context fails, it is as if it were killed."""
+    lease = LeaseSettings(namespace=asked.namespace, **QUICK)
+    made = OperatorSettings(
+        images=IMAGES, identity=identity, lease=lease, **({"namespaces": (asked.namespace,)} | settings)
+    )
+    stop = asyncio.Event()
+    async with open_api_server(asked.kubeconfig, f"fleet-operator/{identity}") as connected:
+        cluster, clock = wrap(connected), SystemClock()
+        leader = Leader(cluster, made.lease, asked.namespace, identity, clock, utc_now)
+        operator = Operator(made, cluster, routers, leader, clock, utc_now, Metrics(CollectorRegistry()))
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(operator.run(stop))
+            try:
+                yield operator
+            except BaseException:
+                running.cancel()
+                raise
+            stop.set()
+
+
+async def eventually(look: Callable[[], object], seconds: float = 20):
+    """What `look` gives once that is true."""
+    ends = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < ends, "it did not happen in time"
+        await asyncio.sleep(0.02)
+    return found
+
+
+def a_deployment(*roles, name: str = "dd", **spec):
+    roles = roles or (
+        {"name": "prefill", "type": "prefill"},
+        {"name": "decode", "type": "decode", "replicas": 2},
+    )
+    content = {"model": {"name": "m"}, "engine": "simulated", "roles": list(roles)} | spec
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "DisaggDeployment",
+        "metadata": {"name": name},
+        "spec": content,
+    }
+
+
+class Asked:
+    """What a test asks of the API server, in a namespace of its own."""
+
+    def __init__(self, server: ApiServer, api: Api, namespace: str, folder):
+        self.server = server
+        self.api = api
+        self.namespace = namespace
+        self.kubeconfig = str(server.kubeconfig(folder))
+
+    def path(self, kind, name="", group=f"{GROUP}/{VERSION}"):
+        root = f"/apis/{group}" if "/" in group else f"/api/{group}"
+        return f"{root}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
+
+    def apply(self, manifest):
+        name = manifest["metadata"]["name"]
+        return self.api.apply(self.path("disaggdeployments", name), manifest, "somebody", force="true")
+
+    def deployment(self, name="dd"):
+        return self.api.get(self.path("disaggdeployments", name)).expect(200)
+
+    def status(self, name="dd"):
+        return self.deployment(name).get("status", {})
+
+    def condition(self, kind, name="dd"):
+        return next((each for each in self.status(name).get("conditions", ()) if each["type"] == kind), {})
+
+    def ready(self, name="dd"):
+        found = self.deployment(name)
+        said = next((each for each in found.get("status", {}).get("conditions", ()) if each["type"] == "Ready"), {})
+        return said.get("status") == "True" and said["observedGeneration"] == found["metadata"]["generation"]
+
+    def children(self, kind="deployments", group="apps/v1"):
+        return {
+            each["metadata"]["name"]: each for each in self.api.get(self.path(kind, "", group)).expect(200)["items"]
+        }
+
+    def workers(self):
+        """Names of pods that are no routers."""
+        return sorted(name for name in self.children("pods", "v1") if "router" not in name)
+
+    def replicas(self):
+        """Of workers, by role."""
+        found = {}
+        for each in self.children().values():
+            labels = each["metadata"]["labels"]
+            if "fleet-serving.io/revision" in labels:
+                role = labels["fleet-serving.io/role"]
+                found[role] = found.get(role, 0) + each["spec"]["replicas"]
+        return found
+
+    def writes(self, agent="fleet-operator"):
+        """Of operators in this namespace, less Leases and Events: verb, resource, name."""
+        return [
+            (each["verb"], each["resource"], each["name"])
+            for each in self.server.requests()
+            if each["verb"] in WRITES
+            and each["agent"].startswith(agent)
+            and each["namespace"] == self.namespace
+            and each["resource"] not in ("leases", "events")
+        ]

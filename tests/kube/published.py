@@ -1,0 +1,37 @@
+"""The schemas of Kubernetes' own kinds as each version publishes them, strict: an unknown field is an error.
+
+What `kubernetes_validate.validate` does, but every schema is read once: that reads a megabyte for each call.
+"""
+
+import functools
+import re
+from typing import Any
+
+import jsonschema
+import kubernetes_validate.utils as published
+from referencing import Registry, Resource
+
+
+def check(document: dict[str, Any], version: str) -> None:
+    """Raises `jsonschema.ValidationError`, or FileNotFoundError for a kind that the version does not have."""
+    api = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", document["apiVersion"])
+    _validator(f"{document['kind'].lower()}-{api}", version).validate(document)
+
+
+@functools.cache
+def _validator(kind: str, version: str) -> jsonschema.Draft202012Validator:
+    schema = published.schema_contents(f"{_folder(version)}/{kind}.json", version)
+    registry: Registry = Resource.from_contents(schema) @ _definitions(version)
+    return jsonschema.Draft202012Validator(schema, registry=registry)
+
+
+@functools.cache
+def _definitions(version: str) -> Registry:
+    schema = published.schema_contents(f"{_folder(version)}/_definitions.json", version)
+    return Resource.from_contents(schema) @ Registry()
+
+
+@functools.cache
+def _folder(version: str) -> str:
+    exact = [each for each in published.all_versions() if published.major_minor(each) == version][-1]
+    return f"kubernetes-json-schema/v{exact}-local-strict"

@@ -1,0 +1,228 @@
+"""The operator among faults: whatever is lost, refused, late or killed, it ends at the same."""
+
+import json
+import tracemalloc
+
+import pytest
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+from operators import cluster, kinds
+from operators.reconcile import DIGEST
+from operators.views import Pod
+from tests.kube.operator_running import a_deployment, an_operator, eventually
+
+KINDS = (
+    ("deployments", "apps/v1"),
+    ("services", "v1"),
+    ("configmaps", "v1"),
+    ("poddisruptionbudgets", "policy/v1"),
+    ("networkpolicies", "networking.k8s.io/v1"),
+    ("rolescalers", "fleet-serving.io/v1alpha1"),
+)
+
+
+class Killed(BaseException):
+    """Not an Exception: no supervisor survives it."""
+
+
+class Mortal:
+    """A cluster whose operator is killed before its second write; the first may be done and not be answered."""
+
+    def __init__(self, connected, answered):
+        self._cluster = connected
+        self._answered = answered
+        self.writes = []
+
+    def __getattr__(self, name):
+        call = getattr(self._cluster, name)
+        if name not in ("apply", "patch", "delete", "create"):
+            return call
+
+        async def write(kind, *arguments):
+            if kind == kinds.LEASE:
+                return await call(kind, *arguments)
+            if self.writes:
+                raise Killed
+            self.writes.append((name, kind.name))
+            answer = await call(kind, *arguments)
+            if not self._answered:
+                raise Killed
+            return answer
+
+        return write
+
+
+def end_state(asked):
+    """Of every child: its digest and replicas."""
+    return {
+        (kind, name): (
+            each["metadata"]["annotations"][DIGEST],
+            each["spec"].get("replicas") if "spec" in each else None,
+        )
+        for kind, group in KINDS
+        for name, each in asked.children(kind, group).items()
+        if DIGEST in each["metadata"].get("annotations", {})
+    }
+
+
+async def test_killed_at_every_write_it_ends_at_the_same(asked):
+    role = {"name": "chat", "type": "aggregated", "scaling": {"mode": "External"}}
+    async with an_operator(asked):
+        asked.apply(a_deployment(role)).expect(201)
+        await eventually(asked.ready)
+        asked.apply(a_deployment(role, image="another:2")).expect(200)
+        await eventually(asked.ready)
+    expected, revision = end_state(asked), asked.status()["currentRevision"]
+    asked.api.delete(asked.path("disaggdeployments", "dd")).expect(200)
+    await eventually(lambda: not end_state(asked) and not asked.children("pods", "v1"))
+
+    deaths = []
+    for image in ("", "another:2"):
+        asked.apply(a_deployment(role, image=image))
+        while not await lives(asked, deaths):
+            assert len(deaths) < 200
+
+    # Owners differ in their uid, and so do digests.
+    assert {key: replicas for key, (_, replicas) in end_state(asked).items()} == {
+        key: replicas for key, (_, replicas) in expected.items()
+    }
+    assert asked.status()["currentRevision"] == revision
+    assert {("apply", "Deployment"), ("apply", "ConfigMap"), ("patch", "Deployment"), ("delete", "Deployment")} <= set(
+        deaths
+    )
+    assert len(deaths) > 15
+
+
+async def lives(asked, deaths):
+    """Whether an operator finds nothing more to write; else it has written once and was killed, with every second answer lost."""
+    mortal = []
+
+    def wrap(connected):
+        mortal.append(Mortal(connected, answered=len(deaths) % 2 == 0))
+        return mortal[0]
+
+    try:
+        async with an_operator(asked, wrap=wrap) as operator:
+            await eventually(lambda: operator.leader.leads() and operator.ready() and not operator.waiting())
+            await eventually(lambda: asked.ready() and not operator.waiting())
+    except* Killed:
+        deaths += mortal[0].writes
+    return not mortal[0].writes
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [("status", {"verb": "patch", "code": 500, "times": 5})],
+        [("status", {"verb": "patch", "code": 429, "retry_after_seconds": 1, "times": 2})],
+        [("status", {"verb": "patch", "code": 409, "times": 12})],
+        [("drop", {"verb": "patch", "times": 4})],
+        [("cut", {"verb": "patch", "times": 4})],
+        [("expire", {"verb": "watch", "times": 8, "events": 1})],
+        [("cut", {"verb": "watch", "times": 8, "events": 1})],
+        [("status", {"verb": "list", "code": 500, "times": 4}), ("status", {"verb": "watch", "code": 429, "times": 4})],
+    ],
+    ids=["500", "429", "conflicts", "lost-answers", "half-answers", "410", "cut-watches", "lists-and-watches-refused"],
+)
+async def test_a_fault_delays_and_changes_nothing(asked, faults):
+    for kind, conditions in faults:
+        asked.server.order_fault(kind, user="fleet-operator/first", **conditions)
+    async with an_operator(asked):
+        asked.apply(a_deployment()).expect(201)
+        await eventually(asked.ready)
+        asked.apply(a_deployment(image="another:2")).expect(200)
+        await eventually(asked.ready)
+
+    assert asked.replicas() == {"prefill": 1, "decode": 2}
+    assert all(each["struck"] for each in asked.server.faults().values())
+
+
+async def test_a_version_that_the_server_has_forgotten_is_followed_by_a_new_list(asked, monkeypatch):
+    monkeypatch.setattr(cluster, "WATCH_SECONDS", 1)  # and then the server ends it
+    async with an_operator(asked):
+        asked.apply(a_deployment()).expect(201)
+        await eventually(asked.ready)
+        asked.server.forget_requests()
+        late = asked.server.order_fault("delay", verb="watch", user="fleet-operator/first", seconds=0.5, times=-1)
+        await eventually(lambda: asked.server.faults()[str(late)]["struck"] >= 12)  # all watches have ended
+
+        asked.apply(a_deployment(image="another:2")).expect(200)
+        asked.server.compact()
+
+        await eventually(asked.ready)
+    assert [
+        each for each in asked.server.requests() if each["verb"] == "list" and each["agent"] == "fleet-operator/first"
+    ]
+
+
+async def test_what_a_leader_sends_too_late_changes_nothing(asked):
+    """Its scaling is held back until the next leader has scaled otherwise."""
+    role = {"name": "all", "type": "aggregated", "replicas": 2}
+    async with an_operator(asked, identity="second") as second:
+        asked.apply(a_deployment(role)).expect(201)
+        await eventually(asked.ready)
+        name = f"dd-all-{asked.status()['currentRevision']}"
+        late = asked.server.order_fault(
+            "hold", user="fleet-operator/second", times=-1, resource="deployments", verb="patch", name=name
+        )
+        asked.apply(a_deployment(role | {"replicas": 3})).expect(200)
+        await eventually(lambda: asked.server.faults()[str(late)]["struck"] == 1)
+        held = asked.server.order_fault("hold", user="fleet-operator/second", times=-1, resource="leases")
+        async with an_operator(asked, identity="first") as first:
+            await eventually(first.leader.leads)
+            asked.apply(a_deployment(role | {"replicas": 1})).expect(200)
+            await eventually(lambda: asked.replicas() == {"all": 1})
+            assert not second.leader.leads()
+            before = len(asked.server.requests())
+
+            asked.server.remove_fault(late)
+
+            await eventually(
+                lambda: any(
+                    each["agent"].endswith("second") and each["name"] == name and each["code"]
+                    for each in asked.server.requests()[: before + 50]
+                )
+            )
+            codes = [
+                each["code"]
+                for each in asked.server.requests()
+                if each["agent"].endswith("second") and each["name"] == name and each["verb"] == "patch"
+            ]
+            assert codes[-1] == 422
+            assert asked.replicas() == {"all": 1}
+            asked.server.remove_fault(held)
+            await eventually(asked.ready)
+
+
+async def test_ten_megabytes_of_events_leave_nothing_behind_and_wake_nobody(asked, nodes):
+    """Of pods and Leases that say again what they said: what kubelets and workers do all the time."""
+    async with an_operator(asked) as operator:
+        asked.apply(a_deployment()).expect(201)
+        await eventually(lambda: asked.ready() and not operator.waiting())
+        asked.server.forget_requests()
+        await murmur(nodes, 5)
+        tracemalloc.start()
+        before = tracemalloc.take_snapshot()
+        await murmur(nodes, 100)
+        told = {
+            each["metadata"]["name"]: each["metadata"]["resourceVersion"]
+            for each in asked.children("pods", "v1").values()
+        }
+        await eventually(
+            lambda: (
+                told
+                == {each.metadata.name: each.metadata.resource_version for each in operator.store.of(kinds.POD, Pod)}
+            )
+        )
+        filters = [tracemalloc.Filter(True, "*/operators/*")]
+        grown = tracemalloc.take_snapshot().filter_traces(filters).compare_to(before.filter_traces(filters), "filename")
+        tracemalloc.stop()
+
+        assert asked.writes() == []
+    assert sum(each.size_diff for each in grown) < 1_000_000, json.dumps([str(each) for each in grown[:5]])
+
+
+async def murmur(nodes, count):
+    nodes.noise = count
+    await eventually(lambda: nodes.noise == 0)

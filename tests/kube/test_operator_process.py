@@ -1,0 +1,153 @@
+"""The operator as it is deployed: a process with a settings file, an account that may do what the chart grants, and its doors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+from msgspec import structs, to_builtins
+
+from operators.access import ACCESS
+from tests.certificates import Authority
+from tests.kube.clients import Api
+from tests.kube.operator_nodes import Nodes
+from tests.kube.operator_running import IMAGES, QUICK, Asked, a_deployment, eventually, install
+from tests.kube.running import an_api_server
+
+ACCOUNT = "system:serviceaccount:default:fleet-operator"
+GPU = {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}, "nodesPerReplica": 2}
+
+
+def a_process(settings, folder):
+    """It, and what it announced."""
+    path = folder / "operator.json"
+    path.write_text(json.dumps(settings))
+    reading, writing = os.pipe()
+    command = [
+        sys.executable,
+        "-m",
+        "fleet.cli.main",
+        "serve",
+        "operator",
+        "--config",
+        str(path),
+        "--ready-fd",
+        str(writing),
+    ]
+    process = subprocess.Popen(command, pass_fds=[writing], stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        line = pipe.readline()
+    return process, json.loads(line) if line else {}
+
+
+def grant(api, namespace):
+    """A Role with exactly what `operators.access` lists."""
+    rules = [{"apiGroups": [each.group], "resources": [each.resource], "verbs": list(each.verbs)} for each in ACCESS]
+    rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
+    subject = {"kind": "ServiceAccount", "name": "fleet-operator", "namespace": "default"}
+    api.post(f"{rbac}/roles", {"metadata": {"name": "operator"}, "rules": rules}).expect(201)
+    binding = {"metadata": {"name": "operator"}, "roleRef": reference, "subjects": [subject]}
+    api.post(f"{rbac}/rolebindings", binding).expect(201)
+
+
+async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_uses_them_all(tmp_path):
+    nodes = Nodes()
+    authority = Authority(tmp_path, "authority")
+    roles = (
+        {"name": "all", "type": "aggregated", "replicas": 2, "scaling": {"mode": "External"}},
+        {"name": "wide", "type": "aggregated", **GPU},
+    )
+    with an_api_server(with_controllers=True, beside=nodes.run, authority=authority) as server:
+        install(server)
+        with Api(server.url, authority=authority.file) as api:
+            grant(api, "default")
+            asked = Asked(server, api, "default", tmp_path)
+            settings = {
+                "images": to_builtins(IMAGES),
+                "identity": "operator-0",
+                "namespaces": ["default"],
+                "lease": {"namespace": "default", **QUICK},
+                "listen": "127.0.0.1:0",
+                "kubeconfig": str(server.kubeconfig(tmp_path, token=ACCOUNT)),
+                "ask_routers": False,
+            }
+            process, endpoints = a_process(settings, tmp_path)
+            try:
+                plan = {"metadata": {"name": "plan"}, "spec": {"deployment": "dd"}}
+                api.post(asked.path("servingplans"), plan).expect(201)
+                asked.apply(a_deployment(*roles)).expect(201)
+                await eventually(asked.ready)
+                [first, _] = [name for name in asked.workers() if "-all-" in name]
+                nodes.warm = {first: 12}
+                await eventually(
+                    lambda: (
+                        api.get(asked.path("leases", first, "coordination.k8s.io/v1"))
+                        .body["metadata"]
+                        .get("annotations")
+                    )
+                )
+                api.patch(asked.path("rolescalers", "dd-all/scale"), "merge", {"spec": {"replicas": 1}}).expect(200)
+                await eventually(lambda: len([name for name in asked.workers() if "-all-" in name]) == 1)
+                await eventually(asked.ready)
+                asked.apply(
+                    a_deployment(roles[0] | {"scaling": {"mode": "Static"}}, roles[1], image="another:2")
+                ).expect(200)
+                await eventually(asked.ready)
+                url = f"http://{endpoints['http']}"
+                found = {path: httpx.get(f"{url}/{path}", trust_env=False) for path in ("healthz", "readyz", "metrics")}
+            finally:
+                process.send_signal(signal.SIGTERM)
+                _, log = process.communicate(timeout=20)
+                print(log[-3000:], asked.status(), asked.workers(), asked.children())
+            lease = api.get(asked.path("leases", "fleet-operator", "coordination.k8s.io/v1")).expect(200)
+        used = {
+            (each["group"], each["resource"], verb)
+            for each in server.requests()
+            if each["user"] == ACCOUNT
+            # Server-side apply of what is not there has to be allowed as a creation, too.
+            for verb in ([each["verb"], "create"] if (each["verb"], each["code"]) == ("patch", 201) else [each["verb"]])
+        }
+        refused = [each for each in server.requests() if each["user"] == ACCOUNT and each["code"] == 403]
+
+    assert process.returncode == 0, log
+    assert [each.status_code for each in found.values()] == [200, 200, 200]
+    assert "fleet_operator_leads 1.0" in found["metrics"].text
+    assert 'fleet_operator_deployments{ready="True"} 1.0' in found["metrics"].text
+    assert lease["spec"]["holderIdentity"] == ""
+    assert refused == []
+    granted = {(each.group, each.resource, verb) for each in ACCESS for verb in each.verbs}
+    assert used <= granted
+    absent = {"leaderworkerset.x-k8s.io", "monitoring.coreos.com", "inference.networking.k8s.io"}
+    assert {each for each in granted - used if each[0] not in absent} == set()
+    assert structs.fields(ACCESS[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kubeconfig": "/nowhere"}, "kubeconfig: /nowhere: No such file"),
+        ({"lease": {"namespace": "default", "retry_seconds": 20}}, "retry_seconds: has to be shorter"),
+    ],
+)
+def test_settings_that_cannot_be_obeyed_are_refused_in_one_line(tmp_path, changes, words):
+    settings = {
+        "images": to_builtins(IMAGES),
+        "identity": "a",
+        "lease": {"namespace": "default"},
+        "kubeconfig": "/nowhere",
+    }
+    process, _ = a_process(settings | changes, tmp_path)
+
+    _, log = process.communicate(timeout=20)
+
+    assert process.returncode == 3
+    assert words in log
+    assert log.count("\n") == 1

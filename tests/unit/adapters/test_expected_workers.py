@@ -1,0 +1,85 @@
+"""Profiles of a live router's workers: from settings, beside what workers do, as metrics."""
+
+import json
+from random import Random
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from fleet.adapters.expected_workers import LiveExpectations, live_expectations
+from fleet.clock import Nanos
+from fleet.errors import ConfigurationRefused
+from fleet.ids import WorkerId
+from fleet.router.expectations import Profile
+from fleet.router.messages import Stepped, WorkerJoined
+from fleet.router.observed import ObservedMachine
+from fleet.router.profile_settings import ProfileSettings
+from fleet.sim.agreement import serve
+from fleet.sim.shell import keys_spelled
+from tests.builders import a_description
+from tests.unit.cli.test_sim import MODEL
+from tests.unit.sim.test_agreement import requests, three
+from tests.unit.sim.test_world import StraightLine
+
+
+def test_what_production_does_is_told_beside_what_was_expected_of_it():
+    plan, seen = three(), []
+    expectations = LiveExpectations(lambda _: Profile(steps=StraightLine(), step_tokens=512))
+
+    def observed(now, event, commands):
+        expectations(now, event, commands)
+        seen.append(generate_latest(registry).decode() if len(seen) == 400 else "")
+
+    registry = CollectorRegistry()
+    registry.register(expectations)
+    machine = ObservedMachine(plan.router, Random(1), None, keys_spelled, observer=observed)
+    expectations.machine = machine
+    serve(plan, requests(80), machine)
+    figures = dict(line.rsplit(" ", 1) for line in seen[400].splitlines() if not line.startswith("#"))
+    for worker in ("both-0", "both-1", "both-2"):
+        assert float(figures[f'fleet_predictions_total{{of="ttft",worker="{worker}"}}']) > 5
+        assert float(figures[f'fleet_prediction_error{{of="ttft",worker="{worker}"}}']) < 0.3
+        assert float(figures[f'fleet_prediction_error{{of="itl",worker="{worker}"}}']) < 0.2
+        assert figures[f'fleet_worker_drifts_total{{of="itl",worker="{worker}"}}'] == "0.0"
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return str(tmp_path)
+
+
+def test_the_longest_name_that_fits_says_what_a_worker_is(model):
+    profiles = {"d": {"model": model, "gpu": "h100"}, "d-b": {"model": model, "gpu": "b200", "step_tokens": 4096}}
+    expectations = live_expectations(msgspec.convert(profiles, dict[str, ProfileSettings]))
+    of = {name: expectations._profile_of(a_description(worker_id=WorkerId(name))) for name in ("d-1", "d-b-1", "p-1")}
+    assert (of["d-1"].step_tokens, of["d-b-1"].step_tokens, of["p-1"]) == (8192, 4096, None)
+    assert of["d-b-1"].steps.seconds(1000, 5e5, 0, 0) < of["d-1"].steps.seconds(1000, 5e5, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"gpu": "abacus"}, "profiles.w: gpu: 'abacus' is not one of"),
+        ({"model": "nowhere"}, "profiles.w: nowhere: No such file or directory"),
+        ({"tp": 3}, "profiles.w: "),
+    ],
+)
+def test_a_profile_that_is_not_possible_is_refused_by_its_name(model, change, told):
+    profile = ProfileSettings(**{"model": model, "gpu": "h100", **change})
+    with pytest.raises(ConfigurationRefused) as refused:
+        live_expectations({"w": profile})
+    assert str(refused.value).startswith(told)
+
+
+def test_what_breaks_ends_the_predictions_and_nothing_else(caplog):
+    def breaking(_):
+        raise ZeroDivisionError
+
+    expectations = LiveExpectations(breaking)
+    joined = WorkerJoined(description=a_description(), address="")
+    expectations(Nanos(1), joined, [])
+    expectations(Nanos(2), Stepped(worker_id=WorkerId("w"), progress=()), [])
+    assert [record.message for record in caplog.records] == ["predictions stopped"]
+    assert all(not metric.samples for metric in expectations.collect())

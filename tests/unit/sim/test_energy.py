@@ -1,0 +1,114 @@
+"""Energy and money as what placement and sweeps are after: less is spent where it can be, and nobody is late for it."""
+
+import json
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from fleet.cli.main import run
+from fleet.errors import ConfigurationRefused
+from fleet.ids import WorkerId
+from fleet.roles import Phase
+from fleet.router.candidates import BLOCK_TOKENS, ENGINE_BLOCKS, QUANTITIES, Asked, Candidates
+from fleet.router.policies.built_in import policy
+from fleet.router.policies.price import Price
+from fleet.sim.objectives import Objective, ranked, spent
+from fleet.sim.sweep import Row
+from tests.unit.cli.test_sim import MODEL, SCENARIO
+from tests.unit.sim.test_world import a_plan, a_pool, a_run
+
+PRICED = {
+    "scorers": [
+        {"name": "fleet"},
+        {"name": "price", "parameters": {"prompt": {"thirsty": 4.0, "": 1.0}, "answer": {"thirsty": 40.0, "": 10.0}}},
+    ]
+}
+
+
+def mixed(**router):
+    """Two workers that draw four times what the two others do, for the same work."""
+    pools = [
+        structs.replace(a_pool(), name="thirsty", busy_watts=1400.0, idle_watts=70.0),
+        structs.replace(a_pool(), name="frugal", busy_watts=350.0, idle_watts=70.0),
+    ]
+    return a_plan(*pools, **router)
+
+
+@pytest.mark.parametrize("rate", [4.0, 40.0])
+def test_placement_by_price_spends_less_and_keeps_as_many_in_time(rate):
+    plain = a_run(mixed(), rate=rate).outcome
+    priced = a_run(structs.replace(mixed(), policy=policy("composed", PRICED)), rate=rate).outcome
+    assert priced.energy_kwh < 0.9 * plain.energy_kwh
+    assert priced.attainment >= plain.attainment - 0.02
+
+
+def test_dear_workers_serve_what_would_wait_for_the_cheap():
+    priced = a_run(structs.replace(mixed(), policy=policy("composed", PRICED)), rate=120.0, requests=600).outcome
+    work = {pool.name: pool.computed_tokens for pool in priced.pools}
+    assert work["thirsty"] > 0.2 * work["frugal"]
+    assert priced.attainment > 0.9
+
+
+def test_what_cannot_be_a_price_is_refused():
+    for prompt in ({}, {"": 0.0}, {"": "much"}):
+        with pytest.raises(ConfigurationRefused, match="composed"):
+            policy("composed", {"scorers": [{"name": "price", "parameters": {"prompt": prompt, "answer": {"": 1.0}}}]})
+
+
+def test_a_request_costs_its_tokens_at_the_price_of_the_longest_name_that_fits():
+    price = Price(prompt={"": 2.0, "a": 1.0, "ab": 8.0}, answer={"": 5.0, "a": 3.0}, answer_tokens=10)
+    columns = np.zeros((QUANTITIES, 3))
+    columns[BLOCK_TOKENS] = 16
+    columns[ENGINE_BLOCKS] = (0, 2, 0)
+    candidates = Candidates([WorkerId("ab-1"), WorkerId("a-2"), WorkerId("c")], columns)
+    asked = Asked(prompt_tokens=100, answer_tokens=4000)
+    alone = [100 * 8.0, 68 * 1.0, 100 * 2.0]
+    assert price.costs(asked, candidates, Phase.PREFILL).tolist() == [each / 16 for each in alone]
+    whole = [each + 10 * answer for each, answer in zip(alone, (3.0, 3.0, 5.0), strict=True)]
+    assert price.costs(asked, candidates, Phase.AGGREGATED).tolist() == [each / 16 for each in whole]
+
+
+def a_row(scenario, attainment, cost, energy, seed=1):
+    outcome = structs.replace(OUTCOME, requests=1000, attainment=attainment, cost=cost, energy_kwh=energy)
+    return Row(scenario=scenario, changes={}, seed=seed, outcome=outcome)
+
+
+OUTCOME = a_run(a_plan(), requests=3).outcome
+
+
+def test_what_is_late_is_paid_for_by_what_is_good():
+    row = a_row("a", 0.5, cost=10.0, energy=1.0)
+    assert spent(row.outcome, Objective.COST) == pytest.approx(20.0)
+    assert spent(row.outcome, Objective.ENERGY) == pytest.approx(7.2)
+
+
+def test_those_that_keep_the_slo_come_first_and_seeds_are_averaged():
+    rows = [
+        a_row("cheap and late", 0.6, 1.0, 1.0),
+        a_row("dear", 0.99, 9.0, 1.0),
+        a_row("good", 0.99, 4.0, 2.0),
+        a_row("good", 0.83, 4.0, 2.0, seed=2),
+        a_row("nobody", 0.0, 1.0, 1.0),
+    ]
+    by_cost = ranked(rows, Objective.COST, 0.9)
+    assert [each.scenario for each in by_cost] == ["good", "dear", "cheap and late", "nobody"]
+    assert [each.keeps for each in by_cost] == [True, True, False, False]
+    assert (by_cost[0].seeds, by_cost[0].attainment, by_cost[3].figure) == (2, 0.91, None)
+    assert [each.scenario for each in ranked(rows, Objective.ENERGY, 0.9)][:2] == ["dear", "good"]
+
+
+def test_the_command_ranks_a_sweep_by_what_good_requests_cost(tmp_path, capsys):
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text(SCENARIO)
+    over = ["--over", "pools.0.gpus=2,4", "--over", "pools.0.gpu=h100,b200", "--processes", "1"]
+    assert run(["sim", "sweep", str(scenario), *over, "--best", "energy", "--json", "-"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    figures = [each["figure"] for each in answer["ranked"] if each["keeps"]]
+    assert figures == sorted(figures)
+    assert len(figures) == len(answer["rows"]) == 4
+    assert answer["ranked"][0]["changes"]["pools.0.gpus"] == 2
+    assert run(["sim", "sweep", str(scenario), *over, "--best", "cost"]) == 0
+    assert "1. scenario pools.0.gpus=2" in capsys.readouterr().out
+    assert run(["sim", "sweep", str(scenario), *over, "--best", "cost", "--attainment", "2"]) == 3

@@ -1,0 +1,125 @@
+"""What profiles say of workers, beside what simulated workers do: corrected it is close, and a worker that changes is told."""
+
+from functools import partial
+from random import Random
+
+import pytest
+
+from fleet.clock import SECOND, Nanos
+from fleet.ids import WorkerId
+from fleet.roles import Role
+from fleet.router.expectations import Expectations, Kind, Profile
+from fleet.sim.faults import WorkerLost, WorkerSlow
+from fleet.sim.kernel import Kernel
+from kvstore.replay import Request
+from tests.unit.sim.test_world import BLOCK, StraightLine, a_plan, a_pool, a_world
+
+WITHIN = 0.2
+
+
+class HalfAsFast:
+    """A profile that promises too much."""
+
+    def seconds(self, prefill_tokens, prefill_pairs, decodes, decode_context):
+        return StraightLine().seconds(prefill_tokens, prefill_pairs, decodes, decode_context) / 2
+
+
+def watched(plan, steps, count=400, rate=15.0, seed=4):
+    """A run, and what was expected of it; prompts of 100 to 1,500 tokens."""
+    kernel, luck = Kernel(plan.seed), Random(seed)
+    expectations = Expectations(lambda _: Profile(steps=steps, step_tokens=512))
+    world, ended = a_world(kernel, plan, expectations)
+    expectations.machine = world.machine
+    for fault in plan.faults:
+        world.fail(fault)
+    instant = 0.0
+    for _ in range(count):
+        instant += luck.expovariate(rate)
+        prompt = luck.randrange(100, 1500)
+        chain = tuple(luck.randrange(1 << 60) for _ in range(prompt // BLOCK))
+        at = Nanos(round(instant * SECOND))
+        kernel.at(at, partial(world.send, Request(at, prompt, chain, luck.randrange(20, 200))))
+    kernel.run()
+    assert len(ended) == count
+    return expectations
+
+
+def of_kind(expectations, kind):
+    return [each for each in expectations.expected() if each.kind is kind]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_predictions_are_within_a_fifth_once_an_engine_that_is_not_its_profile_is_known(kind):
+    for each in of_kind(watched(a_plan(), HalfAsFast()), kind):
+        assert each.predictions > 50
+        assert each.error < WITHIN
+        assert each.profile_error > 2 * WITHIN
+        assert each.close > 0.75 > each.profile_close
+        assert not each.alarms
+
+
+def test_what_a_profile_says_of_the_engine_that_it_is_of_holds_from_the_beginning():
+    expectations = watched(a_plan(), StraightLine())
+    for each in expectations.expected():
+        assert each.profile_error < 0.1, each
+        assert each.error < 0.1, each
+    assert not expectations.alarms
+
+
+def test_a_worker_that_becomes_slow_is_told_and_no_other():
+    slow = WorkerSlow(at=Nanos(15 * SECOND), worker=WorkerId("both-1"), factor=2.5, lasting=Nanos(3600 * SECOND))
+    expectations = watched(a_plan(faults=(slow,)), HalfAsFast(), count=600)
+    assert {alarm.worker_id for alarm in expectations.alarms} == {"both-1"}
+    assert {alarm.kind for alarm in expectations.alarms} == set(Kind)
+    first = {kind: min(alarm.at for alarm in expectations.alarms if alarm.kind is kind) for kind in Kind}
+    assert 15 * SECOND < first[Kind.TTFT] < 20 * SECOND
+    assert 15 * SECOND < first[Kind.ITL] < 30 * SECOND
+
+
+def test_pairs_of_workers_are_judged_by_what_each_of_them_does():
+    plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 1), remote_prefill_min_tokens=0)
+    kinds = {(each.worker_id, each.kind): each for each in watched(plan, HalfAsFast()).expected()}
+    assert kinds["prefill-0", Kind.TTFT].error < WITHIN
+    assert kinds["decode-0", Kind.ITL].error < WITHIN
+    assert ("prefill-0", Kind.ITL) not in kinds
+
+
+def test_a_worker_that_begins_anew_is_learnt_anew_and_lost_work_teaches_nothing():
+    lost = WorkerLost(at=Nanos(15 * SECOND), worker=WorkerId("both-1"), down=Nanos(SECOND))
+    expectations = watched(a_plan(faults=(lost,)), HalfAsFast())
+    first, second = of_kind(expectations, Kind.TTFT)
+    assert first.worker_id == "both-0"
+    assert second.predictions < 0.7 * first.predictions
+    assert not expectations.alarms
+
+
+def test_a_prompt_behind_others_is_expected_after_what_is_left_of_them_and_with_them_in_its_steps():
+    """Ten of 130 tokens at once, in steps of 128: one by one they would take twenty steps, and together they take eleven."""
+    kernel = Kernel(1)
+    expectations = Expectations(lambda _: Profile(steps=StraightLine(), step_tokens=128))
+    world, _ = a_world(kernel, a_plan(a_pool(workers=1, step_tokens=128), prefill_window_tokens=0), expectations)
+    expectations.machine = world.machine
+    for number in range(10):
+        chain = tuple(1000 * number + index for index in range(8))
+        kernel.at(Nanos(5), partial(world.send, Request(Nanos(5), 130, chain, 2)))
+    kernel.run()
+    (first_tokens,) = of_kind(expectations, Kind.TTFT)
+    assert first_tokens.predictions == 10
+    assert first_tokens.profile_error < 0.1
+    assert first_tokens.error < 0.1
+
+
+def test_prompts_that_wait_for_answers_to_end_are_not_predicted_and_raise_no_alarm():
+    expectations = watched(a_plan(), HalfAsFast(), rate=40.0)
+    assert sum(each.predictions for each in of_kind(expectations, Kind.TTFT)) < 100
+    assert not expectations.alarms
+
+
+def test_of_workers_without_a_profile_nothing_is_expected():
+    expectations = Expectations(lambda _: None)
+    kernel = Kernel(1)
+    world, _ = a_world(kernel, a_plan(), expectations)
+    expectations.machine = world.machine
+    kernel.at(Nanos(5), partial(world.send, Request(Nanos(5), 100, tuple(range(6)), 5)))
+    kernel.run()
+    assert expectations.expected() == []

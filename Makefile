@@ -1,4 +1,4 @@
-# One line each: make up | test | kube-test | check | proto | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
+# One line each: make up | test | kube-test | check | proto | chart | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
 ENGINE ?= vllm
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 50051
@@ -24,7 +24,7 @@ PROTOS = $(sort $(shell cd proto && find . -name '*.proto' | sed 's|^\./||'))
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 CODE := fleet kvstore workers operators tests loadtests
 
-.PHONY: up test kube-test check proto bench install lock clean
+.PHONY: up test kube-test check proto chart bench install lock clean
 .DEFAULT_GOAL := up
 
 up: $(INSTALLED)
@@ -46,6 +46,9 @@ check: $(KUBE)
 	for file in $$(cd "$$fresh" && find . -type f); do \
 	  diff -q "$$fresh/$$file" "$$file" >/dev/null || { echo "$$file is not what proto/ gives: run 'make proto'"; exit 1; }; done
 	@echo "generated code is fresh"
+
+chart: $(DEV)
+	@$(BIN)/python -m fleet.adapters.helm_chart deploy/helm/fleet
 
 proto: $(DEV)
 	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)

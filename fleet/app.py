@@ -365,6 +365,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             parts.clock,
             store=settings.store,
             shared=settings.share_ports,
+            connection_seconds=settings.connection_seconds,
             control_listen=settings.control_listen,
             services={SERVICE: registry.add, SELECTION: parts.selection.add},
             others=parts.replicas,
@@ -389,7 +390,13 @@ async def _kserve(
         return
     from fleet.adapters.kserve_frontend import open_kserve_frontend  # noqa: PLC0415 - most routers have none
 
-    async with open_kserve_frontend(settings.kserve_listen, generation, clock, shared=settings.share_ports) as frontend:
+    async with open_kserve_frontend(
+        settings.kserve_listen,
+        generation,
+        clock,
+        shared=settings.share_ports,
+        connection_seconds=settings.connection_seconds,
+    ) as frontend:
         yield frontend
 
 
@@ -625,9 +632,9 @@ def _registries(settings: WorkerSettings) -> "list[AbstractAsyncContextManager[R
     """
     registries: list[AbstractAsyncContextManager[Registry]] = []
     if settings.registry:
-        from fleet.adapters.grpc_registry import GrpcRegistryClient  # noqa: PLC0415 - each process loads its own part only
+        from fleet.adapters.grpc_registry import GrpcRegistries  # noqa: PLC0415 - each process loads its own part only
 
-        registries.append(GrpcRegistryClient(settings.registry))
+        registries.append(GrpcRegistries(settings.registry))
     if settings.discovery is not None:
         from fleet.adapters.discovery import directory_of  # noqa: PLC0415
 

@@ -17,6 +17,10 @@ from operators.kinds import Kind
 READ = ("list", "watch")
 CHILD = ("list", "watch", "create", "patch", "delete")
 
+REMOVED = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.DISRUPTION_BUDGET, kinds.INFERENCE_POOL)
+KEPT = (kinds.NETWORK_POLICY, kinds.POD_MONITOR)
+"""For as long as their deployment: they go with it."""
+
 
 class Access(Struct, frozen=True, kw_only=True):
     """One rule of a Role."""
@@ -44,7 +48,8 @@ ACCESS: tuple[Access, ...] = (
     _of(kinds.SERVING_PLAN, READ),
     _of(kinds.SERVING_REQUEST, READ),
     *(_of(kind, ("patch",), "status") for kind in kinds.CUSTOM),
-    *(_of(kind, CHILD) for kind in (*kinds.SCALED, *kinds.NAMED)),
+    *(_of(kind, CHILD) for kind in (*kinds.SCALED, *REMOVED)),
+    *(_of(kind, (*READ, "create", "patch")) for kind in KEPT),
     _of(kinds.POD, (*READ, "patch", "delete")),
     _of(kinds.LEASE, READ),
     _of(kinds.LEASE, ("get", "create", "update"), own_namespace=True),

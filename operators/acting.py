@@ -19,7 +19,7 @@ from operators.happenings import Happening
 from operators.kinds import Kind
 from operators.observe import DELETION_COST, Store
 from operators.ports import Cluster, Denied, Manifest, Missing, Stale
-from operators.reconcile import Action, Apply, Remove, Scale, Value
+from operators.reconcile import Action, Apply, End, Remove, Scale, Value
 from operators.seen import Refusal
 from operators.telemetry import Metrics
 from operators.views import OF_KIND, Custom, Named, Pod, Scaled
@@ -58,7 +58,7 @@ class Hand:
                         kind, name = manifest["kind"], manifest["metadata"]["name"]
                     case Scale(kind, name) | Remove(kind, name):
                         pass
-                    case Value(name):
+                    case Value(name) | End(name):
                         kind = kinds.POD.name
                     case _:
                         assert_never(action)
@@ -104,6 +104,8 @@ class Hand:
                 await self._value(namespace, pod, cost)
             case Remove(name, child):
                 await self._remove(kinds.BY_NAME[name], namespace, child)
+            case End(pod):
+                await self._remove(kinds.POD, namespace, pod)
             case _:
                 assert_never(action)
 

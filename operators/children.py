@@ -7,8 +7,8 @@ Rules:
    is not served, each such replica is a StatefulSet of its own, whose pods find the same variables as a LeaderWorkerSet's. Pods never
    change: another specification is another revision, and `operators.scaling` moves replicas from one to the other. Of Deployments and
    LeaderWorkerSets `replicas` is not part of the manifest: whoever applies this has to say it.
-3. A worker finds its router by the router's control Service, and registers there by pod name and address. Nothing else is needed to
-   be found. Settings are a file in a ConfigMap; what only the pod knows is put in by `--set`.
+3. A worker finds its routers by their control Service, which has no address of its own but names all their pods, and registers with each
+   by pod name and address. Nothing else is needed to be found. Settings are a file in a ConfigMap; what only the pod knows is put in by `--set`.
 4. What a user's `podTemplate` says counts: lists that have names (containers, environment, volumes, ports, mounts) are merged by them, other values
    are replaced.
 5. Pods run as nobody, without privileges, with a read-only root; what they write goes to memory or to an emptyDir.
@@ -37,7 +37,7 @@ from operators.resources import (
 
 Manifest = dict[str, Any]
 
-HTTP, GRPC, CONTROL, WORKER = 8000, 50051, 50052, 50060
+HTTP, GRPC, CONTROL, WORKER, WORKER_CONTROL = 8000, 50051, 50052, 50060, 50061
 PICKER = 9002
 """Where gateways ask for an endpoint, by custom."""
 
@@ -61,6 +61,9 @@ GRACE_SECONDS = 30
 
 GOODBYE_SECONDS = 5
 """Between the word that a router's pod is to end and its SIGTERM: until then everybody who sends requests there has heard of it."""
+
+CONNECTION_SECONDS = 4
+"""How long connections to a router last, give or take a tenth: none that was there before that word is there at the SIGTERM."""
 
 ROLES = {RoleType.PREFILL: "prefill", RoleType.DECODE: "decode", RoleType.AGGREGATED: "both"}
 PRODUCT_LABELS = {GpuVendor.NVIDIA: "nvidia.com/gpu.product", GpuVendor.AMD: "amd.com/gpu.product-name"}
@@ -242,6 +245,11 @@ def role_scaler(deployment: Deployment, role: Role) -> Manifest:
     return _object(deployment, api, "RoleScaler", _child(deployment, role), _labels(deployment, role), spec)
 
 
+def control_service(deployment: str, router: str = "router") -> str:
+    """Where workers register and operators ask; `router` is the name of the role of routers."""
+    return f"{deployment}-{router}-control"
+
+
 def pod_selector(deployment: Deployment, role: str) -> str:
     """Of a role's pods, as `kubectl get -l` takes it."""
     return ",".join(f"{key}={value}" for key, value in {INSTANCE: deployment.name, ROLE: role}.items())
@@ -256,6 +264,7 @@ def _worker_settings(deployment: Deployment, role: Role) -> Manifest:
         "model_dir": _model_dir(deployment),
         "registry": f"{_child(deployment, deployment.router)}-control.{deployment.namespace}:{CONTROL}",
         "listen": f"0.0.0.0:{WORKER}",
+        "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
         "drain_timeout_ms": role.drain.timeout_seconds * 1000,
         "kv_paths": [path.value for path in spec.kv_transfer.paths],
     }
@@ -288,6 +297,7 @@ def _router_settings(deployment: Deployment) -> Manifest:
         "http_listen": f"0.0.0.0:{HTTP}",
         "grpc_listen": f"0.0.0.0:{GRPC}",
         "control_listen": f"0.0.0.0:{CONTROL}",
+        "connection_seconds": CONNECTION_SECONDS,
         "models": {spec.model.name: _model_dir(deployment)},
         "policy": routing.policy,
         "remote_prefill_min_tokens": routing.disaggregate_above_tokens,
@@ -304,7 +314,9 @@ def _pod(
     """The pod template, with what the user's says over it. `doors`: a router's ports for those who bring requests."""
     routes = role.type is RoleType.ROUTER
     ports = {**(doors or {}), "control": CONTROL} if routes else {"worker": WORKER}
-    own = ["router_id=$(POD_NAME)"] if routes else ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}"]
+    own = ["router_id=$(POD_NAME)"]
+    if not routes:
+        own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", "generation=$(REVISION)"]
     if "picker" in ports:
         own.append(f"endpoint_picker.router_endpoint=$(POD_IP):{HTTP}")
     if not routes and KvPath.STORE in deployment.spec.kv_transfer.paths:
@@ -320,7 +332,11 @@ def _pod(
             SETTINGS,
             *(part for each in own for part in ("--set", each)),
         ],
-        "env": [_field("POD_NAME", "metadata.name"), _field("POD_IP", "status.podIP")],
+        "env": [
+            _field("POD_NAME", "metadata.name"),
+            _field("POD_IP", "status.podIP"),
+            *([] if routes else [_field("REVISION", f"metadata.labels['{REVISION}']")]),
+        ],
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
         # The last line of what it wrote says why it ended; nothing else of it is read (`operators.diagnosis`, rule 2).
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -338,7 +354,8 @@ def _pod(
         container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 2}
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
     else:
-        container["readinessProbe"] = {"tcpSocket": {"port": "worker"}, "periodSeconds": 2}
+        # A worker says that it is ready when it serves and its router knows it.
+        container["readinessProbe"] = {"grpc": {"port": WORKER_CONTROL}, "periodSeconds": 2}
     if resources := _resources(role):
         container["resources"] = resources
     volumes: list[Manifest] = [
@@ -491,7 +508,7 @@ def _config(deployment: Deployment, role: Role, settings: Manifest, of_revision:
 def _service(
     deployment: Deployment, role: Role, name: str, ports: Mapping[str, int], *, unready: bool = False
 ) -> Manifest:
-    """`unready`: workers register before the router is ready, which it is when it has workers."""
+    """`unready`: workers register with every router, and before it is ready, which it is when it has workers: names for its pods."""
     spec: Manifest = {
         "selector": _selected(deployment, role),
         "ports": [
@@ -499,7 +516,7 @@ def _service(
         ],
     }
     if unready:
-        spec["publishNotReadyAddresses"] = True
+        spec |= {"publishNotReadyAddresses": True, "clusterIP": "None"}
     return _object(deployment, "v1", "Service", name, _labels(deployment, role), spec)
 
 

@@ -5,10 +5,9 @@ Rules:
 1. Objects are decoded straight into views (`operators.views`). The client's models would make 50 objects of each, and its watch hands on a
    broken line as if it were an event.
 2. A watch ends after WATCH_SECONDS, by the server's hand, or by ours a little later: a connection that fell silent is noticed.
-3. Nothing that was sent is repeated in an error: servers quote what they refuse, and that may be a password in an environment variable.
+3. What a server says when it refuses goes through `operators.refusals` before anybody reads it.
 """
 
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +24,8 @@ from msgspec import Struct
 
 from operators import kinds
 from operators.kinds import Kind, Served
-from operators.ports import Busy, ClusterError, Denied, Expired, Listed, Manifest, Missing, Stale, Told, Unreachable
+from operators.ports import ClusterError, Denied, Listed, Manifest, Missing, Stale, Told, Unreachable
+from operators.refusals import Status, refuse
 from operators.views import Named, View
 
 MANAGER = "fleet-operator"
@@ -37,14 +37,7 @@ MOST_CONNECTIONS = 64
 LONGEST_EVENT = 8 << 20
 """Bytes; an object is 1.5 MiB at most where etcd keeps it."""
 
-MOST_CAUSES = 8
 NAMES_ONLY = "application/json;as=PartialObjectMetadata{list};g=meta.k8s.io;v=v1,application/json"
-# What a server may say after the value that it refuses: requirements, without a quotation.
-REQUIREMENT = re.compile(r": ((?:must|may|should|cannot|can not|is|field is|supported values)\b[^\"'{}\[\]]*)$")
-# What it forbids in its own words, which name no field's value.
-FORBIDDEN = re.compile(r"(exceeded quota: .*|User \"[^\"]*\" cannot .*)$")
-
-
 Decoded = TypeVar("Decoded")
 
 
@@ -61,26 +54,6 @@ class _Page(Struct, frozen=True):
 class _Event(Struct, frozen=True):
     type: str
     object: msgspec.Raw
-
-
-class _Cause(Struct, frozen=True):
-    field: str = ""
-    reason: str = ""
-    message: str = ""
-
-
-class _Details(Struct, frozen=True, rename="camel"):
-    causes: list[_Cause] | None = None
-    retry_after_seconds: int | None = None
-
-
-class _Status(Struct, frozen=True):
-    """How a server says no."""
-
-    reason: str = ""
-    message: str = ""
-    code: int = 0
-    details: _Details | None = None
 
 
 class _Resources(Struct, frozen=True):
@@ -139,7 +112,7 @@ class ApiServer:
             async for line in _lines(answer):
                 event = _decoded(line, _Event)
                 if event.type == "ERROR":
-                    _refuse(_decoded(event.object, _Status))
+                    refuse(_decoded(event.object, Status))
                 if event.type == "BOOKMARK":
                     yield Told(_decoded(event.object, _Bookmark).metadata.resource_version)
                 else:
@@ -298,43 +271,8 @@ def _decoded(content: bytes | msgspec.Raw, of: type[Decoded]) -> Decoded:
 
 def _refuse_answer(answer: aiohttp.ClientResponse, content: bytes) -> NoReturn:
     try:
-        status = msgspec.json.decode(content, type=_Status)
+        status = msgspec.json.decode(content, type=Status)
     except msgspec.DecodeError:
-        status = _Status()
+        status = Status()
     after = answer.headers.get("Retry-After", "")
-    _refuse(msgspec.structs.replace(status, code=answer.status), float(after) if after.isdecimal() else None)
-
-
-def _refuse(status: _Status, after_seconds: float | None = None) -> NoReturn:
-    """Say what a status means for whoever asked.
-
-    Raises:
-        ClusterError: That.
-    """
-    match status.code:
-        case 404:
-            raise Missing(status.reason or "NotFound")
-        case 409 if status.reason != "AlreadyExists":
-            raise Stale(status.reason or "Conflict")
-        case 410:
-            raise Expired(status.reason or "Expired")
-        case 429:
-            raise Busy("too many requests", after_seconds)
-        case 400 | 403 | 405 | 409 | 413 | 415 | 422:
-            raise Denied(status.reason or str(status.code), spoken(status))
-        case 503 if after_seconds is not None:
-            raise Busy("the server is not ready", after_seconds)
-    raise Unreachable(f"status {status.code} {status.reason}".strip())
-
-
-def spoken(status: _Status) -> str:
-    """What may be repeated of a refusal: the fields, what is required of them, and which quota or right was not enough."""
-    said = []
-    for cause in (status.details.causes if status.details else None) or ():
-        requirement = REQUIREMENT.search(" ".join(cause.message.split()))
-        said.append(f"{cause.field or 'object'}: {requirement[1] if requirement else cause.reason}")
-    if said:
-        return "; ".join(said[:MOST_CAUSES])
-    if forbidden := FORBIDDEN.search(" ".join(status.message.split())):
-        return forbidden[1]
-    return status.reason
+    refuse(msgspec.structs.replace(status, code=answer.status), float(after) if after.isdecimal() else None)

@@ -17,7 +17,7 @@ from msgspec import Struct
 from operators import kinds
 from operators.kinds import Kind
 from operators.ports import Manifest
-from operators.reconcile import Action, Remove, Scale
+from operators.reconcile import Action, End, Remove, Scale
 from operators.resources import GROUP, Condition
 from operators.views import Named
 
@@ -57,6 +57,8 @@ def steps(actions: Sequence[Action], generation: int) -> Iterator[Happening]:
                 yield Happening(reason="Scaled", note=note, warning=False, generation=generation)
             case Remove(kind, name) if kind in {each.name for each in kinds.SCALED}:
                 yield Happening(reason="Removed", note=f"{kind} {name}", warning=False, generation=generation)
+            case End(pod):
+                yield Happening(reason="GroupRestarted", note=f"Pod {pod}", warning=True, generation=generation)
             case _:
                 pass
 

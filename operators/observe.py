@@ -6,12 +6,15 @@ Rules:
    nothing of its namesake before.
 2. A replica is a pod, or a group of pods that live and die together; a group counts as ready when all of its pods are, and as
    registered when the first of them is.
-3. A pod that is gone from the API server is gone. One that is marked as deleted still has its GPUs.
+3. Groups come as a whole or not at all, without a scheduler that knows of groups: one that finds nodes for some of its pods only gives
+   them back after a while.
+4. A pod that is gone from the API server is gone. One that is marked as deleted still has its GPUs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import TypeVar, cast
+from zlib import crc32
 
 import msgspec
 from msgspec import Struct
@@ -31,7 +34,13 @@ from operators.views import OF_KIND, Custom, Lease, Named, Pod, Scaled, View
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"
 LEADER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
-POD_INDEX = "apps.kubernetes.io/pod-index"
+HALF_SECONDS = 60
+"""A group that has not found nodes for all of its pods after one to two times this gives its GPUs back, and tries again. Not all at once:
+two groups that each hold half of the nodes that the other one needs would do so for ever."""
+
+TOGETHER_SECONDS = 60
+"""For a pod that has begun anew to be taken back by the others of its group."""
+
 Kept = TypeVar("Kept", bound=Named)
 
 
@@ -102,7 +111,7 @@ def observe(
     ]
     products = [role.gpus.product for role in spec.roles if role.gpus.product]
     return Seen(
-        children=tuple(_children(controllers, pods, known)),
+        children=tuple(_children(controllers, pods, known, now)),
         digests={
             (kind.name, each.metadata.name): each.metadata.annotations.get(DIGEST, "")
             for kind in (*kinds.SCALED, *kinds.NAMED)
@@ -170,7 +179,10 @@ def _router(controllers: Iterable[tuple[Kind, Scaled]]) -> RouterSeen | None:
 
 
 def _children(
-    controllers: Iterable[tuple[Kind, Scaled]], pods: Iterable[Pod], known: Mapping[str, Registration] | None
+    controllers: Iterable[tuple[Kind, Scaled]],
+    pods: Iterable[Pod],
+    known: Mapping[str, Registration] | None,
+    now: datetime,
 ) -> Iterator[Child]:
     """One for each role and revision that has a controller, or pods that are left of one."""
     by_child: dict[tuple[str, str], list[Pod]] = {}
@@ -188,14 +200,53 @@ def _children(
             groups.setdefault(key, []).append(each)
             continue
         yield _child(kind.name, each.metadata.name, key, each.spec.replicas, by_child.pop(key, []), known)
-    for key, each_group in groups.items():
-        staying = [each for each in each_group if not each.metadata.deleted]
-        sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in each_group}
-        members = tuple(sorted(each.metadata.name for each in staying))
-        child = _child(kinds.STATEFUL_SET.name, "", key, len(staying), by_child.pop(key, []), known, sizes)
-        yield msgspec.structs.replace(child, members=members)
+    for key, sets in groups.items():
+        yield _group_child(key, sets, by_child.pop(key, []), known, now)
     for key, left in by_child.items():
         yield _child("", "", key, 0, left, known)
+
+
+def _group_child(
+    key: tuple[str, str],
+    sets: Iterable[Scaled],
+    pods: Sequence[Pod],
+    known: Mapping[str, Registration] | None,
+    now: datetime,
+) -> Child:
+    """Of StatefulSets, each of which is one replica."""
+    staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
+    sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
+    halves, left_behind = [], []
+    for name, each in sorted(staying.items()):
+        members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
+        if _half(members, now - timedelta(seconds=HALF_SECONDS + crc32(name.encode()) % HALF_SECONDS)):
+            halves.append(name)
+        left_behind += _left_behind(members, now - timedelta(seconds=TOGETHER_SECONDS))
+    child = _child(kinds.STATEFUL_SET.name, "", key, len(staying), pods, known, sizes)
+    return msgspec.structs.replace(
+        child, members=tuple(sorted(staying)), halves=tuple(halves), left_behind=tuple(left_behind)
+    )
+
+
+def _half(pods: Sequence[Pod], before: datetime) -> bool:
+    """Whether some have a node, and others have found none since `before`."""
+    unplaced = [pod.unplaced_since for pod in pods if pod.unplaced_since is not None]
+    return len(pods) > len(unplaced) > 0 and min(unplaced) < before
+
+
+def _left_behind(pods: Sequence[Pod], before: datetime) -> list[str]:
+    """Those that have begun anew less often than another one, which did before `before`, and the group is not ready yet."""
+    most = max((pod.restarts for pod in pods), default=0)
+    ended = [
+        each.last_state.terminated.finished_at
+        for pod in pods
+        if pod.restarts == most
+        for each in pod.status.container_statuses or ()
+        if each.last_state.terminated is not None and each.last_state.terminated.finished_at is not None
+    ]
+    if not ended or max(ended) > before or all(pod.ready for pod in pods):
+        return []
+    return [pod.metadata.name for pod in pods if pod.restarts < most]
 
 
 def _child(

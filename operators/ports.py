@@ -106,8 +106,8 @@ class Cluster(Protocol):
 class Routers(Protocol):
     """What the routers of deployments say of their workers."""
 
-    async def workers(self, namespace: str, deployment: str) -> tuple[Registration, ...] | None:
-        """Those that it gives requests to; None where it does not answer."""
+    async def workers(self, namespace: str, service: str) -> tuple[Registration, ...] | None:
+        """Those that the router behind a control Service gives requests to; None where it does not answer."""
         ...
 
 

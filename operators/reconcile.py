@@ -5,7 +5,8 @@ Rules:
 1. Level-triggered: everything follows from what is wished and what is seen now. Nothing is remembered between calls, so an operator that
    is killed after any write goes on where it was.
 2. An object is applied when its digest, kept in an annotation, differs from what is seen. What somebody else made under one of our names is
-   left alone, and the deployment is Degraded until one of the two has another name.
+   left alone, and the deployment is Degraded until one of the two has another name. Now and then everything is applied afresh: so what somebody
+   has edited is put back.
 3. Children of workers are scaled by `operators.scaling`, one step a call. A child that should have no replicas is removed when its last pod has gone:
    of an old revision, of a suspended deployment, of a role that is not wished for any more. So is whatever else is the deployment's own
    and wanted no more.
@@ -70,7 +71,13 @@ class Remove(Struct, frozen=True, tag=True):
     name: str
 
 
-Action = Apply | Scale | Value | Remove
+class End(Struct, frozen=True, tag=True):
+    """A pod, which its controller then makes anew."""
+
+    pod: str
+
+
+Action = Apply | Scale | Value | Remove | End
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -100,6 +107,8 @@ def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Outcome
         made, moved = _changed(wish, role, change, seen, images)
         wanted += [with_digest(each) for each in made]
         actions += moved
+    if seen.afresh:
+        wanted += [with_digest(each) for each in _present(wish, seen, present, images) if each not in wanted]
     applied = wanted + [with_digest(each) for each in _scalers(wish, seen)]
     actions += [Apply(each) for each in applied if _key(each) not in seen.foreign and _differs(each, seen)]
     actions += _farewells(wish, seen, possible, wanted)
@@ -107,6 +116,20 @@ def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Outcome
     at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
     said = status(wish, seen, pools, possible, taken, present, routers, at_rest, now)
     return Outcome(actions=tuple(actions), status=said)
+
+
+def _present(wish: Deployment, seen: Seen, present: str, images: Images) -> Iterator[Manifest]:
+    """The children of the present revision, with the replicas that they have."""
+    for role in wish.workers:
+        for each in seen.children:
+            if (each.role, each.replicas.revision) != (role.name, present) or not each.kind:
+                continue
+            *others, made = workers(wish, role, present, images, seen.served)
+            if each.members:
+                yield from (*others, made, *(group(wish, role, present, _index(name), images) for name in each.members))
+                continue
+            made["spec"]["replicas"] = each.replicas.asked
+            yield from (*others, made)
 
 
 def _changed(
@@ -162,6 +185,8 @@ def _key(manifest: Manifest) -> tuple[str, str]:
 
 
 def _differs(manifest: Manifest, seen: Seen) -> bool:
+    if seen.afresh:
+        return True
     replicas = manifest.get("spec", {}).get("replicas")
     if seen.router is not None and _key(manifest) == ("Deployment", seen.router.name) and seen.router.asked != replicas:
         return True
@@ -234,6 +259,8 @@ def _farewells(wish: Deployment, seen: Seen, pools: Sequence[Pool], wanted: Sequ
         elif not each.replicas.there and not (each.replicas.revision == revision_now and target):
             actions += [Remove(each.kind, name) for name in names if name]
             continue
+        actions += [Remove(each.kind, name) for name in each.halves[-1:]]
+        actions += [End(pod) for pod in each.left_behind]
         used.add(("ConfigMap", child_name(wish, each.role, each.replicas.revision)))
     own = [key for key in seen.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
     scaled = {f"{wish.name}-{role.name}" for role in _scaled(wish)}

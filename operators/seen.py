@@ -29,7 +29,10 @@ class Child(Struct, frozen=True, kw_only=True):
     """StatefulSets, one for each replica, where it is made of these; by name."""
 
     halves: tuple[str, ...] = ()
-    """Those of which some pods have had a node for a while, and others find none."""
+    """Of these, those of which some pods have a node, and others have found none for a while."""
+
+    left_behind: tuple[str, ...] = ()
+    """Pods that go on although one of their group has begun anew, and the group has not come together since."""
 
 
 class RouterSeen(Struct, frozen=True, kw_only=True):
@@ -100,3 +103,5 @@ class Seen(Struct, frozen=True, kw_only=True):
     """Of the last attempts."""
 
     served: Served = Served()
+    afresh: bool = False
+    """Take nothing for granted: what should be there is applied, even if its digest says that it is."""

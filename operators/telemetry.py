@@ -1,12 +1,27 @@
 """Metrics of an operator. Label values are of a fixed number."""
 
 from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-OUTCOMES = ("settled", "acted", "refused", "failed", "crashed")
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class Outcome(StrEnum):
+    """Of a look at a deployment."""
+
+    SETTLED = "settled"
+    ACTED = "acted"
+    REFUSED = "refused"
+    """Something of it, by the API server."""
+
+    FAILED = "failed"
+    """It could not go on, because of the API server."""
+
+    CRASHED = "crashed"
+    """Because of a fault of ours."""
 
 
 class Metrics:
@@ -19,11 +34,10 @@ class Metrics:
             "fleet_operator_writes", "Writes to the API server, by what for", ["write"], registry=registry
         )
         self._seconds = Histogram("fleet_operator_reconcile_seconds", "Of one look", buckets=BUCKETS, registry=registry)
-        for outcome in OUTCOMES:
+        for outcome in Outcome:
             self._looks.labels(outcome)
 
-    def looked(self, outcome: str, seconds: float) -> None:
-        assert outcome in OUTCOMES
+    def looked(self, outcome: Outcome, seconds: float) -> None:
         self._looks.labels(outcome).inc()
         self._seconds.observe(seconds)
 

@@ -68,6 +68,7 @@ class ObjectCondition(_View, frozen=True):
     status: str
     reason: str = ""
     message: str = ""
+    last_transition_time: datetime | None = None
 
 
 class ScaledSpec(_View, frozen=True):
@@ -98,6 +99,7 @@ class Terminated(_View, frozen=True):
     exit_code: int = 0
     reason: str = ""
     message: str = ""
+    finished_at: datetime | None = None
 
 
 class ContainerState(_View, frozen=True):
@@ -125,6 +127,18 @@ class Pod(Named, frozen=True):
     @property
     def alive(self) -> bool:
         return not self.metadata.deleted and self.status.phase not in {"Succeeded", "Failed"}
+
+    @property
+    def unplaced_since(self) -> datetime | None:
+        """Since when no node has room for it; None: it has one, or nobody has looked for one yet."""
+        for each in self.status.conditions or ():
+            if each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable":
+                return each.last_transition_time
+        return None
+
+    @property
+    def restarts(self) -> int:
+        return sum(each.restart_count for each in self.status.container_statuses or ())
 
     @property
     def ready(self) -> bool:

@@ -130,7 +130,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Address that routers dial, where it differs from `listen` (0.0.0.0, address translation)."""
 
     registry: str = ""
-    """gRPC address of the registry; empty: the worker registers with no router."""
+    """gRPC address of the registry; a name that stands for several routers means all of them. Empty: the worker registers with none."""
 
     discovery: Discovery | None = None
     """Where the worker publishes itself for all routers that look there, besides `registry` or in its place; absent: nowhere."""

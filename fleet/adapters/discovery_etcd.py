@@ -110,7 +110,8 @@ class EtcdDirectory:
             yield Listed(all=tuple(seen for pair in found.kvs if (seen := self._seen(pair)) is not None))
             async for event in self._changes(found.header.revision + 1):
                 if event.type == rpc.Event.DELETE:
-                    yield Missing(worker_id=WorkerId(unquote(event.kv.key[len(self._prefix) :].decode())))
+                    if (worker_id := self._named(event.kv.key)) is not None:
+                        yield Missing(worker_id=worker_id)
                 elif (seen := self._seen(event.kv)) is not None:
                     yield seen
         except grpc.aio.AioRpcError as error:
@@ -176,11 +177,16 @@ class EtcdDirectory:
     def _key(self, worker_id: WorkerId) -> bytes:
         return self._prefix + quote(worker_id, safe="").encode()
 
+    def _named(self, key: bytes) -> WorkerId | None:
+        """Whose key it is; None where it is nobody's."""
+        worker_id = WorkerId(unquote(key[len(self._prefix) :], errors="replace"))
+        return worker_id if self._key(worker_id) == key else None
+
     def _seen(self, pair: Any) -> Seen | None:
         """None where somebody wrote what is no record."""
         try:
             record = msgspec.json.decode(pair.value, type=Record)
-        except msgspec.DecodeError:
+        except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
             log.warning("a key in the directory of workers is no record", extra={"key": pair.key[:200]})
             return None
         return Seen(record=record) if self._key(record.worker_id) == pair.key else None

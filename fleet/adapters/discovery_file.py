@@ -6,7 +6,8 @@ Rules:
    needs no more than that of its file system: no locks, no notifications, no clocks that agree.
 2. A renewal is a number that grows. Routers count a lease from when they saw the number change; times of files mean nothing.
 3. The last one to begin has the file: who finds another incarnation in its place when renewing has been replaced.
-4. What is in the folder and is no record is passed over, and said once.
+4. What is in the folder and is no record, or not that of the worker whose place it takes (a copy, which would renew a dead worker
+   in turns with the record itself), is passed over, and said once.
 """
 
 import asyncio
@@ -125,11 +126,11 @@ class FileDirectory:
         for path in sorted(self._folder.iterdir()):
             if path.name.startswith(".") or not path.name.endswith(SUFFIX):
                 continue
-            if (entry := _entry(path)) is not None:
+            if (entry := _entry(path)) is not None and self._path(entry.worker_id) == path:
                 entries.append(entry)
             elif path.name not in self._passed_over and path.exists():
                 self._passed_over.add(path.name)
-                log.warning("a file in the directory of workers is no record", extra={"path": str(path)})
+                log.warning("a file in the directory of workers is no record of its worker", extra={"path": str(path)})
         return entries
 
     def _path(self, worker_id: WorkerId) -> Path:
@@ -140,12 +141,14 @@ class FileDirectory:
 
 
 def _entry(path: Path) -> Entry | None:
-    """What a file says; None where there is none, or no record in it."""
+    """What a file says; None where there is none, or no record in it. Whoever opens a pipe waits for its writer."""
     try:
+        if not path.is_file():
+            return None
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         return msgspec.json.decode(content, type=Entry) if len(content) <= MAX_BYTES else None
-    except (FileNotFoundError, IsADirectoryError, PermissionError, msgspec.DecodeError):
+    except (FileNotFoundError, PermissionError, UnicodeDecodeError, msgspec.DecodeError, RecursionError):
         return None
 
 

@@ -422,7 +422,7 @@ def _seen(lease: Manifest) -> Seen | None:
     try:
         record = msgspec.json.decode(lease["metadata"]["annotations"][RECORD], type=Record)
         return Seen(record=record, renewal=lease["spec"]["renewTime"])
-    except (KeyError, TypeError, msgspec.DecodeError):
+    except (KeyError, TypeError, msgspec.DecodeError, RecursionError):
         log.warning(
             "a lease with the label of workers has no record", extra={"lease": str(lease.get("metadata"))[:200]}
         )

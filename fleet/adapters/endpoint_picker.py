@@ -142,8 +142,9 @@ async def open_endpoint_picker(
     """
     server = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
     picker.add(server)
-    listen = f"{settings.host}:{settings.port}"
-    async with open_port(server, listen, (READINESS, SERVICE), picker.ready, alive=(LIVENESS,)) as picker.address:
+    async with open_port(
+        server, settings.listen, (READINESS, SERVICE), picker.ready, alive=(LIVENESS,)
+    ) as picker.address:
         yield picker
 
 
@@ -319,7 +320,6 @@ class _Call:
         self._authorization = ""
         self._subset: tuple[str, ...] | None = None
         self._body = bytearray()
-        self._endpoints: Mapping[WorkerId, str] = {}
         self._endpoint = ""  # picked
         self._arrived: Arrived | None = None
         self._booking: Booking | None = None
@@ -466,8 +466,8 @@ class _Call:
         """Endpoints, the best first, and the prefill worker's."""
         picker, settings = self._picker, self._picker.settings
         arrived = await picker.prompts.arrival(self._path, body, self._authorization)
-        self._endpoints = picker.endpoints(self._subset)
-        self._arrived = arrived = structs.replace(arrived, among=picker.allowed(self._endpoints))
+        endpoints = picker.endpoints(self._subset)
+        self._arrived = arrived = structs.replace(arrived, among=picker.allowed(endpoints))
         try:
             self._booking, decision = await picker.selection.book(
                 arrived, lease_seconds=settings.lease_seconds, wait_seconds=settings.wait_seconds
@@ -482,16 +482,16 @@ class _Call:
             raise renamed(refused, NAMES) from refused
         self._counter = AnswerCounter()
         chosen = [decision.decode, *([] if decision.prefill is None else [decision.prefill])]
-        if not all(each in self._endpoints for each in chosen):  # has joined while the request waited
-            self._endpoints = picker.endpoints(self._subset)
-            if not all(each in self._endpoints for each in chosen):
+        if not all(each in endpoints for each in chosen):  # has joined while the request waited
+            endpoints = picker.endpoints(self._subset)
+            if not all(each in endpoints for each in chosen):
                 raise picker.nobody(self._subset)
-        self._endpoint = self._endpoints[decision.decode]
+        self._endpoint = endpoints[decision.decode]
         if decision.prefill is not None:
             # Whoever else might answer need not fit together with that one.
-            return [self._endpoint], self._endpoints[decision.prefill]
+            return [self._endpoint], endpoints[decision.prefill]
         others = decision.next_best(settings.fallbacks) if settings.fallbacks else ()
-        return [self._endpoint, *(self._endpoints[each] for each in others if each in self._endpoints)], ""
+        return [self._endpoint, *(endpoints[each] for each in others if each in endpoints)], ""
 
     def _let_go(self) -> None:
         """Of the body."""
@@ -521,6 +521,9 @@ class _Call:
         response = answer_piece(piece, streamed=self._streamed)
         if self._counter is not None:
             self._report(prefilled=bool(piece.body), tokens=self._counter.count(piece.body))
+        if piece.end_of_stream:
+            self._stage = Stage.OVER
+            self.end()
         return [response]
 
     def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
@@ -536,9 +539,10 @@ class _Call:
         if self._booking is not None:
             picker.selection.end(self._booking)
             self._booking = None
-        there = next((each for each, endpoint in self._endpoints.items() if endpoint == served), None)
-        if there is None:
-            return  # none of ours
+        try:
+            (there,) = picker.endpoints([served])
+        except (Refused, ValueError):
+            return  # none of ours, or several behind one port
         self._arrived = structs.replace(
             self._arrived,
             request_id=RequestId(f"pick-{secrets.token_hex(8)}"),

@@ -123,8 +123,9 @@ async def writing(context: Context) -> AsyncGenerator[Writer]:
     Raises:
         CallerGone: The caller did not read for too long.
     """
+    limit = asyncio.timeout(None)
     try:
-        async with asyncio.timeout(None) as limit:
+        async with limit:
             writer = Writer(context, limit)
             try:
                 yield writer

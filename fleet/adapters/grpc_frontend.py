@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary_in_context, writing
 from fleet.adapters.grpc_cluster import AskStore, ClusterService, Others, Router, asking_store
 from fleet.adapters.grpc_door import Door
-from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
+from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS, client_options
 from fleet.adapters.grpc_port import open_port
 from fleet.clock import Clock
 from fleet.ids import RequestId
@@ -34,6 +34,7 @@ async def open_grpc_frontend(
     *,
     store: str = "",
     shared: bool = False,
+    connection_seconds: float = 0,
     control_listen: str = "",
     services: Mapping[str, Callable[[grpc.aio.Server], None]] | None = None,
     others: Others | None = None,
@@ -47,6 +48,7 @@ async def open_grpc_frontend(
         clock: For deadlines.
         store: gRPC address of the KV store node, asked how full it is; empty: there is none.
         shared: Whether other processes may listen on the same port.
+        connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
         control_listen: Where what is not for clients listens: `services` and `fleet.v1.Cluster`; empty: on the same port.
         services: More services: what adds each to the server, by full name.
         others: The other routers of the cluster, if there are any.
@@ -60,7 +62,7 @@ async def open_grpc_frontend(
         if store:
             channel = await held.enter_async_context(grpc.aio.insecure_channel(store))
             ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
-        server = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
+        server = grpc.aio.server(options=client_options(shared=shared, connection_seconds=connection_seconds))
         frontend = GrpcFrontend(generation, router, clock, ask_store, others)
         server.add_generic_rpc_handlers((frontend.inference(),))
         inner = server

@@ -45,3 +45,17 @@ SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 0))
 
 SHARED_SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 1))
 """Several processes listen on one port, and the kernel spreads connections over them."""
+
+
+def client_options(*, shared: bool, connection_seconds: float) -> tuple[tuple[str, int], ...]:
+    """Of a server for clients.
+
+    Args:
+        shared: Whether other processes may listen on the same port.
+        connection_seconds: How long a connection lasts before the client is asked to make another, give or take a tenth; calls that
+            run go on. 0: for as long as the client likes.
+    """
+    options = SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS
+    if not connection_seconds:
+        return options
+    return (*options, ("grpc.max_connection_age_ms", round(connection_seconds * 1000)))

@@ -1,5 +1,8 @@
-"""The registry over gRPC: the service in the router process, and the client that workers use."""
+"""The registry over gRPC: the service in the router process, and the clients that workers use."""
 
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -16,10 +19,14 @@ from fleet.errors import invalid
 from fleet.ids import Incarnation, WorkerId
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
+from kvstore.addresses import host_port, unix_path
 from workers.ports import RegistryUnreachable, Superseded
 
 SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)
+
+LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
+"""The addresses, with that port, that a host name stands for. Raises OSError where that cannot be said."""
 
 
 class GrpcRegistry:
@@ -94,3 +101,107 @@ class GrpcRegistryClient:
             await self._stub.Deregister(request, timeout=self._timeout_seconds)
         except grpc.aio.AioRpcError as error:
             raise RegistryUnreachable(f"{error.code().name}: {error.details()}") from error
+
+
+class GrpcRegistries:
+    """Every registry that one name stands for: the routers behind a headless Service of Kubernetes, or several records of a DNS name.
+
+    Implements `workers.ports.Registry`. The name is looked up with each renewal, so that a router that has come is told within a third
+    of a lease. A worker is registered when one of them has taken it: another may be starting, or going.
+    """
+
+    def __init__(self, address: str, timeout: Nanos = TIMEOUT, look_up: LookUp | None = None) -> None:
+        """Nothing is dialled yet.
+
+        Args:
+            address: ``unix:/path``, or host:port.
+            timeout: For a look-up, and then for all registries together.
+            look_up: None: as this host looks names up.
+        """
+        self._address = address
+        self._timeout = timeout
+        self._look_up = look_up or _addresses
+        self._clients: dict[str, GrpcRegistryClient] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._keep(())
+
+    async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
+        await self._look()
+        taken: list[Nanos] = []
+        refused: list[RegistryUnreachable] = []
+        replaced: list[Superseded] = []
+
+        async def tell(client: GrpcRegistryClient) -> None:
+            try:
+                taken.append(await client.register(worker_id, incarnation, address))
+            except RegistryUnreachable as error:
+                refused.append(error)
+            except Superseded as error:
+                replaced.append(error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for client in self._clients.values():
+                tasks.create_task(tell(client))
+        if replaced:
+            raise replaced[0]
+        if not taken:
+            raise refused[0]
+        return min(taken)
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Tells those that are known, as far as they can be reached.
+
+        Raises:
+            RegistryUnreachable: None of them can.
+        """
+        refused: list[RegistryUnreachable] = []
+
+        async def tell(client: GrpcRegistryClient) -> None:
+            try:
+                await client.deregister(worker_id, incarnation)
+            except RegistryUnreachable as error:
+                refused.append(error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for client in self._clients.values():
+                tasks.create_task(tell(client))
+        if refused and len(refused) == len(self._clients):
+            raise refused[0]
+
+    async def _look(self) -> None:
+        """Have a client for each address that the name stands for now; those that are known stay where that cannot be found out.
+
+        Raises:
+            RegistryUnreachable: It stands for nothing.
+        """
+        if unix_path(self._address):
+            await self._keep([self._address])
+            return
+        try:
+            host, port = host_port(self._address)
+            async with asyncio.timeout(self._timeout / SECOND):
+                found = await self._look_up(host, port)
+        except (OSError, TimeoutError, ValueError) as error:
+            if not self._clients:
+                raise RegistryUnreachable(f"{self._address}: {str(error) or 'no answer'}") from error
+            return
+        await self._keep(found)
+
+    async def _keep(self, addresses: Sequence[str]) -> None:
+        for gone in self._clients.keys() - set(addresses):
+            await self._clients.pop(gone).__aexit__(None, None, None)
+        for address in addresses:
+            if address not in self._clients:
+                self._clients[address] = GrpcRegistryClient(address, self._timeout)
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    hosts = dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found)
+    return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]

@@ -33,7 +33,7 @@ from fleet.adapters.grpc_calls import (
     writing,
 )
 from fleet.adapters.grpc_door import Door
-from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
+from fleet.adapters.grpc_options import client_options
 from fleet.adapters.grpc_port import open_port
 from fleet.adapters.status import renamed
 from fleet.clock import Clock
@@ -65,7 +65,7 @@ Messages = AsyncIterator[bytes]
 
 @asynccontextmanager
 async def open_kserve_frontend(
-    listen: str, generation: Generation, clock: Clock, *, shared: bool = False
+    listen: str, generation: Generation, clock: Clock, *, shared: bool = False, connection_seconds: float = 0
 ) -> AsyncIterator["KserveFrontend"]:
     """Listen and serve until the context ends; then running calls are cancelled.
 
@@ -74,11 +74,12 @@ async def open_kserve_frontend(
         generation: Serves the requests.
         clock: For deadlines.
         shared: Whether other processes may listen on the same port.
+        connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    server = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
+    server = grpc.aio.server(options=client_options(shared=shared, connection_seconds=connection_seconds))
     frontend = KserveFrontend(generation, clock)
     server.add_generic_rpc_handlers(frontend.handlers())
     async with open_port(server, listen, (SERVICE,), frontend.door.ready) as frontend.address:

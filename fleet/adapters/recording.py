@@ -3,6 +3,7 @@
 import struct
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
@@ -83,7 +84,7 @@ class Recording:
                 yield self._recorded(entry)
 
     def _recorded(self, entry: Entry) -> Recorded:
-        if (decoder := _EVENTS.get(entry.name)) is None:
+        if (decoder := _events().get(entry.name)) is None:
             raise self._refused(f"name: {entry.name!r} is no event of a router")
         event = self._decoded(entry.event, decoder, "event")
         if isinstance(event, Steps):
@@ -150,6 +151,10 @@ _VERSION = msgspec.json.Decoder(_Version)
 _HEAD = msgspec.json.Decoder(Head)
 _ENTRY = msgspec.json.Decoder(Entry)
 _END = msgspec.json.Decoder(End)
-_EVENTS: Mapping[str, "msgspec.json.Decoder[RouterEvent | Steps]"] = {
-    kind.__name__: msgspec.json.Decoder(Steps if kind is Stepped else kind) for kind in get_args(RouterEvent)
-}
+
+
+@cache
+def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | Steps]]":
+    """By name; made when a recording is read, since that takes msgspec a while."""
+    kinds = get_args(RouterEvent)
+    return {kind.__name__: msgspec.json.Decoder(Steps if kind is Stepped else kind) for kind in kinds}

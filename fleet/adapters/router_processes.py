@@ -10,6 +10,7 @@ from fleet.adapters.local_processes import LocalProcess
 from fleet.adapters.local_topology import READY_WITHIN, STOP_WITHIN, claim
 from fleet.config import save
 from fleet.control.supervision import Child
+from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.settings import RouterSettings
 
 
@@ -20,6 +21,7 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     http: str
     grpc: str
     kserve: str  # empty: not served
+    picker: str  # likewise
 
 
 def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterProcesses:
@@ -37,6 +39,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         http = claim("http_listen", settings.http_listen, held)
         grpc = claim("grpc_listen", settings.grpc_listen, held)
         kserve = settings.kserve_listen and claim("kserve_listen", settings.kserve_listen, held)
+        picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
     processes = []
     for number, own in enumerate(sockets):
@@ -47,6 +50,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             http_listen=http,
             grpc_listen=grpc,
             kserve_listen=kserve,
+            endpoint_picker=picker,
             share_ports=True,
             record=settings.record and f"{settings.record}-{number}",
             replicas_listen=own,
@@ -57,4 +61,11 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         child = Child(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=STOP_WITHIN)
         command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
         processes.append(LocalProcess(child=child, command=command))
-    return RouterProcesses(processes=tuple(processes), http=http, grpc=grpc, kserve=kserve)
+    return RouterProcesses(
+        processes=tuple(processes), http=http, grpc=grpc, kserve=kserve, picker=picker.listen if picker else ""
+    )
+
+
+def _claimed(settings: EndpointPickerSettings, held: ExitStack) -> EndpointPickerSettings:
+    port = claim("endpoint_picker", settings.listen, held).rpartition(":")[2]
+    return structs.replace(settings, port=int(port))

@@ -13,20 +13,20 @@ CALL_SECONDS = 2.0
 SERVING = "serving"
 
 
-def control_address(namespace: str, deployment: str) -> str:
-    """Of a deployment's router, whatever its role is called: see `operators.children`."""
-    return f"{deployment}-router-control.{namespace}:{CONTROL}"
+def control_address(namespace: str, service: str) -> str:
+    """As pods of any namespace dial it."""
+    return f"{service}.{namespace}:{CONTROL}"
 
 
 class RouterRegistrations:
     """Implements `operators.ports.Routers`."""
 
     def __init__(self, address: Callable[[str, str], str] = control_address) -> None:
-        """`address` says where the router of a deployment in a namespace is asked."""
+        """`address` says where a Service of a namespace is dialled."""
         self._address = address
 
-    async def workers(self, namespace: str, deployment: str) -> tuple[Registration, ...] | None:
-        async with grpc.aio.insecure_channel(self._address(namespace, deployment), options=CHANNEL_OPTIONS) as channel:
+    async def workers(self, namespace: str, service: str) -> tuple[Registration, ...] | None:
+        async with grpc.aio.insecure_channel(self._address(namespace, service), options=CHANNEL_OPTIONS) as channel:
             stub = control_pb2_grpc.ClusterStub(channel)
             try:
                 answer = await stub.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS)

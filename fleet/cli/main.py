@@ -11,7 +11,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NoReturn
 
 from fleet.cli.exits import FAILED, MISUSED, REFUSED
@@ -40,28 +39,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main() -> None:
-    try:
-        status = _told(sys.argv[1:])
-    except KeyboardInterrupt:
-        # All is cleared away that is ours. Libraries that were stopped half-way through an import or a call of theirs are left as
-        # they are: clearing them away as well crashes now and then.
-        with suppress(OSError, ValueError, AttributeError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(FAILED)
-    sys.exit(status)
+    sys.exit(run(sys.argv[1:]))
 
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line; returns the exit status, except that argparse exits by itself with 0 (help) or 2 (misuse)."""
-    try:
-        return _told(argv)
-    except KeyboardInterrupt:
-        return FAILED
-
-
-def _told(argv: Sequence[str]) -> int:
-    """The exit status; whatever goes wrong has been told."""
     try:
         status = _run(argv)
         if sys.stdout is not None:  # closed by who started us
@@ -69,6 +51,8 @@ def _told(argv: Sequence[str]) -> int:
     except ConfigurationRefused as error:
         print(f"fleet: {_in_one_line(str(error))}", file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        return FAILED
     except BrokenPipeError:  # the reader of our output has gone; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

@@ -108,8 +108,9 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
             )
 
             async def stay() -> None:
-                kserve = {"kserve": planned.kserve} if planned.kserve else {}
-                announce({"http": planned.http, "grpc": planned.grpc, **kserve})
+                others = {"kserve": planned.kserve, "endpoint_picker": planned.picker}
+                asked_for = {name: address for name, address in others.items() if address}
+                announce({"http": planned.http, "grpc": planned.grpc, **asked_for})
                 await asyncio.Event().wait()
 
             asyncio.run(hold(processes, stay))

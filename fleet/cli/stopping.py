@@ -1,4 +1,8 @@
-"""Being told to stop: a SIGTERM ends a command as Ctrl-C does, so that whatever it has begun is cleared away."""
+"""Being told to stop: Ctrl-C and SIGTERM end a command alike, so that whatever it has begun is cleared away.
+
+Neither takes effect in the middle of an import, or while msgspec looks at a type: what C has half built there is not made to be left
+(msgspec 0.22 crashes now and then). A moment later it does.
+"""
 
 import signal
 import threading
@@ -6,19 +10,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+SOON = 0.01  # seconds
+IMPORTING = "<frozen importlib._bootstrap>"
+LOOKING = "/msgspec/_utils.py"
+
 
 @contextmanager
 def as_interrupt() -> Iterator[None]:
-    """Within, SIGTERM raises `KeyboardInterrupt`; in the main thread only, which is the one that signals reach."""
+    """Within, both raise `KeyboardInterrupt`; in the main thread only, which is the one that signals reach.
+
+    What was ignored before is ignored further on: background jobs of a shell do not hear Ctrl-C. SIGALRM is taken.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, _interrupt)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler of signals
+    if _half_built(frame):
+        signal.setitimer(signal.ITIMER_REAL, SOON)  # asks again
+        return
     raise KeyboardInterrupt
+
+
+def _half_built(frame: FrameType | None) -> bool:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name == IMPORTING or name.endswith(LOOKING):
+            return True
+        frame = frame.f_back
+    return False

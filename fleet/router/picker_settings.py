@@ -25,7 +25,8 @@ def endpoint_of(host: str, port: int) -> str:
 
 class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "0.0.0.0"  # noqa: S104 - see below
-    """Where it listens: on all addresses, since a gateway is on another host. It asks for no key: a NetworkPolicy keeps others out."""
+    """Where it listens: on all addresses (``[::]``: those of IPv6 too), since a gateway is on another host. It asks for no key: a
+    NetworkPolicy keeps others out."""
 
     port: Port = 9002
     """The customary one; 0 takes a free one."""
@@ -61,6 +62,10 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.router_endpoint and not self.own_endpoint:
             raise ValueError(f"router_endpoint: {self.router_endpoint!r} must be ip:port; gateways look up no names")
+
+    @property
+    def listen(self) -> str:
+        return f"{self.host}:{self.port}"
 
     @property
     def own_endpoint(self) -> str:

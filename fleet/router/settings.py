@@ -156,6 +156,11 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     grpc_listen: str = "127.0.0.1:50051"
     """host:port of the gRPC API, and of the registry where workers announce themselves."""
 
+    connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
+    """How long a client's gRPC connection lasts before the client is asked to make another; what runs on it goes on, and clients do it
+    by themselves. Behind an address that stands for several routers, clients are so spread over those there are; shorter than the
+    time between taking a router out of that address and ending it, no client ever meets one that ends. 0: as long as the client likes."""
+
     control_listen: str = ""
     """host:port or ``unix:/path`` of what is not for clients: the registry, `fleet.v1.Cluster` and `fleet.v1.Selection`, which ask
     for no key. Empty: beside the API on `grpc_listen`, for networks where everybody is trusted."""

@@ -349,9 +349,13 @@ class SimulatedEngine:
         self._memory.free(work)
 
     def check(self) -> None:
-        """Assert that sums are those of the work."""
+        """Assert that sums are those of the work, and that all tokens have room."""
         self._cache.check()
         works = list(self._works.values())
         self._batch.check(works)
         assert self.waiting + len(self._admission.computing) + self._batch.running == len(works)
         assert not self._kept.keys() & self._works.keys()
+        for work in works:
+            if work.running:
+                tokens = work.job.prompt_tokens + self._batch.generated(work)
+                assert self._memory.room(work) >= tokens, work.job

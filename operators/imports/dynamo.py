@@ -5,7 +5,7 @@ Rules:
 1. v1alpha1 has `services`, an object; v1beta1 has `components`, a list, each with a pod template. Both become the same parts first.
 2. What a part is, its type says; of the type `worker`, its flags or its name do.
 3. Frontends become the router, since Fleet's does what they do. An endpoint picker becomes the router's own. Planners are left out, with
-   a note: a ServingPlan is what takes their place.
+   a note: a ServingPlan is what takes their place. So are encoders.
 """
 
 import json
@@ -37,7 +37,11 @@ KIND = "DynamoGraphDeployment"
 GROUP = "nvidia.com"
 VERSIONS = ("v1alpha1", "v1beta1")
 
-FRONTEND, PLANNER, PICKER, WORKER = "frontend", "planner", "epp", "worker"
+FRONTEND, PLANNER, PICKER, ENCODER, WORKER = "frontend", "planner", "epp", "encode", "worker"
+LEFT_OUT = {
+    PLANNER: "is left out; a ServingPlan takes its place, with roles in scaling mode Planner",
+    ENCODER: "is left out; there are no workers for images",
+}
 MODES = {"kv": "fleet", "round-robin": "round_robin", "random": "random", "direct": "fleet"}
 """Of Dynamo's frontend."""
 
@@ -68,6 +72,9 @@ class _Part(Struct, frozen=True):
     name: str
     kind: str
     reader: Reader
+    args: str
+    """Path of its arguments."""
+
     template: PodTemplate
     flags: Flags
     gpus: int
@@ -77,12 +84,11 @@ class _Part(Struct, frozen=True):
     scaling: Scaling
 
 
-def imported(manifest: Mapping[str, Any], at: str = "", name: str = "", namespace: str = "") -> Imported:
+def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -> Imported:
     """The deployment in a manifest.
 
     Args:
         manifest: A DynamoGraphDeployment.
-        at: What its paths begin with; empty: they begin in the manifest.
         name: In place of its own; empty: its own.
         namespace: Likewise.
 
@@ -90,7 +96,7 @@ def imported(manifest: Mapping[str, Any], at: str = "", name: str = "", namespac
         ConfigurationRefused: It is of another version, or a field has a value that it cannot have.
     """
     notes: list[Note] = []
-    root = Reader(manifest, at, notes)
+    root = Reader(manifest, "", notes)
     group, _, version = root.text("apiVersion").partition("/")
     if group != GROUP or version not in VERSIONS:
         raise ConfigurationRefused(f"{root.at('apiVersion')}: must be {GROUP}/{' or '.join(VERSIONS)}")
@@ -102,7 +108,7 @@ def imported(manifest: Mapping[str, Any], at: str = "", name: str = "", namespac
     root.any("status")
     spec = root.table("spec")
     parts = _services(spec) if version == "v1alpha1" else _components(spec)
-    workers = [part for part in parts if part.kind not in (FRONTEND, PLANNER, PICKER)]
+    workers = [part for part in parts if part.kind not in (FRONTEND, PLANNER, PICKER, ENCODER)]
     if not workers:
         raise ConfigurationRefused(f"{spec.path}: has no worker in it")
     engine = _engine(spec, workers, notes)
@@ -114,11 +120,9 @@ def imported(manifest: Mapping[str, Any], at: str = "", name: str = "", namespac
         for part in pickers:
             part.reader.note_if("eppConfig", "the router picks by its own policy; `routing.policy` names another")
     for part in parts:
-        if part.kind == PLANNER:
-            notes.append(
-                Note(part.reader.path, "is left out; a ServingPlan takes its place, with roles in scaling mode Planner")
-            )
-            continue
+        if part.kind in LEFT_OUT:
+            notes.append(Note(part.reader.path, LEFT_OUT[part.kind]))
+            part.reader.skip_all()
         part.reader.rest({"frontendSidecar": "", "dynamoNamespace": "", "globalDynamoNamespace": "", "serviceName": ""})
     _spec_rest(spec)
     root.rest()
@@ -170,6 +174,7 @@ def _services(spec: Reader) -> list[_Part]:
                 name=name,
                 kind=_kind(sub or kind, name, flags),
                 reader=service,
+                args=main.at("args"),
                 template=template,
                 flags=flags,
                 gpus=gpus,
@@ -222,6 +227,7 @@ def _components(spec: Reader) -> list[_Part]:
                 name=name,
                 kind=_kind(component.text("type"), name, flags),
                 reader=component,
+                args=main.at("args"),
                 template=template,
                 flags=flags,
                 gpus=gpus,
@@ -236,7 +242,7 @@ def _components(spec: Reader) -> list[_Part]:
 
 def _kind(told: str, name: str, flags: Flags) -> str:
     """Frontend, planner, picker, prefill, decode, or any worker."""
-    if told in (FRONTEND, PLANNER, PICKER, RoleType.PREFILL.value, RoleType.DECODE.value):
+    if told in (FRONTEND, PLANNER, PICKER, ENCODER, RoleType.PREFILL.value, RoleType.DECODE.value):
         return told
     mode = flags.get("disaggregation-mode")
     if flags.get("is-prefill-worker") or mode == "prefill":
@@ -281,7 +287,7 @@ def _arguments(part: _Part, engine: EngineKind, notes: list[Note]) -> None:
     """What is left of a worker's flags, for ours."""
     if engine is not EngineKind.VLLM or not _runs_vllm(part.flags):
         return
-    path = f"{part.reader.path} args"
+    path = part.args
     part.template.arguments = settings_of(part.flags.named, path, notes)
     notes.extend(
         Note(path, f"--{name}: goes to the engine as it is (vllm.extra_args)")
@@ -344,7 +350,7 @@ def _router(frontends: list[_Part], notes: list[Note]) -> tuple[Role | None, Rou
         notes.append(Note(first.reader.path, "its router mode is not known; the default policy takes its place"))
     ours = ("router-mode", "http-port", "m", "host", "port")
     notes += [
-        Note(f"{first.reader.path} args", f"--{name}: has no equal here and is left out")
+        Note(first.args, f"--{name}: has no equal here and is left out")
         for name in first.flags.named
         if name not in ours
     ]
@@ -372,7 +378,7 @@ def _transfer(workers: list[_Part], notes: list[Note]) -> KvTransfer:
             try:
                 told.append(json.dumps(json.loads(config)))
             except (ValueError, RecursionError):
-                notes.append(Note(f"{part.reader.path} args", "--kv-transfer-config: is no JSON"))
+                notes.append(Note(part.args, "--kv-transfer-config: is no JSON"))
         kept = kept or any(name in each.lower() for each in told for name in STORES)
     return KvTransfer(paths=(KvPath.DIRECT, KvPath.STORE)) if kept else KvTransfer()
 

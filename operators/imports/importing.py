@@ -18,7 +18,8 @@ def imported(documents: Sequence[Any], name: str = "", namespace: str = "") -> I
         namespace: Of all; empty: as the documents say.
 
     Raises:
-        ConfigurationRefused: None of them is of a project that is known here, or a field has a value that it cannot have.
+        ConfigurationRefused: None of them is of a project that is known here, or a field has a value that it cannot have, or there
+            are several deployments for one name.
     """
     objects: list[dict[str, Any]] = []
     notes: list[Note] = []
@@ -28,7 +29,7 @@ def imported(documents: Sequence[Any], name: str = "", namespace: str = "") -> I
         if not isinstance(each, dict):
             raise ConfigurationRefused(f"document {number}: is no object")
         if each.get("kind") == dynamo.KIND:
-            made = dynamo.imported(each, "", name if len(documents) == 1 else "", namespace)
+            made = dynamo.imported(each, name, namespace)
         elif production_stack.SIGN in each:
             made = production_stack.imported(each, name, namespace)
         else:
@@ -41,5 +42,9 @@ def imported(documents: Sequence[Any], name: str = "", namespace: str = "") -> I
     if not found:
         raise ConfigurationRefused(
             f"is neither a values file of vLLM's production stack ({production_stack.SIGN}) nor a {dynamo.KIND} of NVIDIA Dynamo"
+        )
+    if name and len(objects) > 1:
+        raise ConfigurationRefused(
+            f"becomes {len(objects)} deployments, which cannot all be called {name}; leave it out"
         )
     return Imported(tuple(objects), tuple(notes))

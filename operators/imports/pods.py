@@ -54,7 +54,9 @@ class PodTemplate:
             pod.flag(name)
         for name in TEXTS:
             pod.text(name)
-        self.spec |= {name: value for name in (*OBJECTS, *LISTS, *FLAGS, *TEXTS) if (value := pod.any(name))}
+        self.spec |= {name: value for name in (*OBJECTS, *FLAGS, *TEXTS) if (value := pod.any(name))}
+        # Copied: an alias in the file makes them the same list in several pods.
+        self.spec |= {name: list(values) for name in LISTS if (values := pod.any(name))}
         if pod.any("terminationGracePeriodSeconds") is not None:
             self.grace_seconds = pod.number("terminationGracePeriodSeconds", most=86_400)
 

@@ -132,6 +132,8 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
     if not entries:
         raise ConfigurationRefused(f"{SIGN}.modelSpec: has no model in it that is enabled")
     suspend = not engines.flag("enableEngine", default=True)
+    if suspend:
+        engines.note("enableEngine", "is false: the deployment is suspended, its router too")
     engines.skip("runtimeClassName", "schedulerName")  # of those that say nothing else
     keys = "keys of clients are a setting of the router (`tenants`)"
     engines.rest(OWN_OF_ENGINES | {"serviceMonitor": MONITORED, "vllmApiKey": keys})

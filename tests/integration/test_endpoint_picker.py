@@ -206,7 +206,8 @@ async def test_a_subset_without_a_ready_endpoint_is_answered_with_503(model_dir,
 
 async def test_a_prefill_worker_outside_the_subset_takes_no_part(model_dir):
     async with a_world(model_dir, D1, P1) as world:
-        assert (await world.request().ask(a_completion(LONG), subset=["10.0.0.1:8000"])).prefill is None
+        alone = await world.request().ask(a_completion(LONG), subset=["10.0.0.1:8000"])
+        assert (alone.endpoints, alone.prefill) == (["10.0.0.1:8000"], None)
         assert (await world.request().ask(a_completion(LONG[::-1]))).prefill == "10.0.1.1:8000"
 
 
@@ -250,6 +251,21 @@ async def test_a_waiting_request_gets_the_place_of_one_that_ends(model_dir):
         await until(lambda: world.router.status().queued == 1)
         await first.over()
         assert (await second.picked()).endpoints == ["10.0.0.1:8000"]
+
+
+@pytest.mark.parametrize(("address", "endpoints"), [("10.0.0.2:8000", ["10.0.0.2:8000"]), ("unix:/run/d2", [])])
+async def test_a_waiting_request_gets_a_worker_that_joins_if_gateways_can_reach_it(model_dir, address, endpoints):
+    small = joined("d1", "10.0.0.1:8000", max_running=1)
+    async with a_world(model_dir, small, oversubscribe=1.0) as world:
+        first, second = world.request(), world.request()
+        await first.ask(a_completion())
+        await second.head()
+        await second.body(a_completion())
+        await until(lambda: world.router.status().queued == 1)
+        world.router.hear(joined("d2", address))
+        picked = await second.picked()
+        assert (picked.endpoints, picked.status) == (endpoints, 0 if endpoints else 503)
+        assert world.booked() == {"d1": 1} | ({"d2": 1} if endpoints else {})
 
 
 async def test_the_prefill_worker_is_named_for_the_sidecar_and_its_share_ends_with_the_first_token(model_dir):
@@ -446,17 +462,31 @@ async def test_servers_that_know_nothing_of_fleet_are_picked_by_what_they_were_s
         with os.fdopen(reading) as ready:
             address = json.loads(await asyncio.to_thread(ready.readline))["endpoint_picker"]
         prompts = [f"{letter} prompt of its own, " * 40 for letter in "ABCDEF"]
-        went = []
         async with a_gateway(address) as gateway:
-            async with asyncio.timeout(20):
-                while len((await gateway.request().ask(a_completion(model="mock"))).endpoints) < 2:
-                    await asyncio.sleep(0.02)
-            for prompt in (*prompts, *prompts):
+
+            async def ask(prompt):
                 request = gateway.request()
                 # `n` is nothing that our own workers can do: what a server makes of the rest of a body is its own business.
-                picked = await request.ask(a_completion(prompt, model="mock", n=2))
-                went.append(picked.endpoints[0])
-                await request.over()
+                return request, (await request.ask(a_completion(prompt, model="mock", n=2))).endpoints
+
+            async with asyncio.timeout(20):
+                joined = 0
+                while joined < 2:
+                    request, endpoints = await ask("any")
+                    joined = len(endpoints)
+                    await request.over()
+            went = []
+            for together in (True, False):  # at first, so that load spreads them
+                open_requests = []
+                for prompt in prompts:
+                    request, endpoints = await ask(prompt)
+                    went.append(endpoints[0])
+                    open_requests.append(request)
+                    if not together or len(open_requests) == len(prompts):
+                        for each in open_requests:
+                            await each.answer_begins()
+                            await each.answer_goes_on(EVENT, ends=True)
+                        open_requests.clear()
         assert set(went) == {server.url.removeprefix("http://") for server in servers}
         assert went[:6] == went[6:]
     finally:

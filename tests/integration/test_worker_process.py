@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from fleet.adapters import router_streams
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_options import SERVER_OPTIONS
-from fleet.adapters.grpc_registry import GrpcRegistry, GrpcRegistryClient
+from fleet.adapters.grpc_registry import GrpcRegistries, GrpcRegistry, GrpcRegistryClient
 from fleet.adapters.router_streams import serve_routers
 from fleet.adapters.worker_streams import WorkerStreams
 from fleet.clock import MILLISECOND
@@ -455,6 +455,43 @@ async def test_an_older_process_of_the_same_name_is_told_so():
         assert registry.server._machine.members[WorkerId("w")].incarnation == newer
         await client.deregister(WorkerId("w"), newer)
         assert not registry.server._machine.members
+
+
+async def test_a_name_that_stands_for_several_routers_means_all_of_them():
+    addresses: list[str] = []
+
+    async def look_up(host: str, port: int) -> list[str]:
+        if not addresses:
+            raise OSError("no answer")
+        return addresses
+
+    worker, one = WorkerId("w"), Incarnation("one")
+    async with (
+        a_registry() as first,
+        a_registry() as second,
+        GrpcRegistries("routers:50052", look_up=look_up) as client,
+    ):
+
+        def members() -> list[bool]:
+            return [bool(each.server._machine.members) for each in (first, second)]
+
+        with pytest.raises(RegistryUnreachable, match="routers:50052: no answer"):
+            await client.register(worker, one, "127.0.0.1:1")
+        addresses[:] = [first.address]
+        assert await client.register(worker, one, "127.0.0.1:1") == 600 * MILLISECOND
+        assert members() == [True, False]
+        addresses.append(second.address)  # another router has come
+        await client.register(worker, one, "127.0.0.1:1")
+        assert members() == [True, True]
+
+        await first.close()
+        addresses.clear()
+        await client.register(worker, one, "127.0.0.1:1")  # the other one takes it, under the address that it had
+        await client.deregister(worker, one)
+        assert members()[1] is False
+        await second.close()
+        with pytest.raises(RegistryUnreachable, match="UNAVAILABLE"):
+            await client.register(worker, one, "127.0.0.1:1")
 
 
 @pytest.mark.parametrize("method", ["Register", "Deregister"])

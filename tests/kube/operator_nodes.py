@@ -30,6 +30,9 @@ class Nodes:
         self.reset()
 
     def reset(self):
+        self.pause = 0.002
+        """Seconds between two rounds."""
+
         self.gpus = 1000
         """Of all nodes; a pod that finds none is Unschedulable."""
 
@@ -48,6 +51,9 @@ class Nodes:
         self.broken_images = frozenset()
         self.crashes = {}
         """Image: what the container wrote before it ended with exit status 3."""
+
+        self.restarted = {}
+        """Pod: when its container ended and began anew; it is not ready since."""
 
         self.warm = {}
         """Pod: blocks in its caches, as its Lease says."""
@@ -75,11 +81,14 @@ class Nodes:
                             await changed.wait()
                     except TimeoutError:
                         pass
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(self.pause)
         finally:
             cluster.storage.forget(changed)
 
     def step(self):
+        self._owned = {}
+        for pod in self.pods():
+            self._owned.setdefault(_owner(pod), []).append(pod)
         for place in (DEPLOYMENTS, STATEFUL_SETS, LEADER_WORKER_SETS):
             for item in list(self.cluster.storage.items(place)):
                 if not item["metadata"].get("deletionTimestamp"):
@@ -98,7 +107,7 @@ class Nodes:
         if place == LEADER_WORKER_SETS:
             template, per_replica = spec["leaderWorkerTemplate"]["workerTemplate"], spec["leaderWorkerTemplate"]["size"]
         digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:8]
-        mine = [pod for pod in self.pods(metadata["namespace"]) if _owner(pod) == metadata["uid"]]
+        mine = self._owned.get(metadata["uid"], [])
         alive = [pod for pod in mine if not pod["metadata"].get("deletionTimestamp")]
         fresh = [pod for pod in alive if pod["metadata"]["labels"]["pod-template-hash"] == digest]
         ready = [pod for pod in fresh if _ready(pod)]
@@ -217,6 +226,8 @@ class Nodes:
         elif main["image"] in self.crashes:
             ready, state = False, {"waiting": {"reason": "CrashLoopBackOff"}}
             last = {"terminated": {"exitCode": 3, "reason": "Error", "message": self.crashes[main["image"]]}}
+        if (ended := self.restarted.get(metadata["name"])) is not None:
+            ready, last = False, {"terminated": {"exitCode": 1, "reason": "Error", "finishedAt": ended}}
         status["conditions"].append({"type": "Ready", "status": str(ready)})
         container = {
             "name": "main",
@@ -235,7 +246,7 @@ class Nodes:
         product = (pod["spec"].get("nodeSelector") or {}).get("nvidia.com/gpu.product")
         if self.products is not None and product is not None and product not in self.products:
             return "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
-        used = sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName"))
+        used = sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName")) if _gpus(pod) else 0
         if used + _gpus(pod) > self.gpus:
             return "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
         return None

@@ -315,10 +315,16 @@ def test_the_operators_account_may_do_what_its_code_asks_for_and_no_more(cluster
     release.uninstall()
 
 
+def verbs_of(cluster: ApiServer, user: str) -> set[tuple[str, str]]:
+    return {(each["resource"], each["verb"]) for each in cluster.requests() if each["user"] == user}
+
+
 @pytest.mark.skipif("FLEET_TEST_KUBE_API" in os.environ, reason="tokens that say who they are: our server's alone")
 async def test_workers_and_routers_meet_by_the_rights_that_the_chart_gives_them(cluster, api, namespace, tmp_path):
     release = Third(cluster.kubeconfig(tmp_path, namespace=namespace), tmp_path)
     await asyncio.to_thread(release.install, CHART, {"discovery": {"source": "Kubernetes"}, "crds": {"keep": False}})
+
+    roles = ("workers", "routers")
 
     def directory(account: str, **fields: str):
         token = f"system:serviceaccount:{namespace}:fleet-{account}"
@@ -330,11 +336,18 @@ async def test_workers_and_routers_meet_by_the_rights_that_the_chart_gives_them(
         await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")  # renews
         async with contextlib.aclosing(routers.sightings()) as sightings, asyncio.timeout(20):
             listed = await anext(sightings)
-            assert [each.worker_id for each in listed.all] == ["decode-0"]
+            assert [each.record.worker_id for each in listed.all] == ["decode-0"]
             await workers.deregister(WorkerId("decode-0"), Incarnation("first"))
             assert isinstance(await anext(sightings), Missing)
+        used = {account: verbs_of(cluster, f"system:serviceaccount:{namespace}:fleet-{account}") for account in roles}
         with pytest.raises(RegistryUnreachable, match=r"403|orbidden"):
             await routers.register(WorkerId("decode-1"), Incarnation("first"), "10.0.0.2:50060")
+    for account, verbs in used.items():
+        path = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/roles/fleet-{account}"
+        rules = api.get(path).expect(200)["rules"]
+        granted = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
+        # Applying what is not there is `create` too, for a real server; ours does not ask for it.
+        assert verbs | {(resource, "create") for resource, verb in verbs if verb == "patch"} == granted
     await asyncio.to_thread(release.uninstall)
 
 

@@ -41,7 +41,7 @@ async def test_each_child_is_written_once_and_the_status_twice_a_change_and_then
         await eventually(lambda: asked.ready() and not operator.waiting())
         changed = asked.writes()
         asked.server.forget_requests()
-        operator._add_all()
+        operator.look_at_everything()
         await eventually(lambda: not operator.waiting())
 
         assert asked.writes() == []
@@ -312,3 +312,19 @@ async def test_of_two_operators_one_acts_and_the_other_takes_over(asked):
             asked.server.remove_fault(fault)
             asked.apply(a_deployment(image="another:2")).expect(200)
             await eventually(asked.ready)
+
+
+async def test_what_somebody_edits_in_a_child_is_put_back_in_time(asked):
+    role = {"name": "all", "type": "aggregated", "replicas": 1}
+    async with an_operator(asked, resync_seconds=1):
+        asked.apply(a_deployment(role)).expect(201)
+        await eventually(asked.ready)
+        [child] = [name for name in asked.children() if "-all-" in name]
+        edit = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 1}}}}
+        asked.api.patch(asked.path("deployments", child, "apps/v1"), "strategic", edit).expect(200)
+
+        def grace():
+            return asked.children()[child]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+
+        await eventually(lambda: grace() == 330)
+        assert asked.replicas() == {"all": 1}

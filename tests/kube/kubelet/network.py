@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Self
@@ -162,6 +163,7 @@ class Proxy:
         self._choose = choose
         self._server: asyncio.Server | None = None
         self._carried: set[asyncio.Task[None]] = set()
+        self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
 
     async def open(self, listening: socket.socket) -> None:
         self._server = await asyncio.start_server(self._accept, sock=listening)
@@ -173,11 +175,14 @@ class Proxy:
             carried.cancel()
         if self._carried:
             await asyncio.wait(self._carried)
+        for transport in list(self._transports):  # some still have something to say
+            transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._carried.add(task)
+        self._transports.add(writer.transport)
         try:
             chosen = self._choose()
             if chosen is None:
@@ -194,6 +199,7 @@ class Proxy:
         dial: Callable[..., Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
         dial = asyncio.open_connection if self._network is None else self._network.dial
         far_reader, far_writer = await dial(*to)
+        self._transports.add(far_writer.transport)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_copy(reader, far_writer))

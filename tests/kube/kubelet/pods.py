@@ -78,7 +78,7 @@ class Kubelet:
         return [pid for pod in self._pods.values() if name in {"", pod.name[1]} for pid in pod.processes()]
 
     def write_hosts(self) -> None:
-        """Names of Services and of pods of headless ones, as a cluster's DNS has them. In place: pods have it mounted."""
+        """Names of Services, and of the pods of headless ones, as a cluster's DNS has them. In place: pods have it mounted."""
         lines = ["127.0.0.1 localhost"]
         for service in self.objects.all("services"):
             name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
@@ -87,11 +87,15 @@ class Kubelet:
                 lines.append(f"{address} {_names(name, namespace)}")
         for each in self.objects.all("endpointslices"):
             name, namespace = each["metadata"]["labels"]["kubernetes.io/service-name"], each["metadata"]["namespace"]
-            lines += [
-                f"{endpoint['addresses'][0]} {_names(f'{host}.{name}', namespace)}"
-                for endpoint in each.get("endpoints") or ()
-                if (host := endpoint.get("hostname"))
-            ]
+            service = self.objects.get("services", namespace, name)
+            if service is None or service["spec"].get("clusterIP") != "None":
+                continue
+            for endpoint in each.get("endpoints") or ():
+                address, host = endpoint["addresses"][0], endpoint.get("hostname")
+                if (endpoint.get("conditions") or {}).get("ready"):
+                    lines.append(f"{address} {_names(name, namespace)}")
+                if host:
+                    lines.append(f"{address} {_names(f'{host}.{name}', namespace)}")
         text = "\n".join(lines) + "\n"
         if not self.hosts.exists() or self.hosts.read_text() != text:
             self.hosts.write_text(text)

@@ -1,7 +1,9 @@
 """A command that is told to stop clears away what it has begun."""
 
+import importlib
 import os
 import signal
+import sys
 
 import pytest
 
@@ -30,3 +32,28 @@ def test_afterwards_a_sigterm_means_what_it_meant_before():
     with as_interrupt():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_the_middle_of_an_import_nobody_is_interrupted_but_after_it(tmp_path, monkeypatch):
+    (tmp_path / "slowly_imported.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.05)\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def stopped():
+        with as_interrupt():
+            importlib.import_module("slowly_imported")
+            signal.sigtimedwait([], 10)  # is never over
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert sys.modules.pop("slowly_imported").whole
+
+
+def test_what_a_shell_ignores_for_a_background_job_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with as_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

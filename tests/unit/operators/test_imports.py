@@ -164,7 +164,7 @@ def test_services_of_the_older_version_become_roles():
     ]
     assert noted(made) == {
         "document 1",
-        "document 2: spec.services.Frontend args",
+        "document 2: spec.services.Frontend.extraPodSpec.mainContainer.args",
         "document 2: spec.services.Planner",
         "document 2: spec.pvcs",
     }
@@ -210,6 +210,33 @@ def test_prefill_without_decode_and_gpus_without_ranks_are_put_right_and_noted()
     (role,) = msgspec.convert(made.objects[0]["spec"], DisaggDeploymentSpec).roles
     assert (role.type, role.gpus.per_replica, role.nodes_per_replica) == ("aggregated", 4, 1)
     assert len(made.notes) == 4
+
+
+def test_encoders_are_left_out_and_lists_that_are_aliases_of_each_other_stay_apart():
+    (graph,) = documents("graph-v1beta1")
+    prefill, decode = graph["spec"]["components"][2], graph["spec"]["components"][1]
+    prefill["sharedMemorySize"] = "1Gi"
+    prefill["podTemplate"]["spec"]["volumes"] = decode["podTemplate"]["spec"]["volumes"] = [{"name": "v"}]
+    graph["spec"]["components"].append({**decode, "name": "pictures", "type": "encode"})
+    made = imported([graph])
+    roles = msgspec.convert(made.objects[0]["spec"], DisaggDeploymentSpec).roles
+    volumes = [[each["name"] for each in role.pod_template["spec"]["volumes"]] for role in roles]
+    assert volumes == [["v", "shm"], ["v", "shm"]]
+    assert "spec.components[3]" in noted(made)
+
+
+def test_engines_that_are_off_stay_off():
+    (values,) = documents("stack-alike")
+    values["servingEngineSpec"]["enableEngine"] = False
+    made = imported([values])
+    assert all(each["spec"]["suspend"] for each in made.objects)
+    assert "servingEngineSpec.enableEngine" in noted(made)
+
+
+def test_one_name_is_for_one_deployment():
+    assert imported(documents("graph-v1alpha1"), name="it").objects[0]["metadata"]["name"] == "it"
+    with pytest.raises(ConfigurationRefused, match="becomes 3 deployments"):
+        imported(documents("stack-alike"), name="it")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,16 @@ IMPOSSIBLE = [
     ),
     (Cause.SESSION_LOST, {"bound": WorkerId("gone"), "must_keep": True}, [D], Reason.WORKER_LOST, "session"),
 ]
+E = a_standing("e")
+OF_THOSE_THAT_MAY_BE_CHOSEN = [
+    (Cause.PIN_UNKNOWN, {"pin": WorkerId("x")}),
+    (Cause.PIN_UNKNOWN, {"pin": WorkerId("x"), "form": True}),
+    (Cause.PIN_UNFIT, {"pin": WorkerId("e")}),
+    (Cause.NO_FORM, {"form": True}),
+    (Cause.SESSION_LOST, {"bound": WorkerId("gone"), "must_keep": True}),
+    (Cause.NO_LABEL, {"labels": ("gold",)}),
+    (Cause.NO_PREFILL_WORKER, PAIRED),
+]
 
 
 @pytest.mark.parametrize(("cause", "asked", "standings", "reason", "field"), IMPOSSIBLE)
@@ -62,6 +72,21 @@ def test_each_cause_has_a_code_of_its_own(cause, asked, standings, reason, field
     assert isinstance(refused, Impossible)
     assert (refused.cause, refused.reason, refused.field) == (cause, reason, field)
     assert refused.message
+
+
+@pytest.mark.parametrize(("cause", "asked"), OF_THOSE_THAT_MAY_BE_CHOSEN)
+def test_the_cause_is_that_of_those_that_may_be_chosen_whatever_is_asked_besides(cause, asked):
+    refused = outcome({**asked, "among": (WorkerId("d"),)}, D, E)
+
+    assert isinstance(refused, Impossible)
+    assert refused.cause is cause
+
+
+def test_a_pin_on_the_only_worker_which_may_not_be_chosen_is_unfit():
+    refused = outcome({"pin": WorkerId("d"), "among": (WorkerId("x"),)}, D)
+
+    assert isinstance(refused, Impossible)
+    assert refused.cause is Cause.PIN_UNFIT
 
 
 def test_every_code_is_tried():

@@ -1,0 +1,192 @@
+"""One look at one key: from the caches to decisions, from decisions to writes, and when to look again."""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from fleet.clock import SECOND, Clock, Nanos
+from operators import happenings, kinds, others
+from operators.acting import Hand
+from operators.children import Deployment, Images
+from operators.keys import Key
+from operators.kinds import Kind, Served
+from operators.leader import rfc3339
+from operators.observe import Store, conditions_of, observe, scalers_of
+from operators.pace import Pace
+from operators.ports import Wall
+from operators.queue import AT_ONCE
+from operators.reconcile import reconcile
+from operators.registrations import SKEW_SECONDS, Registration
+from operators.resources import Condition, DisaggDeploymentSpec, DisaggDeploymentStatus
+from operators.status import misread
+from operators.telemetry import Outcome
+from operators.views import Custom, Lease
+
+RESTLESS = 20
+"""Looks in a row that wrote something, after which there is a pause between two: somebody may be undoing it."""
+
+TROUBLED = Nanos(15 * SECOND)
+"""Between two looks at what does not come up: time alone may call for something."""
+
+AFTER_THE_END = Nanos(SECOND // 10)
+
+
+class Look:
+    def __init__(
+        self,
+        store: Store,
+        hand: Hand,
+        images: Images,
+        clock: Clock,
+        wall: Wall,
+        again: Callable[[Key, Nanos], None],
+    ) -> None:
+        """`again` has a key looked at after so long, at the latest."""
+        self._store = store
+        self._hand = hand
+        self._images = images
+        self._clock = clock
+        self._wall = wall
+        self._again = again
+        self._pace: Pace[Key] = Pace()
+        self._restless: dict[Key, int] = {}
+
+    async def at(
+        self, key: Key, told: Iterable[Registration] | None, served: Served, *, afresh: bool = False
+    ) -> Outcome:
+        """How it ended.
+
+        Args:
+            key: At what.
+            told: By its router; None: nothing.
+            served: Which kinds there may be.
+            afresh: Apply everything, also what seems to be as it should: somebody may have edited it.
+
+        Raises:
+            ClusterError: It could not go on.
+            NotLeading: It must not.
+        """
+        if key.kind == kinds.SERVING_REQUEST.name:
+            return await self._at_request(key)
+        custom = self._store.of(kinds.DISAGG_DEPLOYMENT, Custom).get(key.namespace, key.name)
+        if custom is None or custom.metadata.deleted:
+            self._pace.forget(key)
+            self._restless.pop(key, None)
+            await self._at_others(key, None, None)
+            return Outcome.SETTLED
+        try:
+            spec = msgspec.convert(custom.spec, DisaggDeploymentSpec)
+        except msgspec.ValidationError as error:
+            await self._misread(key, custom, error)
+            return Outcome.SETTLED
+        wish = Deployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
+        seen = observe(self._store, custom, spec, told, self._wall(), served)
+        decided = reconcile(wish, msgspec.structs.replace(seen, afresh=afresh), self._images, self._now())
+        refusals = await self._hand.perform(decided.actions, key.namespace)
+        status = decided.status
+        if refusals:
+            status = reconcile(wish, msgspec.structs.replace(seen, refusals=refusals), self._images, self._now()).status
+        await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
+        await self._at_others(key, wish, status)
+        acted = len(decided.actions) > len(refusals)
+        if not refusals:
+            steps = tuple(happenings.steps(decided.actions, custom.metadata.generation))
+            await self._hand.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
+        self._look_again(key, acted and not afresh, troubled=bool(seen.troubles))
+        return Outcome.REFUSED if refusals else Outcome.ACTED if acted else Outcome.SETTLED
+
+    async def _at_request(self, key: Key) -> Outcome:
+        custom = self._store.of(kinds.SERVING_REQUEST, Custom).get(key.namespace, key.name)
+        if custom is not None:
+            said = others.request_status(conditions_of(custom), custom.metadata.generation, self._now())
+            await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
+        return Outcome.SETTLED
+
+    async def _at_others(self, key: Key, wish: Deployment | None, status: DisaggDeploymentStatus | None) -> None:
+        """RoleScalers and plans of a deployment, whether it is there or not."""
+        now = self._now()
+        for role, scaler in scalers_of(self._store, key.namespace, key.name).items():
+            said = others.scaler_status(
+                scaler.status,
+                conditions_of(scaler),
+                scaler.metadata.generation,
+                scaler.spec.get("replicas", 1),
+                role,
+                wish,
+                status,
+                now,
+            )
+            await self._write_status(key, kinds.ROLE_SCALER, scaler, said)
+        for plan in self._store.of(kinds.SERVING_PLAN, Custom).of(key.namespace, key.name).values():
+            planned = others.plan_status(conditions_of(plan), plan.metadata.generation, wish is not None, now)
+            await self._write_status(key, kinds.SERVING_PLAN, plan, planned)
+
+    async def _misread(self, key: Key, custom: Custom, error: msgspec.ValidationError) -> None:
+        conditions = misread(conditions_of(custom), custom.metadata.generation, _where(error), self._now())
+        said = DisaggDeploymentStatus(observed_generation=custom.metadata.generation, conditions=conditions)
+        await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
+        await self._at_others(key, None, None)
+
+    async def _write_status(self, key: Key, kind: Kind, custom: Custom, said: Any) -> None:
+        """If it differs from what is there, and when `operators.pace` says; else `key` is looked at again then."""
+        try:
+            there = msgspec.convert(custom.status, type(said))
+        except msgspec.ValidationError:
+            there = None
+        if there == said:
+            return
+        now, written = self._clock.now(), Key(kind.name, custom.metadata.namespace, custom.metadata.name)
+        due = self._pace.due(written, now, urgent=_urgent(there, said))
+        if due > now:
+            self._again(key, Nanos(due - now))
+            return
+        before = conditions_of(custom)
+        content = {name: value for name, value in msgspec.to_builtins(said).items() if value != ""}
+        await self._hand.write_status(kind, custom, content)
+        self._pace.wrote(written, now)
+        await self._hand.record(kind, custom, tuple(happenings.turns(before, said.conditions)), self._wall())
+
+    def _look_again(self, key: Key, acted: bool, *, troubled: bool) -> None:
+        if acted:
+            self._restless[key] = self._restless.get(key, 0) + 1
+            self._again(key, AT_ONCE if self._restless[key] < RESTLESS else SECOND)
+            return
+        self._restless.pop(key, None)
+        if troubled:
+            self._again(key, TROUBLED)
+        now = self._wall()
+        ends = [
+            each.renewed + timedelta(seconds=(each.spec.lease_duration_seconds or 0) + SKEW_SECONDS) - now
+            for each in self._store.of(kinds.LEASE, Lease).of(key.namespace, key.name).values()
+            if each.spec.holder_identity
+        ]
+        if upcoming := [each for each in ends if each > timedelta(0)]:
+            self._again(key, Nanos(int(min(upcoming).total_seconds() * SECOND) + AFTER_THE_END))
+
+    def _now(self) -> str:
+        return rfc3339(self._wall())
+
+
+def _urgent(there: Any, said: Any) -> bool:
+    """Whether it says something new, and does not only count along."""
+    if there is None or there.observed_generation != said.observed_generation:
+        return True
+    if isinstance(said, DisaggDeploymentStatus):
+        return _told(said) != _told(there)
+    return True
+
+
+def _told(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[tuple[str, str, str]]]:
+    return [(each.name, each.desired) for each in status.roles], _turns(status.conditions)
+
+
+def _turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
+    return [(each.type, each.status, each.reason) for each in conditions]
+
+
+def _where(error: msgspec.ValidationError) -> str:
+    """The field that is not understood, and what is expected there; never what is there."""
+    cause, _, path = str(error).partition(" - at `$")
+    return f"spec{path.rstrip('`')}: {cause}"

@@ -1,0 +1,72 @@
+"""What an API server's no means, and what of it may be repeated. Pure.
+
+Servers quote what they refuse, and that may be a password in an environment variable. So nothing of a message is passed on but the field, what is
+required of it, and, of what is forbidden, the quota or the right that was not enough.
+"""
+
+import re
+from typing import NoReturn
+
+from msgspec import Struct
+
+from operators.ports import Busy, Denied, Expired, Missing, Stale, Unreachable
+
+MOST_CAUSES = 8
+# What a server may say after the value that it refuses: requirements, without a quotation.
+REQUIREMENT = re.compile(r": ((?:must|may|should|cannot|can not|is|field is|supported values)\b[^\"'{}\[\]]*)$")
+# What it forbids in its own words, which name no field's value.
+FORBIDDEN = re.compile(r"(exceeded quota: .*|User \"[^\"]*\" cannot .*)$")
+
+
+class Cause(Struct, frozen=True):
+    field: str = ""
+    reason: str = ""
+    message: str = ""
+
+
+class Details(Struct, frozen=True):
+    causes: list[Cause] | None = None
+
+
+class Status(Struct, frozen=True):
+    """How a server says no."""
+
+    reason: str = ""
+    message: str = ""
+    code: int = 0
+    details: Details | None = None
+
+
+def refuse(status: Status, after_seconds: float | None = None) -> NoReturn:
+    """Say what a status means for whoever asked.
+
+    Raises:
+        ClusterError: That.
+    """
+    match status.code:
+        case 404:
+            raise Missing(status.reason or "NotFound")
+        case 409 if status.reason != "AlreadyExists":
+            raise Stale(status.reason or "Conflict")
+        case 410:
+            raise Expired(status.reason or "Expired")
+        case 429:
+            raise Busy("too many requests", after_seconds)
+        case 400 | 403 | 405 | 409 | 413 | 415 | 422:
+            raise Denied(status.reason or str(status.code), spoken(status))
+        case 503 if after_seconds is not None:
+            raise Busy("the server is not ready", after_seconds)
+    raise Unreachable(f"status {status.code} {status.reason}".strip())
+
+
+def spoken(status: Status) -> str:
+    """What may be repeated of a refusal: the fields, what is required of them, and which quota or right was not enough."""
+    said = []
+    for cause in (status.details.causes if status.details else None) or ():
+        requirement = REQUIREMENT.search(" ".join(cause.message.split()))
+        said.append(f"{cause.field or 'object'}: {requirement[1] if requirement else cause.reason}")
+    if said:
+        return "; ".join(said[:MOST_CAUSES])
+    if forbidden := FORBIDDEN.search(" ".join(status.message.split())):
+        return forbidden[1]
+    return status.reason

@@ -1,0 +1,286 @@
+"""From an empty cluster to an empty cluster: Helm installs, a model is served by real processes, scaled, rolled out under load, the
+release upgraded, and all of it taken away."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import pytest
+import yaml
+
+from tests.certificates import Authority
+from tests.kube.clients import Api, eventually
+from tests.kube.kubelet.network import why_not
+from tests.kube.tools import Command, helm_3, kubectl, tools_folder
+
+if why := why_not():
+    pytest.skip(why, allow_module_level=True)
+
+from fleet.client import Client, FleetError
+from fleet.requests import Source
+from fleet.roles import Phase
+from tests.kube.kubelet.cluster import a_cluster
+from tests.kube.kubelet.objects import condition
+from tests.kube.running import an_api_server
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "fleet"
+SAMPLE = Path(__file__).parents[2] / "deploy" / "samples" / "cpu.yaml"
+CORE, APPS = "/api/v1/namespaces/default", "/apis/apps/v1/namespaces/default"
+FLEET = "/apis/fleet-serving.io/v1alpha1/namespaces/default"
+SECONDS = 60
+PROMPT = "Say hello to everybody who is there, one after the other, and then once more to all of them together."
+VALUES = {"routers": {"enabled": False}, "operator": {"replicas": 1}, "crds": {"keep": False}}
+
+
+@pytest.fixture
+def server(tmp_path):
+    authority = Authority(tmp_path, "authority")
+    with an_api_server(with_controllers=True, authority=authority) as server:
+        yield server
+
+
+@pytest.fixture
+def cluster(server, tmp_path, model_dir):
+    with a_cluster(server, tmp_path / "cluster", claims={"models": model_dir.parent}) as cluster:
+        yield cluster
+
+
+class Load:
+    """Requests, one after another, from several threads; remembers what failed."""
+
+    def __init__(self, address: str, threads: int = 2) -> None:
+        self.answered = 0
+        self.pairs: set[tuple[str, str]] = (
+            set()
+        )  # revisions of those who handed blocks over, and of those who took them
+        self.failed: list[str] = []
+        self._address = address
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        with Client(self._address) as client:
+            while not self._stop.is_set():
+                try:
+                    answer = client.complete(f"{self.answered} {PROMPT}", max_tokens=16)
+                    self.answered += 1
+                    self.pairs |= {
+                        (revision(origin.origin), revision(phase.worker_id))
+                        for phase in answer.kv
+                        for origin in phase.report.origins
+                        if origin.source is Source.DIRECT
+                    }
+                except FleetError as error:
+                    self.failed.append(repr(error))
+
+
+def revision(worker_id: str) -> str:
+    """`tiny-ROLE-REVISION-...`: of the deployment, in a pod's name."""
+    return worker_id.split("-")[2]
+
+
+def a_deployment(model_dir: Path) -> dict:
+    """The sample for CPUs, with the engine that needs nothing."""
+    deployment = yaml.safe_load(SAMPLE.read_text())
+    spec = deployment["spec"]
+    spec["engine"] = "simulated"
+    spec["routing"] = {"disaggregateAboveTokens": 16}
+    spec["model"] = {"name": "tiny", "claim": "models", "uri": model_dir.name}
+    for role in spec["roles"]:
+        role.pop("podTemplate", None)
+        if role["type"] != "router":
+            # What engines have by themselves: an address that others reach.
+            reached = {"name": "main", "args": ["--set=simulated.direct_listen=$(POD_IP):50062"]}
+            role["podTemplate"] = {"spec": {"containers": [reached]}}
+        if role["type"] == "prefill":
+            role["scaling"] = {"mode": "External", "least": 1, "most": 4}
+    return deployment
+
+
+def test_from_an_empty_cluster_to_an_empty_cluster(server, cluster, tmp_path, model_dir):
+    config = server.kubeconfig(tmp_path, token="admin")
+    helm = Command(helm_3(tools_folder()), config, tmp_path)
+    kube = Command(kubectl(tools_folder()), config, tmp_path)
+    values = tmp_path / "values.json"
+    values.write_bytes(msgspec.json.encode(VALUES))
+    with Api(server.url, authority=server.authority) as api:
+
+        def pods(role: str = "") -> list[dict]:
+            selector = {"labelSelector": f"fleet-serving.io/role={role}"} if role else {}
+            return api.get(f"{CORE}/pods", **selector).expect(200)["items"]
+
+        def registered(role: str) -> int:
+            roles = api.get(f"{FLEET}/disaggdeployments/tiny").expect(200)["status"]["roles"]
+            return next(each["registered"] for each in roles if each["name"] == role)
+
+        def conditions() -> dict[str, str]:
+            status = api.get(f"{FLEET}/disaggdeployments/tiny").expect(200).get("status", {})
+            return {each["type"]: each["status"] for each in status.get("conditions", ())}
+
+        helm("install", "fleet", str(CHART), "--values", str(values))
+        kube("apply", "-f", "-", stdin=yaml.safe_dump(a_deployment(model_dir)))
+        kube("wait", "disaggdeployment/tiny", "--for=condition=Ready", f"--timeout={SECONDS}s")
+
+        with Client(cluster.way_to("tiny-router", 50051)) as client:
+            answer = client.complete(PROMPT, max_tokens=4)
+            assert answer.usage.completion_tokens == 4
+            assert [each.phase for each in answer.kv] == [Phase.PREFILL, Phase.DECODE]
+            assert answer.kv[1].report.origins[0].source is Source.DIRECT
+
+        kube("scale", "rolescaler/tiny-prefill", "--replicas=2")
+        eventually(lambda: registered("prefill") == 2, SECONDS)
+
+        with Load(cluster.way_to("tiny-router", 50051), threads=8) as load:
+            eventually(lambda: load.answered)
+            for change in ({"image": "fleet-worker-cpu:next"}, {"routing": {"policy": "least_loaded"}}):
+                before = {pod["metadata"]["uid"] for pod in pods("router" if "routing" in change else "decode")}
+                patch = msgspec.json.encode({"spec": change}).decode()
+                kube("patch", "disaggdeployment/tiny", "--type=merge", "-p", patch)
+                eventually(lambda before=before: not before & {pod["metadata"]["uid"] for pod in pods()}, SECONDS)
+                eventually(lambda: conditions()["Ready"] == "True", SECONDS)
+            rolled = load.answered
+            helm("upgrade", "fleet", str(CHART), "--values", str(values), "--set", "operator.replicas=2")
+            kube("rollout", "status", "deployment/fleet-operator", f"--timeout={SECONDS}s")
+            eventually(lambda: load.answered > rolled)
+        assert load.failed == []
+        assert len(load.pairs) == 2, "both revisions were disaggregated"
+        assert all(giver == taker for giver, taker in load.pairs), "no old worker paired with a new one"
+
+        helm("uninstall", "fleet")
+        eventually(lambda: not pods(), SECONDS)
+        eventually(lambda: not cluster.processes())
+        eventually(lambda: not left(api))
+
+
+ACCOUNTS = """
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: fleet}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {name: fleet}
+rules: [{apiGroups: [coordination.k8s.io], resources: [leases], verbs: [get, list, watch, create, update, delete]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: fleet}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: fleet}
+subjects: [{kind: ServiceAccount, name: fleet, namespace: default}]
+"""
+
+
+def found_by_leases(deployment: dict) -> dict:
+    """Two routers and one worker for whole requests, which know each other by the Kubernetes API alone."""
+    discovery = ["--set=discovery.kind=kubernetes", "--set=discovery.cluster=tiny"]
+    owner = ["--set=discovery.pod=$(POD_NAME)", "--set=discovery.pod_uid=$(POD_UID)"]
+    uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    worker = {
+        "args": ["--set=registry=", *discovery, *owner],
+        "env": [uid],
+    }
+    roles = [("router", "router", 2, {"args": discovery}), ("workers", "aggregated", 1, worker)]
+    deployment["spec"]["roles"] = [
+        {
+            "name": name,
+            "type": kind,
+            "replicas": replicas,
+            "podTemplate": {
+                "spec": {
+                    "serviceAccountName": "fleet",
+                    "automountServiceAccountToken": True,
+                    "containers": [{"name": "main"} | container],
+                }
+            },
+        }
+        for name, kind, replicas, container in roles
+    ]
+    return deployment
+
+
+def test_routers_find_workers_by_their_leases_and_a_worker_is_ready_when_it_has_one(
+    server, cluster, tmp_path, model_dir
+):
+    kube = Command(kubectl(tools_folder()), server.kubeconfig(tmp_path, token="admin"), tmp_path)
+    rendered = subprocess.run(
+        [sys.executable, "-m", "fleet.cli.main", "kube", "render", "-f", "-"],
+        input=yaml.safe_dump(found_by_leases(a_deployment(model_dir))),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    with Api(server.url, authority=server.authority) as api:
+        kube("apply", "-f", "-", stdin=ACCOUNTS)
+        server.order_fault("status", verb="create", resource="leases", code=503, times=3)
+        kube("apply", "-f", "-", stdin=rendered)
+
+        routers = eventually(lambda: all_ready(api, "router", 2), SECONDS)
+        [worker] = eventually(lambda: all_ready(api, "workers", 1), SECONDS)
+        [lease] = api.get(LEASES).expect(200)["items"]
+        assert lease["metadata"]["name"] == worker
+        assert [fault["struck"] for fault in server.faults().values()] == [3]
+        for router in routers:  # none of which was told by the worker
+            assert f"worker joined worker={worker}" in cluster.log(router)
+        ways = [cluster.way_to("tiny-router", 50051) for _ in routers]
+        with Client(ways[0]) as one, Client(ways[1]) as other:
+            assert [each.complete("Hello", max_tokens=2).kv[0].worker_id for each in (one, other)] == [worker] * 2
+
+            stream = one.generate("Hello", max_tokens=300, ignore_eos=True)
+            next(stream)
+            api.delete(f"{CORE}/pods/{worker}").expect(200)
+            eventually(
+                lambda: worker not in [each["metadata"]["name"] for each in api.get(LEASES).expect(200)["items"]]
+            )
+            assert api.get(f"{CORE}/pods/{worker}").code == 200, "it withdraws before it ends"
+            assert sum(len(delta.token_ids) for delta in stream) > 250, "what runs is finished"
+        eventually(lambda: api.get(f"{CORE}/pods/{worker}").code == 404)
+
+        [successor] = eventually(lambda: all_ready(api, "workers", 1), SECONDS)
+        cluster.kill_pod(successor)
+        eventually(lambda: cluster.log(successor).count("INFO workers.registration registered") == 2, SECONDS)
+        eventually(lambda: all_ready(api, "workers", 1), SECONDS)
+        [lease] = api.get(LEASES).expect(200)["items"]
+        assert lease["spec"]["leaseTransitions"] == 1, "a new incarnation of the same name took it over"
+
+
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/default/leases"
+
+
+def all_ready(api: Api, role: str, count: int) -> list[str] | None:
+    """Names of the pods of a role, once there are so many and all are ready."""
+    pods = api.get(f"{CORE}/pods", labelSelector=f"fleet-serving.io/role={role}").expect(200)["items"]
+    ready = [pod["metadata"]["name"] for pod in pods if condition(pod, "Ready")]
+    return ready if len(ready) == len(pods) == count else None
+
+
+def left(api: Api) -> list[str]:
+    """What there is in the namespace, but for the account that every one has."""
+    groups = [
+        ("/api/v1", ("pods", "services", "configmaps", "secrets", "endpoints")),
+        ("/apis/apps/v1", ("deployments", "statefulsets")),
+        ("/apis/policy/v1", ("poddisruptionbudgets",)),
+        ("/apis/networking.k8s.io/v1", ("networkpolicies",)),
+        ("/apis/discovery.k8s.io/v1", ("endpointslices",)),
+        ("/apis/rbac.authorization.k8s.io/v1", ("roles", "rolebindings")),
+    ]
+    found = [
+        f"{plural}/{item['metadata']['name']}"
+        for path, plurals in groups
+        for plural in plurals
+        for item in api.get(f"{path}/namespaces/default/{plural}").expect(200)["items"]
+    ]
+    kinds = api.get("/apis/apiextensions.k8s.io/v1/customresourcedefinitions").expect(200)["items"]
+    return found + [kind["metadata"]["name"] for kind in kinds]

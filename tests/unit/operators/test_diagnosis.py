@@ -1,0 +1,120 @@
+"""What is told of pods that do not run is why, and never what they wrote."""
+
+import pytest
+
+from operators.diagnosis import Reason, troubles
+from operators.refusals import Cause, Details, Status, spoken
+from operators.views import (
+    ContainerState,
+    ContainerStatus,
+    Metadata,
+    ObjectCondition,
+    Pod,
+    PodStatus,
+    Scaled,
+    ScaledStatus,
+    Terminated,
+    Waiting,
+)
+
+
+def a_pod(*containers, conditions=(), deleted=None, name="pod"):
+    metadata = Metadata(name=name, deletion_timestamp=deleted)
+    return Pod(metadata=metadata, status=PodStatus(conditions=conditions, container_statuses=containers))
+
+
+def waiting(reason, message="", last=None):
+    return ContainerStatus(
+        name="main", state=ContainerState(waiting=Waiting(reason, message)), last_state=ContainerState(terminated=last)
+    )
+
+
+def unschedulable(message):
+    return (ObjectCondition(type="PodScheduled", status="False", reason="Unschedulable", message=message),)
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason"),
+    [
+        (
+            a_pod(conditions=unschedulable("0/3 nodes are available: 3 Insufficient amd.com/gpu.")),
+            Reason.InsufficientCapacity,
+        ),
+        (a_pod(conditions=unschedulable("1 node(s) didn't match Pod's node affinity/selector.")), Reason.NoSuchGpu),
+        (
+            a_pod(conditions=unschedulable("0/3 nodes are available: 3 node(s) had untolerated taint.")),
+            Reason.Unschedulable,
+        ),
+        (a_pod(waiting("ErrImagePull")), Reason.ImagePull),
+        (a_pod(waiting("CreateContainerConfigError", 'secret "hf" not found')), Reason.ConfigurationMissing),
+        (a_pod(waiting("CrashLoopBackOff", last=Terminated(exit_code=137, reason="OOMKilled"))), Reason.OutOfMemory),
+        (a_pod(waiting("CrashLoopBackOff", last=Terminated(exit_code=1))), Reason.CrashLooping),
+        (
+            a_pod(
+                waiting(
+                    "CrashLoopBackOff", last=Terminated(exit_code=3, message="fleet: model_dir: '/m' is not a folder")
+                )
+            ),
+            Reason.ModelNotFound,
+        ),
+    ],
+    ids=lambda each: each.name if isinstance(each, Reason) else "",
+)
+def test_each_trouble_has_its_reason(pod, reason):
+    [found] = troubles([pod], [], ["NVIDIA-H100"])
+
+    assert found.reason is reason
+
+
+def test_of_what_a_container_wrote_only_a_line_of_our_own_is_repeated():
+    written = "token=hunter2\nfleet: vllm: out of memory\nTraceback hunter2"
+    [found] = troubles([a_pod(waiting("CrashLoopBackOff", last=Terminated(exit_code=1, message=written)))], [], [])
+
+    assert "vllm: out of memory" in found.message
+    assert "hunter2" not in found.message
+
+
+def test_pods_on_their_way_out_and_containers_that_got_over_it_are_no_trouble():
+    ended = ContainerState(terminated=Terminated(exit_code=1))
+    again = ContainerStatus(name="main", last_state=ended)
+
+    assert troubles([a_pod(waiting("ErrImagePull"), deleted="now"), a_pod(again)], [], []) == ()
+
+
+def test_a_quota_is_told_before_what_follows_from_it():
+    text = 'pods "x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=8'
+    failed = ObjectCondition(type="ReplicaFailure", status="True", reason="FailedCreate", message=text)
+    child = Scaled(metadata=Metadata(name="dd"), status=ScaledStatus(conditions=(failed,)))
+
+    first, *_ = troubles([a_pod(waiting("ErrImagePull"))], [child], [])
+
+    assert (first.reason, first.message) == (
+        Reason.QuotaExceeded,
+        "exceeded quota: gpus, requested: requests.nvidia.com/gpu=8",
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ('Invalid value: "hunter2": must be a number', "f: must be a number"),
+        ("Invalid value: {'p': 'hunter2'}: must be one of 'hunter2'", "f: FieldValueInvalid"),
+        ('Invalid value: "a: must hunter2"', "f: FieldValueInvalid"),
+        ("Required value: field is immutable", "f: field is immutable"),
+    ],
+)
+def test_of_a_refusal_the_field_and_what_it_requires_are_told_and_not_the_value(message, said):
+    causes = [Cause(field="f", reason="FieldValueInvalid", message=message)]
+
+    assert spoken(Status(reason="Invalid", message="hunter2", details=Details(causes=causes))) == said
+
+
+def test_of_what_is_forbidden_quota_and_missing_right_are_told_and_nothing_else():
+    quota = 'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2'
+    right = 'leases is forbidden: User "system:serviceaccount:a:b" cannot create resource "leases"'
+
+    assert spoken(Status(reason="Forbidden", message=quota)).startswith("exceeded quota: small")
+    assert spoken(Status(reason="Forbidden", message=right)).startswith(
+        'User "system:serviceaccount:a:b" cannot create'
+    )
+    assert spoken(Status(reason="Forbidden", message="admission webhook denied: hunter2")) == "Forbidden"

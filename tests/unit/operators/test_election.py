@@ -1,0 +1,78 @@
+"""Two never act at the same time, whatever their clocks say, and one of them soon does."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.clock import SECOND, Nanos
+from operators.election import Election, Found, Step
+
+DURATION, RENEW_WITHIN, RETRY = Nanos(15 * SECOND), Nanos(10 * SECOND), Nanos(2 * SECOND)
+
+
+def found(holder, version="1"):
+    return Found(holder=holder, version=version, duration=DURATION)
+
+
+def test_a_lease_is_taken_when_it_was_not_renewed_for_its_duration_since_we_first_saw_it():
+    election = Election("me", RENEW_WITHIN)
+
+    assert election.step(found("other"), Nanos(100 * SECOND)) is Step.WAIT
+    assert election.step(found("other"), Nanos(114 * SECOND)) is Step.WAIT
+    assert election.step(found("other", "2"), Nanos(115 * SECOND)) is Step.WAIT
+    assert election.step(found("other", "2"), Nanos(130 * SECOND)) is Step.TAKE
+
+
+def test_a_free_lease_is_taken_at_once_and_a_missing_one_made():
+    assert Election("me", RENEW_WITHIN).step(found(""), Nanos(0)) is Step.TAKE
+    assert Election("me", RENEW_WITHIN).step(None, Nanos(0)) is Step.CREATE
+
+
+def test_who_does_not_renew_stops_acting_before_anybody_may_take_over():
+    election = Election("me", RENEW_WITHIN)
+    election.wrote(Nanos(0))
+
+    assert election.leads(Nanos(RENEW_WITHIN - 1))
+    assert not election.leads(RENEW_WITHIN)
+    election.wrote(Nanos(1))
+    election.step(found("other", "2"), Nanos(2))
+    assert not election.leads(Nanos(2))
+
+
+class Server:
+    """A Lease with versions, as the API server keeps it; writes are refused on what is not the newest."""
+
+    def __init__(self):
+        self.holder, self.version = None, 0
+
+    def read(self):
+        return None if self.holder is None else found(self.holder, str(self.version))
+
+    def write(self, holder, based_on):
+        if based_on != (None if self.holder is None else str(self.version)):
+            return False
+        self.holder, self.version = holder, self.version + 1
+        return True
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 6), st.booleans()), min_size=50, max_size=100
+    )
+)
+def test_at_most_one_leads_at_any_time_however_slow_and_lossy_the_way_to_the_server_is(rounds):
+    server, time = Server(), 0
+    candidates = [Election(str(index), RENEW_WITHIN) for index in range(3)]
+    skews = (0, 1000, 77)
+    for who, pause, slow, lost in rounds:
+        time += pause
+        election, skew = candidates[who], skews[who]
+        began = Nanos((time + skew) * SECOND)
+        lease = server.read()
+        step = election.step(lease, began)
+        time += slow  # between reading and writing
+        if step is not Step.WAIT and server.write(str(who), None if lease is None else lease.version) and not lost:
+            election.wrote(began)
+
+        leaders = [index for index, each in enumerate(candidates) if each.leads(Nanos((time + skews[index]) * SECOND))]
+        assert len(leaders) <= 1

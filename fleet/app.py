@@ -65,7 +65,6 @@ Part = str
 """router, worker, kvstore or operator"""
 
 COLLECTED_AT_ONCE = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
-DRAIN_WITHIN = Nanos(10 * SECOND)  # for answers that are being streamed when the router is asked to stop
 
 
 def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, Any] | None = None) -> None:
@@ -129,9 +128,10 @@ async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Anno
         gc.set_threshold(COLLECTED_AT_ONCE)
         await stop.wait()
         parts.selection.drain()
+        within = Nanos(settings.drain_timeout_ms * MILLISECOND)
         async with asyncio.TaskGroup() as draining:
-            fronts.drain(draining)
-            draining.create_task(parts.router.drain(DRAIN_WITHIN))
+            fronts.drain(draining, within)
+            draining.create_task(parts.router.drain(within))
         for task in running:
             task.cancel()
     parts.threads.close()
@@ -324,14 +324,14 @@ class _Fronts(Struct, frozen=True, kw_only=True):
             endpoints["endpoint_picker"] = self.picker.address
         return endpoints
 
-    def drain(self, tasks: asyncio.TaskGroup) -> None:
-        """Take no more requests; a task waits for the answers that are being streamed."""
+    def drain(self, tasks: asyncio.TaskGroup, within: Nanos) -> None:
+        """Take no more requests; tasks wait for the answers that are being streamed, at most so long."""
         self.grpc.door.drain()
         if self.kserve is not None:
             self.kserve.door.drain()
         if self.picker is not None:
-            tasks.create_task(self.picker.drain(DRAIN_WITHIN))
-        tasks.create_task(self.http.drain(DRAIN_WITHIN / SECOND))
+            tasks.create_task(self.picker.drain(within))
+        tasks.create_task(self.http.drain(within / SECOND))
 
 
 @asynccontextmanager

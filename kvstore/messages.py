@@ -118,17 +118,18 @@ def both(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     return {tier: one.get(tier, 0) + other.get(tier, 0) for tier in {**one, **other}}
 
 
-def tiers_of(blocks: int, risen: Mapping[str, int]) -> dict[str, int]:
-    """Of so many leading blocks of a match, how many each tier of the node had.
+def tiers_of(good: int, asked: int, risen: Mapping[str, int]) -> dict[str, int]:
+    """Of the blocks that were read, how many each tier of the node had.
 
     Args:
-        blocks: That were read.
+        good: That were read: the first ones of those that were asked for.
+        asked: For: the last ones of a match.
         risen: Of the matches that found them, taken together; they are the last ones.
     """
     tiers: dict[str, int] = {}
-    memory = max(0, blocks - sum(risen.values()))
+    memory = max(0, asked - sum(risen.values()))
     for tier, count in ((POOL_TIER, memory), *risen.items()):
-        if taken := min(count, blocks - sum(tiers.values())):
+        if taken := min(count, good - sum(tiers.values())):
             tiers[tier] = taken
     return tiers
 

@@ -1,6 +1,6 @@
 """Where an operator is asked how it is: /healthz, /readyz, /metrics. Nothing can be told to it here."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -11,7 +11,7 @@ STOP_SECONDS = 2.0
 
 @asynccontextmanager
 async def open_doors(
-    host: str, port: int, ready: Callable[[], bool], registry: CollectorRegistry
+    host: str, port: int, ready: Callable[[], bool], unread: Callable[[], Sequence[str]], registry: CollectorRegistry
 ) -> AsyncIterator[str]:
     """Answer while the context is open.
 
@@ -19,6 +19,7 @@ async def open_doors(
         host: Where to listen.
         port: There; 0: any.
         ready: Whether everything has been read once. Standbys are ready too.
+        unread: The kinds that have not been.
         registry: What /metrics shows.
 
     Yields:
@@ -34,7 +35,8 @@ async def open_doors(
     async def readyz(_: web.Request) -> web.Response:
         if ready():
             return web.Response(text="ok\n")
-        return web.Response(status=503, text="the API server has not told everything yet\n")
+        what = ", ".join(unread()) or "anything"
+        return web.Response(status=503, text=f"the API server has not told yet: {what}\n")
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -8,7 +8,7 @@ from typing import Any, Never
 from fleet.clock import SECOND, Clock, Nanos
 from operators import kinds
 from operators.election import Election, Found, Step
-from operators.ports import Cluster, ClusterError, Missing, Wall
+from operators.ports import Cluster, ClusterError, Missing, Stale, Wall
 from operators.settings import LeaseSettings
 from operators.views import Lease
 
@@ -47,8 +47,10 @@ class Leader:
                     await self._round()
             except TimeoutError:
                 log.warning("the lease was not answered for in time", extra={"lease": self._settings.name})
-            except ClusterError as error:  # somebody was faster, or the server is away: look again
-                log.info("the lease was not written", extra={"lease": self._settings.name, "cause": str(error)})
+            except ClusterError as error:
+                # That somebody was faster is everyday life; anything else may be for ever, as a right that is missing.
+                level = logging.DEBUG if isinstance(error, Stale) else logging.WARNING
+                log.log(level, "the lease was not written", extra={"lease": self._settings.name, "cause": str(error)})
             self._tell()
             await asyncio.sleep(self._settings.retry_seconds)
 

@@ -72,7 +72,6 @@ class Look:
             return await self._at_request(key)
         custom = self._store.of(kinds.DISAGG_DEPLOYMENT, Custom).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
-            self._pace.forget(key)
             self._restless.pop(key, None)
             await self._at_others(key, None, None)
             return Outcome.SETTLED

@@ -17,6 +17,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 SHORT = Nanos(1 * SECOND)
 LONG = Nanos(10 * SECOND)
+MOST = 4096
+"""Writes that are remembered before those are forgotten that do not matter any more."""
 
 
 class Pace(Generic[Key]):
@@ -30,6 +32,5 @@ class Pace(Generic[Key]):
 
     def wrote(self, key: Key, now: Nanos) -> None:
         self._written[key] = now
-
-    def forget(self, key: Key) -> None:
-        self._written.pop(key, None)
+        if len(self._written) > MOST:  # of many that are no more, perhaps
+            self._written = {key: at for key, at in self._written.items() if now < at + LONG}

@@ -65,7 +65,7 @@ async def serve_operator(
                 ready=operator.by_readiness,
             )
             registry.register(gauges)
-            async with open_doors(host, port, operator.ready, registry) as address:
+            async with open_doors(host, port, operator.ready, operator.unread, registry) as address:
                 announce({"http": address})
                 await operator.run(stop)
     except OSError as error:

@@ -17,6 +17,12 @@ REQUIREMENT = re.compile(r": ((?:must|may|should|cannot|can not|is|field is|supp
 # What it forbids in its own words, which name no field's value.
 FORBIDDEN = re.compile(r"(exceeded quota: .*|User \"[^\"]*\" cannot .*)$")
 
+# What could not be read at all has no causes: the first field that is named, and of which type it has to be.
+FIELD = re.compile(
+    r"(?<![\w.])\.?((?:spec|metadata)(?:\.\w+|\[\d+\]|\[name=\"[-a-z0-9]+\"\])+): "
+    r"(?:.*?(expected [a-z ()]+, got [a-z]+|must be of type [a-z]+))?"
+)
+
 
 class Cause(Struct, frozen=True):
     field: str = ""
@@ -69,4 +75,6 @@ def spoken(status: Status) -> str:
         return "; ".join(said[:MOST_CAUSES])
     if forbidden := FORBIDDEN.search(" ".join(status.message.split())):
         return forbidden[1]
+    if field := FIELD.search(" ".join(status.message.split())):
+        return f"{field[1]}: {field[2] or status.reason}"
     return status.reason

@@ -243,7 +243,7 @@ class Balance(_Resource, frozen=True):
 
     ratio: RatioBounds = RatioBounds()
     stabilization_seconds: Seconds = 300
-    """Between two changes of the same role downwards."""
+    """Between two changes of the same role downwards that a ServingPlan makes."""
 
     max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Replicas that one change adds or takes."""

@@ -86,7 +86,11 @@ class Operator:
 
     def ready(self) -> bool:
         """Whether everything has been read once."""
-        return bool(self._informers) and all(each.filled.is_set() for each in self._informers.values())
+        return bool(self._informers) and not self.unread()
+
+    def unread(self) -> list[str]:
+        """Kinds that have not been read yet."""
+        return sorted({kind.name for (kind, _), each in self._informers.items() if not each.filled.is_set()})
 
     def waiting(self) -> int:
         """Deployments that are being looked at, or should be."""

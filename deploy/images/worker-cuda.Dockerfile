@@ -1,6 +1,7 @@
 # A worker with vLLM on NVIDIA's GPUs. Built from the project's root: docker build -f deploy/images/worker-cuda.Dockerfile .
 # The engine is its publishers' image of the version that constraints.txt names: they know which drivers and kernels go together. What it
-# has stays as it is, and the rest comes in the locked versions. BASE takes a digest too.
+# has stays as it is, and the rest comes in the locked versions. Fleet's own wheel is named by its path: an index may have another one of
+# that name. BASE takes a digest too.
 ARG BASE=vllm/vllm-openai:v0.32.0
 
 FROM ${BASE} AS build
@@ -16,7 +17,7 @@ FROM ${BASE}
 COPY constraints.txt constraints-kube.txt deploy/images/beside.py /tmp/lock/
 COPY --from=build /wheels /tmp/wheels
 RUN python3 /tmp/lock/beside.py /tmp/lock/constraints.txt /tmp/lock/constraints-kube.txt > /tmp/lock/beside.txt \
- && python3 -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c /tmp/lock/beside.txt --find-links /tmp/wheels 'fleet-serving[codecs,etcd,kubernetes,nixl,redis,s3]' \
+ && python3 -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c /tmp/lock/beside.txt "$(echo /tmp/wheels/*.whl)[codecs,etcd,kubernetes,nixl,redis,s3]" \
  && python3 -I -c 'import fleet.router.native._costs, kvstore.native._chain, kvstore.native._checksum, kvstore.native._kernels, kvstore.native._table, vllm' \
  && rm -rf /tmp/lock /tmp/wheels
 ENV HOME=/tmp PYTHONUNBUFFERED=1

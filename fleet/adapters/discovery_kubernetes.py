@@ -121,13 +121,16 @@ class KubernetesDirectory:
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         held = self._held.pop((worker_id, incarnation), None)
-        if held is None:
-            return
-        name = held["metadata"]["name"]
         async with _registry_errors():
-            if self._settings.service:
-                await self._delete(SLICES, "endpointslices", name, {})
-            await self._delete(LEASES, "leases", name, {"resourceVersion": held["metadata"]["resourceVersion"]})
+            for _ in range(TRIES):
+                if held is None or _incarnation(held) != incarnation:
+                    return
+                name, version = held["metadata"]["name"], held["metadata"]["resourceVersion"]
+                if await self._delete(LEASES, "leases", name, {"resourceVersion": version}):
+                    if self._settings.service:
+                        await self._delete(SLICES, "endpointslices", name, {})
+                    return
+                held = await self._read(name)
 
     async def sightings(self) -> AsyncGenerator[Sighting, None]:
         selected = f"{REGISTRATION}=worker,{CLUSTER}={self._settings.cluster}"
@@ -321,8 +324,8 @@ class KubernetesDirectory:
         replaced: Manifest = written
         return replaced
 
-    async def _delete(self, kind: tuple[str, str], plural: str, name: str, preconditions: dict[str, str]) -> None:
-        """Of what is not there, or not as it was, nothing."""
+    async def _delete(self, kind: tuple[str, str], plural: str, name: str, preconditions: dict[str, str]) -> bool:
+        """False where it is not as it was; it is no mistake that it is not there."""
         options = (
             client.V1DeleteOptions(preconditions=client.V1Preconditions(**preconditions)) if preconditions else None
         )
@@ -333,6 +336,8 @@ class KubernetesDirectory:
         except ApiException as error:
             if error.status not in {404, 409}:
                 raise
+            return bool(error.status == 404)
+        return True
 
 
 async def _client(settings: KubernetesDiscovery) -> client.ApiClient:
@@ -348,13 +353,13 @@ async def _client(settings: KubernetesDiscovery) -> client.ApiClient:
             await loading.load_kube_config(config_file=settings.kubeconfig, client_configuration=configuration)
         else:
             loading.load_incluster_config(client_configuration=configuration)
-        connected = client.ApiClient(configuration)
-        connected.user_agent = AGENT
-        return connected
     except (ConfigException, OSError) as error:
         where = "discovery.kubeconfig" if settings.kubeconfig else "discovery"
         hint = "" if settings.kubeconfig else " Outside of a pod, set discovery.kubeconfig."
         raise ConfigurationRefused(f"{where}: {error}{hint}") from error
+    connected = client.ApiClient(configuration)
+    connected.user_agent = AGENT
+    return connected
 
 
 def _namespace(settings: KubernetesDiscovery) -> str:

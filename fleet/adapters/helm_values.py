@@ -23,6 +23,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "http_listen",
         "grpc_listen",
         "control_listen",
+        "drain_timeout_ms",
         "kserve_listen",
         "share_ports",
         "replicas",
@@ -191,7 +192,8 @@ class Routers(_Values, frozen=True):
     `settings` name models or servers; otherwise there may be none yet, and an install that waits would wait for ever."""
 
     termination_seconds: Annotated[int, Meta(ge=20, le=3600)] = 60
-    """From the request to end to the end: 5 for everybody to hear of it, then answers that are being streamed are finished."""
+    """From the word that a pod is to end to its end: 5 for everybody to hear of it, 5 to close, and between them answers that are being
+    streamed are finished."""
 
     service: Service = Service()
     ingress: Ingress = Ingress()

@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
             known = self._heads.find(content)
             if known is not None and known[1] <= self._settings.max_body_bytes:
                 head, body_bytes = known
-                if len(data) - end == body_bytes:
+                if len(data) - end == body_bytes <= ORDINARY_BODY_BYTES:
                     self._hold(body_bytes)
                     self._begin(HttpRequest(head, data[end:]))
                     return
@@ -421,9 +421,10 @@ class Connection(asyncio.Protocol):
         piece = memoryview(data)[begin:end]
         self._body.add(piece)
         self._hold(len(piece))
+        if self._is_one_too_many():
+            self._refuse_long()
+            return b""
         if self._body.size < body_bytes:
-            if self._is_one_too_many():
-                self._refuse_long()
             return b""
         body, self._body = self._body.whole(), Pieces()
         self._known = None

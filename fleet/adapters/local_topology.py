@@ -28,6 +28,7 @@ from fleet.control.supervision import Child
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
+from kvstore.addresses import unix_path
 from kvstore.settings import StoreSettings
 from workers.settings import VllmSettings, WorkerSettings
 
@@ -54,6 +55,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     model_dir: Path
     http: str  # host:port
     grpc: str  # host:port
+    control: str  # host:port or unix:/path: of the registry and `fleet.v1.Cluster`
     kserve: str  # host:port; empty: not served
     workers: tuple[WorkerId, ...]
     disaggregates: bool  # whether there are prefill workers
@@ -76,6 +78,9 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     with ExitStack() as held:  # all at once, or two could be the same
         http = claim("router.http_listen", topology.router.http_listen, held)
         grpc = claim("router.grpc_listen", topology.router.grpc_listen, held)
+        control = topology.router.control_listen
+        if control and not unix_path(control):
+            control = claim("router.control_listen", control, held)
         kserve = topology.router.kserve_listen and claim("router.kserve_listen", topology.router.kserve_listen, held)
     node = _store(topology, folder) if KvPath.STORE in topology.cluster.kv_paths else None
     is_embedded = topology.store.place is StorePlace.WORKER
@@ -87,6 +92,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         topology.router,
         http_listen=http,
         grpc_listen=grpc,
+        control_listen=control,
         kserve_listen=kserve,
         store=store,
         models={model: str(model_dir)},
@@ -104,7 +110,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
             router,
         )
     )
-    workers = list(_workers(topology, folder, model_dir, model, registry=_dialled(grpc), store=store))
+    workers = list(_workers(topology, folder, model_dir, model, registry=_dialled(control or grpc), store=store))
     if is_embedded:
         workers = [structs.replace(worker, store="", embedded_store=node) for worker in workers]
     ready_within = SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN
@@ -123,6 +129,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         model_dir=model_dir,
         http=_dialled(http),
         grpc=_dialled(grpc),
+        control=_dialled(control or grpc),
         kserve=_dialled(kserve),
         workers=tuple(worker.worker_id for worker in workers),
         disaggregates=topology.replicas(Role.PREFILL) > 0,
@@ -244,6 +251,8 @@ def _dialled(listen: str) -> str:
 def addresses(plan_: Plan) -> Sequence[str]:
     """Lines for a person: how the cluster is reached."""
     lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
+    if plan_.control != plan_.grpc:
+        lines.append(f"control  {plan_.control}")
     if plan_.kserve:
         lines.append(f"kserve  {plan_.kserve}")
     return lines

@@ -7,6 +7,7 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from fleet.adapters.expected_workers import LiveExpectations
 from fleet.adapters.relay_metrics import RelayMetrics
 from fleet.adapters.router_metrics import RouterMetrics
 from fleet.adapters.tenant_metrics import TenantMetrics
@@ -57,6 +58,7 @@ def of_router() -> Mapping[str, Described]:
         RouterMetrics(lambda: IDLE_ROUTER, tasks=lambda: 0, refused=dict),
         TenantMetrics(lambda: {"one": Usage()}),
         RelayMetrics(tuple),
+        LiveExpectations(lambda _: None),
     )
     return _described(metrics.registry.collect(), *(part.collect() for part in parts))
 

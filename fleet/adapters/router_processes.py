@@ -8,6 +8,7 @@ from msgspec import Struct, structs
 
 from fleet.adapters.local_processes import LocalProcess
 from fleet.adapters.local_topology import READY_WITHIN, STOP_WITHIN, claim
+from fleet.clock import MILLISECOND, Nanos
 from fleet.config import save
 from fleet.control.supervision import Child
 from fleet.router.picker_settings import EndpointPickerSettings
@@ -41,6 +42,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         kserve = settings.kserve_listen and claim("kserve_listen", settings.kserve_listen, held)
         picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
+    stop_within = Nanos(settings.drain_timeout_ms * MILLISECOND + STOP_WITHIN)
     processes = []
     for number, own in enumerate(sockets):
         name = f"{settings.router_id}-{number}"
@@ -58,7 +60,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         )
         path = folder / f"router-{number}.json"
         save(told, path)
-        child = Child(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=STOP_WITHIN)
+        child = Child(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=stop_within)
         command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
         processes.append(LocalProcess(child=child, command=command))
     return RouterProcesses(

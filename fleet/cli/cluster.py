@@ -46,6 +46,7 @@ class Cluster(Struct, frozen=True):
         content = {
             "http": f"http://{self.plan.http}",
             "grpc": self.plan.grpc,
+            **({"control": self.plan.control} if self.plan.control != self.plan.grpc else {}),
             **({"kserve": self.plan.kserve} if self.plan.kserve else {}),
             "model": self.plan.model,
             "pids": {"supervisor": os.getpid(), **self.pids},
@@ -136,7 +137,7 @@ async def _wait_until_serving(planned: Plan) -> None:
     """Return when the router counts every worker as serving."""
     missing = set(planned.workers)
     try:
-        async with asyncio.timeout(SEEN_WITHIN), AsyncClient(planned.grpc) as client:
+        async with asyncio.timeout(SEEN_WITHIN), AsyncClient(planned.control) as client:
             while missing:
                 status = await client.status()
                 workers = [worker for pool in status.pools for worker in pool.workers]

@@ -12,6 +12,7 @@ import yaml
 from fleet.cli.exits import DONE
 from fleet.errors import ConfigurationRefused, why_and_where
 from operators.children import Deployment, Images, revision, shared, workers
+from operators.consistency import contradictions
 from operators.crds import KINDS, definition
 from operators.imports.importing import imported
 from operators.resources import GROUP, VERSION, DisaggDeploymentSpec
@@ -28,6 +29,7 @@ MOST_VALUES = 1 << 18
 """Of a file, with what its aliases repeat: a few lines of YAML may stand for billions."""
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
+_NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
 FIELDS = ("apiVersion", "kind", "metadata", "spec", "status")
 
 Manifest = dict[str, Any]
@@ -133,9 +135,18 @@ def _deployment(content: Any, namespace: str) -> Deployment:
     try:
         spec = msgspec.convert(content.get("spec"), DisaggDeploymentSpec)
     except msgspec.ValidationError as error:
-        cause, path = why_and_where(error)
-        raise ConfigurationRefused(f"spec{path}: {cause}") from error
+        raise ConfigurationRefused(_misfit(error)) from error
+    for path, cause in contradictions(spec):
+        raise ConfigurationRefused(f"{path}: {cause}")
     return Deployment(name=named["name"], namespace=named["namespace"], spec=spec)
+
+
+def _misfit(error: msgspec.ValidationError) -> str:
+    """What is wrong with a spec, behind the path of the field."""
+    cause, path = why_and_where(error)
+    if named := _NAMED.fullmatch(cause):
+        path, cause = f"{path}.{named[2]}", "is missing" if named[1] == "missing required" else "is not a known key"
+    return f"spec{path}: {cause}"
 
 
 def _no_name() -> str:

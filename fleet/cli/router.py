@@ -76,13 +76,16 @@ def _tune(arguments: argparse.Namespace) -> int:
         return DONE
     width = max(map(len, in_force))
     for name, value in in_force.items():
-        print(f"{name:{width}}  {value:g}")
-    print("\n".join(_measured(measured)))
+        print(f"{name:{width}}  {value if isinstance(value, int) else f'{value:g}'}")
+    for line in _measured(measured):
+        print(line)
     return DONE
 
 
 def _measured(found: RemotePrefill) -> Iterator[str]:
     """What a router knows of when another worker had better compute a prompt, a line each."""
+    if not found.handoffs_needed:
+        return  # a router of an earlier version, which does not say
     counts = "counts" if found.learned else "does not count: learn_remote_prefill is off"
     if found.handoffs < found.handoffs_needed:
         yield f"measured: {found.handoffs} hand-offs, of {found.handoffs_needed} that are needed; it {counts}"

@@ -6,15 +6,12 @@ cannot be run.
 
 import argparse
 import logging
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import msgspec
-
 from fleet.cli.exits import DONE, FAILED
+from fleet.cli.sim_outputs import Outputs, say
 
 SHOWN = 3  # lines of each log, from the first that differs on
 
@@ -22,7 +19,6 @@ SHOWN = 3  # lines of each log, from the first that differs on
 def run(arguments: argparse.Namespace) -> int:
     from fleet.config import changes_of  # noqa: PLC0415 - help needs none of it
     from fleet.sim.agreement import first_difference, served, simulated  # noqa: PLC0415
-    from fleet.sim.files import whole_file  # noqa: PLC0415
     from fleet.sim.planning import plan, traffic  # noqa: PLC0415
     from fleet.sim.scenario import read_scenario  # noqa: PLC0415
 
@@ -31,22 +27,21 @@ def run(arguments: argparse.Namespace) -> int:
         changes["seed"] = arguments.seed
     scenario, folder = read_scenario(arguments.scenario, changes), arguments.scenario.parent
     planned = plan(scenario, folder)
-    with _quiet():
-        there, here = served(planned, traffic(scenario, folder)), simulated(planned, traffic(scenario, folder))
-    number = first_difference(there.lines, here.lines)
-    answer: dict[str, Any] = {"agree": number is None, "lines": len(here.lines), "requests": len(here.ended)}
-    if number is not None:
-        answer["difference"] = {
-            "line": number + 1,
-            "served": there.lines[number : number + SHOWN],
-            "simulated": here.lines[number : number + SHOWN],
-        }
-    content = msgspec.json.encode(answer).decode() if arguments.json is not None else _summary(answer)
-    if arguments.json in (None, "-"):
-        sys.stdout.write(f"{content}\n")
-    else:
-        with whole_file(Path(arguments.json), "--json") as path:
-            path.write_text(f"{content}\n", encoding="utf-8")
+    there_traffic, here_traffic = traffic(scenario, folder), traffic(scenario, folder)
+    with ExitStack() as files:
+        outputs = Outputs(arguments, files)
+        with _quiet():
+            there, here = served(planned, there_traffic), simulated(planned, here_traffic)
+        number = first_difference(there.lines, here.lines)
+        answer: dict[str, Any] = {"agree": number is None, "lines": len(here.lines), "requests": len(here.ended)}
+        if number is not None:
+            answer["difference"] = {
+                "line": number + 1,
+                "served": there.lines[number : number + SHOWN],
+                "simulated": here.lines[number : number + SHOWN],
+            }
+        outputs.write_json(answer)
+    say(arguments, answer, [_summary(answer)])
     return DONE if number is None else FAILED
 
 

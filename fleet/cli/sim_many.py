@@ -1,7 +1,7 @@
 """`fleet sim` with many runs: a run with many seeds, two scenarios side by side, and sweeps over fields."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ def run_seeds(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
     for option in ("report", "requests", "seed"):
         if getattr(arguments, option) is not None:
             raise ConfigurationRefused(f"--{option}: is of one run; leave out --seeds")
+    _check_seeds(changes)
     made = cases([arguments.scenario], {}, arguments.seeds, changes)
     with ExitStack() as files:
         outputs = Outputs(arguments, files)
@@ -43,6 +44,7 @@ def compare_two(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
     from fleet.sim.sweep import cases  # noqa: PLC0415
 
     changes_b = {**changes, **changes_of(arguments.set_b)}
+    _check_seeds(changes_b)
     a, b = read_scenario(arguments.a, changes), read_scenario(arguments.b, changes_b)
     made = [*cases([arguments.a], {}, arguments.seeds, changes), *cases([arguments.b], {}, arguments.seeds, changes_b)]
     with ExitStack() as files:
@@ -66,7 +68,14 @@ def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
     from fleet.sim.objectives import Objective, ranked  # noqa: PLC0415
     from fleet.sim.sweep import cases  # noqa: PLC0415
 
-    over = {path: values.split(",") for path, _, values in (each.partition("=") for each in arguments.over)}
+    _check_seeds(changes)
+    over: dict[str, list[str]] = {}
+    for each in arguments.over:
+        path, _, values = each.partition("=")
+        if path in over:
+            raise ConfigurationRefused(f"--over: {path} is there twice; name all its values in one")
+        over[path] = values.split(",")
+    _check_seeds(over)
     if not all(over) or not all(all(values) for values in over.values()):
         raise ConfigurationRefused("--over: is not PATH=V1,V2, as in router.policy=fleet,dynamo")
     made = cases(
@@ -88,6 +97,12 @@ def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
         outputs.write_json(answer)
     say(arguments, answer, lines)
     return DONE
+
+
+def _check_seeds(changed: Mapping[str, object]) -> None:
+    """Many runs have those of `--seeds`: another one would be told beside them, and not be used."""
+    if "seed" in changed:
+        raise ConfigurationRefused("seed: many runs take theirs from --seeds A:B")
 
 
 def _rows(arguments: argparse.Namespace, made: Sequence["Case"]) -> list["Row"]:

@@ -22,7 +22,7 @@ class Outputs:
             path = getattr(arguments, option, None)
             if path in {None, "-"}:
                 return None
-            if (other := named.setdefault(Path(path).absolute(), option)) != option:
+            if (other := named.setdefault(Path(path).resolve(), option)) != option:
                 raise ConfigurationRefused(f"--{option}: {path} is the file of --{other} as well")
             return files.enter_context(whole_file(Path(path), f"--{option}"))
 

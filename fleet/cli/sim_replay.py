@@ -43,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.json == arguments.decisions == "-":
         raise ConfigurationRefused("--decisions: standard output takes --json already; name a file")
+    if _same_file(arguments.json, arguments.decisions):
+        raise ConfigurationRefused(f"--decisions: {arguments.decisions} is the file of --json as well")
     replay = Replay(arguments.recording, None if arguments.expect is None else _profiles(arguments.expect))
     with ExitStack() as files:
         decisions = _opened(files, arguments.decisions, "--decisions")
@@ -66,11 +68,15 @@ def _profiles(path: Path) -> "Callable[[Description], Profile | None]":
     def profile_of(worker: "Description") -> "Profile | None":
         named = [pool for pool in pools if worker.worker_id.startswith(f"{pool.name}-")]
         alike = [pool for pool in pools if pool.role is worker.role]
-        for pool in (*sorted(named, key=lambda pool: -len(pool.name)), *alike):
-            return Profile(steps=pool.times, step_tokens=pool.limits.step_tokens)
-        return None
+        named.sort(key=lambda pool: len(pool.name), reverse=True)
+        pool = next(iter((*named, *alike)), None)
+        return None if pool is None else Profile(steps=pool.times, step_tokens=pool.limits.step_tokens)
 
     return profile_of
+
+
+def _same_file(json: str | None, decisions: str | None) -> bool:
+    return None not in (json, decisions) and Path(str(json)).resolve() == Path(str(decisions)).resolve()
 
 
 def _opened(files: ExitStack, name: str | None, option: str) -> TextIO | None:

@@ -28,7 +28,7 @@ def as_interrupt() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
+            if handler is not signal.SIG_IGN or number == signal.SIGALRM:
                 signal.signal(number, _interrupt)
         yield
     finally:

@@ -21,6 +21,8 @@ from fleet.hardware.gpus import SCALES, Number
 
 LINEAR = ("linear_attention", "mamba", "recurrent")
 WINDOWED = ("sliding_attention", "chunked_attention")
+MOST = 1 << 24
+"""Of whatever a config counts; the largest vocabularies have a quarter million entries."""
 
 
 class Attention(StrEnum):
@@ -222,6 +224,8 @@ class _Fields:
         least = 0 if default == 0 else 1
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.refusal(found, f"must be a whole number from {least} on, not {value!r}")
+        if value > MOST:
+            raise self.refusal(found, f"must be at most {MOST:,}")
         return value
 
     def refusal(self, field: str, cause: str) -> ConfigurationRefused:

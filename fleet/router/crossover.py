@@ -7,7 +7,8 @@ Rules:
 2. h is learned from hand-offs: from the prefill worker's end to the decode worker's first token. s is what a prompt token took on
    the decode worker lately, or, where it has computed none, on the workers of this pool that have.
 3. Until `MIN_SAMPLES` hand-offs have been seen, prompts of `LEAST_TOKENS` are handed over: a constant that is too high would
-   else keep anything from being measured. While s is not known the constant of the settings counts. After that the estimate is
+   else keep anything from being measured. Not those that others send to their workers (`Arrived.second_hand`), which teach nothing:
+   for them the constant counts until then. While s is not known the constant of the settings counts. After that the estimate is
    kept within `LEAST_TOKENS` and `MOST_TOKENS`, so that neither side ever stops being measured.
 """
 
@@ -26,6 +27,11 @@ class Crossover:
         self.samples = 0
         self.handoff_seconds = 0.0
 
+    @property
+    def measured(self) -> bool:
+        """Whether enough hand-offs have been seen."""
+        return self.samples >= MIN_SAMPLES
+
     def handed_over(self, taken: Nanos) -> None:
         """A hand-off took so long."""
         seconds = taken / SECOND
@@ -41,14 +47,14 @@ class Crossover:
             requests: On the decode worker.
             constant: What counts until enough has been measured.
         """
-        if self.samples < MIN_SAMPLES:
+        if not self.measured:
             return min(constant, LEAST_TOKENS)
         even = self.even_tokens(token_seconds, requests)
         return constant if even is None else even
 
     def even_tokens(self, token_seconds: float, requests: int) -> int | None:
         """Where a hand-off and a prefill on the decode worker cost the same; None: too little was measured. Arguments as above."""
-        if self.samples < MIN_SAMPLES or token_seconds == 0:
+        if not self.measured or token_seconds == 0:
             return None
         even = self.handoff_seconds / (token_seconds * max(1, requests))
         return int(min(max(even, LEAST_TOKENS), MOST_TOKENS))

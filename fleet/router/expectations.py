@@ -12,11 +12,12 @@ Rules:
 4. Each prediction is made twice: by the profile alone, and corrected by what was learnt of this worker
    (`fleet.hardware.correction`: one line for prompts, one for gaps). None is changed afterwards, and errors are counted of both.
 5. A worker that begins anew is learnt anew. Work that is cancelled, rejected or lost teaches nothing.
-6. Memory: what is under way, and the last `REMEMBERED` errors of a worker, as many workers that have left, and `ALARMS` alarms.
+6. Memory: what is under way, and the last `REMEMBERED` errors of a worker; what came of as many workers that have left, and
+   `ALARMS` alarms.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from math import ceil
 from statistics import median
@@ -36,6 +37,7 @@ from fleet.router.messages import (
     Dispatch,
     RouterEvent,
     Stepped,
+    Undelivered,
     WorkerJoined,
     WorkerLeft,
     WorkRejected,
@@ -115,7 +117,7 @@ class Expectations:
         self.alarms: deque[Alarm] = deque(maxlen=ALARMS)
         self._profile_of = profile_of
         self._workers: dict[WorkerId, _Worker] = {}
-        self._left: dict[WorkerId, _Worker] = {}
+        self._left: dict[WorkerId, list[Expected]] = {}
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
         match event:
@@ -129,6 +131,8 @@ class Expectations:
                 self._leave(event.worker_id)
             case WorkRejected():
                 self._drop(now, event.worker_id, event.rejected.request_id)
+            case Undelivered():
+                self._drop(now, event.worker_id, event.request_id)
             case _:
                 pass
         for command in commands or ():
@@ -142,13 +146,10 @@ class Expectations:
 
     def expected(self, *, departed: bool = False) -> list[Expected]:
         """Of all workers that are there and have done something; of those that have left as well, if that is wanted."""
-        workers = {**self._left, **self._workers} if departed else self._workers
-        return [
-            errors.expected(worker_id, kind)
-            for worker_id, worker in workers.items()
-            for kind, errors in worker.errors.items()
-            if errors.predictions
-        ]
+        found = [each for worker_id, worker in self._workers.items() for each in worker.expected(worker_id)]
+        if departed:
+            found += [each for left, known in self._left.items() if left not in self._workers for each in known]
+        return found
 
     def _join(self, description: Description) -> None:
         self._leave(description.worker_id)
@@ -157,7 +158,7 @@ class Expectations:
 
     def _leave(self, worker_id: WorkerId) -> None:
         if (worker := self._workers.pop(worker_id, None)) is not None:
-            self._left[worker_id] = worker
+            self._left[worker_id] = worker.expected(worker_id)
             if len(self._left) > REMEMBERED:
                 del self._left[next(iter(self._left))]
 
@@ -246,7 +247,10 @@ class _Worker:
             del self._prompts[work_id]
             self._computed = now  # as much of it as was
 
-    def stepped(self, now: Nanos, progress: Iterable[Progress]) -> list[Kind]:
+    def expected(self, worker_id: WorkerId) -> list[Expected]:
+        return [errors.expected(worker_id, kind) for kind, errors in self.errors.items() if errors.predictions]
+
+    def stepped(self, now: Nanos, progress: Sequence[Progress]) -> list[Kind]:
         """Take in what a step brought; returns what has become other than it was."""
         begun: list[_Prompt] = []
         gaps: list[float] = []

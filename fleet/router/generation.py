@@ -174,26 +174,15 @@ class Generation:
         """
         tenant = self._tenants.tenant(authorization, request.tenant)
         request = structs.replace(request, tenant=tenant)
-        self._check_deadline(request.deadline)
-        card, codec = self._resolve(request.model)
-        validate(request, card, None, vocab_size=codec.vocab_size)
-        tokens = await self._tokenise(request.prompt, codec)
-        prompt_tokens = len(tokens) // TOKEN_BYTES
-        validate_length(request, card, prompt_tokens)
-        sampling = _engine_sampling(request, codec, room=card.max_model_len - prompt_tokens)
-        self._tenants.admit(tenant, prompt_tokens, self._clock.now())
+        card, _, tokens, sampling = await self._checked(request)
+        self._tenants.admit(tenant, len(tokens) // TOKEN_BYTES, self._clock.now())
         # With a seed, since nobody else could go on with an answer whose tokens are not known.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, told), second_hand=True)
 
     async def _generate(self, request: GenerateRequest, measured: "_Measured") -> AsyncGenerator[GenerateEvent]:
-        self._check_deadline(request.deadline)
-        card, codec = self._resolve(request.model)
-        validate(request, card, None, vocab_size=codec.vocab_size)
-        tokens = await self._tokenise(request.prompt, codec)
+        card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
-        validate_length(request, card, prompt_tokens)
-        sampling = _engine_sampling(request, codec, room=card.max_model_len - prompt_tokens)
         answer = Answer(
             codec.decoder(tokens),
             stop=request.stop,
@@ -240,6 +229,20 @@ class Generation:
             yield
         finally:
             self._tenants.used(tenant, answer.num_tokens, self._clock.now())
+
+    async def _checked(self, request: GenerateRequest) -> tuple[ModelCard, TextCodec, TokenBytes, Sampling]:
+        """The model of a request with its codec, and what its engine gets: the prompt, and how to sample.
+
+        Raises:
+            Refused: It is late, or asks for what there is not.
+        """
+        self._check_deadline(request.deadline)
+        card, codec = self._resolve(request.model)
+        validate(request, card, None, vocab_size=codec.vocab_size)
+        tokens = await self._tokenise(request.prompt, codec)
+        prompt_tokens = len(tokens) // TOKEN_BYTES
+        validate_length(request, card, prompt_tokens)
+        return card, codec, tokens, _engine_sampling(request, codec, room=card.max_model_len - prompt_tokens)
 
     def _check_deadline(self, deadline: Nanos | None) -> None:
         if deadline is not None and deadline <= self._clock.now():

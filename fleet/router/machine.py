@@ -282,7 +282,8 @@ class RouterMachine:
         """Place a queued or new request; after anything but `Wait` it is in no queue."""
         standings = self._roster.standings(live)
         asked = self._asked(live, now)
-        crossover = self._crossover if self._settings.learn_remote_prefill else None
+        learned = self._settings.learn_remote_prefill and (self._crossover.measured or not live.arrived.second_hand)
+        crossover = self._crossover if learned else None
         outcome = decide(asked, standings, self._policy, self._settings, self._chance, crossover)
         if isinstance(outcome, Impossible) and live.failures:
             # Overrides bind the first placement; after a failure, an answer by another way is better than none.

@@ -413,10 +413,10 @@ def _uncached(asked: Asked, standings: Standings, row: int, *, coming: bool = Fa
 
 def _excluded(asked: Asked, members: Members, row: int) -> Unfit | None:
     description = members.descriptions[row]
-    if asked.among is not None and description.worker_id not in asked.among:
-        return Unfit.NOT_AMONG
     if asked.pin is not None and description.worker_id != asked.pin:
         return Unfit.NOT_PINNED
+    if asked.among is not None and description.worker_id not in asked.among:
+        return Unfit.NOT_AMONG
     if not set(asked.labels) <= set(description.labels):
         return Unfit.LABEL_MISSING
     if asked.adapter is not None and asked.adapter not in description.adapters:
@@ -462,13 +462,20 @@ def _nobody(asked: Asked, standings: Standings) -> Wait | Impossible:
     causes = set(unfit.values())
     if Unfit.AT_LIMIT in causes:
         return Wait()
-    if asked.pin is not None and causes <= {Unfit.NOT_PINNED}:
+    if asked.pin is not None and asked.pin not in unfit:
         return Impossible(
             reason=Reason.INVALID_ARGUMENT,
             cause=Cause.PIN_UNKNOWN,
             message=f"pin: {asked.pin} is no worker that answers for this model; leave it out to let the router choose",
             field="pin",
         )
+    if asked.pin is None and causes == {Unfit.NOT_AMONG}:
+        return Impossible(
+            reason=Reason.NO_WORKER,
+            cause=Cause.NONE_AMONG,
+            message="none of the workers that may be chosen serves this model now; retry when one does",
+        )
+    causes.discard(Unfit.NOT_AMONG)  # those that may not be chosen do not tell why the others cannot be
     if Unfit.KEEPS_NO_FORM in causes and causes <= {Unfit.KEEPS_NO_FORM, Unfit.NOT_PINNED}:
         return Impossible(
             reason=Reason.INVALID_ARGUMENT,
@@ -521,12 +528,6 @@ def _nobody(asked: Asked, standings: Standings) -> Wait | Impossible:
             cause=Cause.NO_LABEL,
             message=f"labels: no worker that takes requests has {', '.join(asked.labels)}",
             field="labels",
-        )
-    if causes == {Unfit.NOT_AMONG}:
-        return Impossible(
-            reason=Reason.NO_WORKER,
-            cause=Cause.NONE_AMONG,
-            message="none of the workers that may be chosen serves this model now; retry when one does",
         )
     if Unfit.DRAINING in causes:
         return Impossible(

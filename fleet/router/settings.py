@@ -161,6 +161,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     by themselves. Behind an address that stands for several routers, clients are so spread over those there are; shorter than the
     time between taking a router out of that address and ending it, no client ever meets one that ends. 0: as long as the client likes."""
 
+    drain_timeout_ms: Annotated[int, Meta(ge=0, le=86_400_000)] = 10_000
+    """How long answers that are being streamed may go on after SIGTERM."""
+
     control_listen: str = ""
     """host:port or ``unix:/path`` of what is not for clients: the registry, `fleet.v1.Cluster` and `fleet.v1.Selection`, which ask
     for no key. Empty: beside the API on `grpc_listen`, for networks where everybody is trusted."""
@@ -239,9 +242,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     8-billion model, 4 MB, at 6 GB/s takes a tenth of what its prefill takes at 5,000 tokens a second."""
 
     learn_remote_prefill: bool = False
-    """Learn from hand-offs and prefills from how many tokens on another worker computes a prompt; until that is known,
-    `remote_prefill_min_tokens` counts. Off: the answer then depends on what was measured before, which a test of a cluster may not
-    want."""
+    """Learn from hand-offs and prefills from how many tokens on another worker computes a prompt, in place of
+    `remote_prefill_min_tokens`; until eight hand-offs have been measured, prompts of 64 tokens and more are handed over. Off: the
+    answer then depends on what was measured before, which a test of a cluster may not want."""
 
     policy: Annotated[str, Meta(min_length=1)] = "fleet"
     """How workers are chosen: a name that `fleet router policies` lists."""

@@ -2,9 +2,13 @@
 
 import itertools
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -92,7 +96,7 @@ def run_all(made: Sequence[Case], processes: int, *, ray: str | None = None) -> 
         ray: Address of a cluster that runs them instead.
 
     Raises:
-        ConfigurationRefused: A file has changed meanwhile, or there is no such cluster.
+        ConfigurationRefused: A file has changed meanwhile, there is no such cluster, or a process was killed.
     """
     if ray is not None:
         yield from map_on_ray(ray, run_prepared, [(prepared := _prepared(case), _trace(prepared)) for case in made])
@@ -100,13 +104,19 @@ def run_all(made: Sequence[Case], processes: int, *, ray: str | None = None) -> 
     if processes == 1 or len(made) == 1:
         yield from map(run_case, made)
         return
+    others = multiprocessing.active_children()  # of the caller
     context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(min(processes, len(made)), mp_context=context, initializer=_die_on_interrupt)
+    pool = ProcessPoolExecutor(min(processes, len(made)), mp_context=context, initializer=_die_with_caller)
     try:
         yield from pool.map(run_case, made)
+    except BrokenProcessPool as error:
+        raise ConfigurationRefused(
+            f"--processes: one of {processes} was killed, for want of memory perhaps; take fewer at a time"
+        ) from error
     except BaseException:  # Ctrl-C, or nobody wants the rest: runs that take hours are not waited for
         for child in multiprocessing.active_children():
-            child.terminate()
+            if child not in others:
+                child.terminate()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -161,5 +171,13 @@ def _read(prepared: _Prepared) -> None:
             pass
 
 
-def _die_on_interrupt() -> None:
+def _die_with_caller() -> None:
+    """At Ctrl-C, and when the caller is killed: nobody would ask for more runs, or read what they came to."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if (caller := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_die_after, args=(caller.sentinel,), daemon=True).start()
+
+
+def _die_after(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)

@@ -201,10 +201,7 @@ class World:
         for command in commands:
             match command:
                 case Emit():
-                    client = self._clients[command.request_id]
-                    client.tokens += len(command.progress.token_ids)
-                    if client.first_token is None:
-                        client.first_token = now
+                    self._emitted(command, now)
                 case Dispatch() | CancelWork():
                     if (worker := self._cluster.get(command.worker_id)) is not None:
                         worker.hears.say(command)  # else it has died, and the router hears of that by itself

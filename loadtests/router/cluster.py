@@ -29,6 +29,7 @@ from loadtests.router.traffic import Workload
 
 SLACK_SECONDS, PACES = 0.5, 5.0  # of the goals
 PERCENTILE = 99
+NEVER = Nanos(10**9 * SECOND)  # looks at a timeline that nobody draws
 PATIENT = RouterSettings(explained_requests=1, max_queued=1_000_000, max_queue_seconds=1e9)
 """Nobody is refused for having to wait: what does not keep up shows in the times."""
 
@@ -115,9 +116,6 @@ def run(workload: Workload, workers: int, device: Device, policy: Policy, seed: 
         plan_of(workload, workers, device, policy, seed), workload.traffic(), told=ended.append, look_every=NEVER
     )
     return outcome(ended, goals_of(device), imbalance=ran.outcome.imbalance, busy=ran.outcome.utilisation)
-
-
-NEVER = Nanos(10**9 * SECOND)  # looks at a timeline that nobody draws
 
 
 def plan_of(workload: Workload, workers: int, device: Device, policy: Policy, seed: int) -> Plan:

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
 from operators.imports.deployments import Imported, Names, document, drain, paired, spread
-from operators.imports.engine_flags import Flags, flags_of, parallelism_of, settings_of, unknown_to_us
-from operators.imports.pods import MAIN, PodTemplate, gpus_of, variables_of
+from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
+from operators.imports.pods import MAIN, PodTemplate, gpus_of, variables_of, without_secrets
 from operators.imports.reading import Note, Reader
 from operators.resources import (
     DisaggDeploymentSpec,
@@ -163,7 +163,10 @@ def _services(spec: Reader) -> list[_Part]:
         template.take_container(main)
         if rest:
             template.main["resources"] = rest
-        template.others = pod.objects("containers")
+        template.others = [
+            without_secrets(given, f"{pod.at('containers')}[{index}]", pod.notes)
+            for index, given in enumerate(pod.objects("containers"))
+        ]
         main.rest(OWN | {"name": "", "resources": ""})
         pod.rest({"securityContext": ""})
         kind = service.text("componentType")
@@ -206,7 +209,7 @@ def _components(spec: Reader) -> list[_Part]:
         )
         sidecar = component.text("frontendSidecar")
         template.others = [
-            given
+            without_secrets(given, each.path, pod.notes)
             for given, each in zip(pod.objects("containers"), containers, strict=True)
             if each is not main and each.text("name") != sidecar
         ]
@@ -290,9 +293,7 @@ def _arguments(part: _Part, engine: EngineKind, notes: list[Note]) -> None:
     path = part.args
     part.template.arguments = settings_of(part.flags.named, path, notes)
     notes.extend(
-        Note(path, f"--{name}: goes to the engine as it is (vllm.extra_args)")
-        for name in unknown_to_us(part.flags.named)
-        if part.flags.named[name][:1] not in ("{", "[")
+        Note(path, f"--{name}: goes to the engine as it is (vllm.extra_args)") for name in passed_on(part.flags.named)
     )
     if not part.flags.get("max-model-len"):
         notes.append(Note(path, "no --max-model-len: workers then take 4096 tokens, prompt and answer together"))

@@ -4,7 +4,8 @@ Rules:
 
 1. What the deployment says itself (model, parallelism, what its role is) is taken out; what our workers do in their own way (ports, KV
    events) is dropped; the rest goes to the engine as it came, by `--set` after the worker's own command.
-2. Flags that carry an object cannot be said on our command line; a note says which.
+2. Flags that carry an object cannot be said on our command line; a note says which. So it does of flags with a secret's name: whoever
+   may look at a pod reads its arguments.
 """
 
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from operators.imports.reading import Note
+from operators.imports.secret_names import is_secret
 from operators.resources import Parallelism
 
 SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash")
@@ -66,6 +68,9 @@ OURS = frozenset(
 
 SETTINGS = {"max-model-len": "max_model_len", "max-num-seqs": "max_running", "dtype": "vllm.dtype"}
 """Flags that are settings of the worker."""
+
+HUB_TOKENS = ("hf-token", "token")
+"""Flags with what opens a model's repository."""
 
 _NUMBER = re.compile(r"^-[0-9.]+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$\((\w+)\)|\$(\w+)")
@@ -170,7 +175,12 @@ def settings_of(flags: Mapping[str, str], path: str, notes: list[Note]) -> list[
     for name, value in flags.items():
         if name in TAKEN or name in OURS:
             continue
-        if value[:1] in ("{", "["):
+        if is_secret(name, value):
+            better = (
+                "name a Secret in model.tokenSecret" if name in HUB_TOKENS else "let a variable take it from a Secret"
+            )
+            notes.append(Note(path, f"--{name}: has a secret's name and is left out; {better}"))
+        elif _carries_object(value):
             notes.append(
                 Note(path, f"--{name}: carries an object, which cannot be passed on here; make it a file of the image")
             )
@@ -189,7 +199,15 @@ def _field(name: str) -> str:
     return name.replace("-", "_").replace(".", "_")
 
 
-def unknown_to_us(flags: Iterable[str]) -> list[str]:
+def _carries_object(value: str) -> bool:
+    return value[:1] in ("{", "[")
+
+
+def passed_on(flags: Mapping[str, str]) -> list[str]:
     """Those that go to the engine as they came."""
     known = TAKEN | OURS | SETTINGS.keys() | {"enforce-eager"}
-    return [name for name in flags if name not in known]
+    return [
+        name
+        for name, value in flags.items()
+        if name not in known and not is_secret(name, value) and not _carries_object(value)
+    ]

@@ -5,13 +5,13 @@ Rules:
 1. What says where a pod runs and what it is given (affinity, tolerations, volumes, variables, memory) is taken over as it is. What says
    what it runs (image, command, probes, ports) is not: our pods run our own.
 2. GPUs are fields of a role, and are taken out of the resources.
-3. A variable with a secret's name and a value written out is left out: it belongs into a Secret.
+3. A variable with a secret's name and a value written out is left out, of other containers' too: it belongs into a Secret.
 """
 
-import re
 from typing import Any
 
 from operators.imports.reading import Note, Reader
+from operators.imports.secret_names import is_secret
 from operators.resources import GpuVendor
 
 OBJECTS = ("affinity", "nodeSelector")
@@ -27,9 +27,9 @@ FLAGS = ("hostIPC", "hostNetwork")
 TEXTS = ("dnsPolicy", "nodeName", "priorityClassName", "runtimeClassName", "schedulerName", "serviceAccountName")
 """Fields of a pod that are taken over, by their types."""
 
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL", re.IGNORECASE)
 PARTS_OF_A_GPU = ("nvidia.com/mig-", "nvidia.com/gpumem", "nvidia.com/gpucores")
 MAIN = "main"
+WRITTEN_OUT = "has a secret's name and its value written out; put it into a Secret"
 
 
 class PodTemplate:
@@ -57,6 +57,11 @@ class PodTemplate:
         self.spec |= {name: value for name in (*OBJECTS, *FLAGS, *TEXTS) if (value := pod.any(name))}
         # Copied: an alias in the file makes them the same list in several pods.
         self.spec |= {name: list(values) for name in LISTS if (values := pod.any(name))}
+        if before := self.spec.get("initContainers"):
+            self.spec["initContainers"] = [
+                without_secrets(each, f"{pod.at('initContainers')}[{index}]", pod.notes)
+                for index, each in enumerate(before)
+            ]
         if pod.any("terminationGracePeriodSeconds") is not None:
             self.grace_seconds = pod.number("terminationGracePeriodSeconds", most=86_400)
 
@@ -75,10 +80,8 @@ class PodTemplate:
         for variable in owner.tables(field):
             name, value = variable.text("name"), variable.any("value")
             source = variable.any("valueFrom")
-            if source is None and value and SECRET.search(name):
-                variable.notes.append(
-                    Note(variable.path, f"{name}: has a secret's name and its value written out; put it into a Secret")
-                )
+            if source is None and value and is_secret(name, str(value)):
+                variable.notes.append(Note(variable.path, f"{name}: {WRITTEN_OUT}"))
             else:
                 said = {"valueFrom": source} if source is not None else {"value": "" if value is None else str(value)}
                 self.main.setdefault("env", []).append({"name": name, **said})
@@ -98,13 +101,34 @@ class PodTemplate:
         return {name: value for name, value in (("metadata", metadata), ("spec", spec)) if value}
 
 
+def without_secrets(container: dict[str, Any], path: str, notes: list[Note]) -> dict[str, Any]:
+    """A container that runs beside ours or before, as it is but for rule 3.
+
+    Args:
+        container: Of a pod.
+        path: Of it.
+        notes: Where to say what was left out.
+    """
+    variables = container.get("env")
+    if not isinstance(variables, list):
+        return container
+    kept = []
+    for index, each in enumerate(variables):
+        if isinstance(each, dict) and is_secret(name := str(each.get("name")), str(each.get("value") or "")):
+            notes.append(Note(f"{path}.env[{index}]", f"{name}: {WRITTEN_OUT}"))
+        else:
+            kept.append(each)
+    return container | {"env": kept}
+
+
 def variables_of(*lists: list[Any]) -> dict[str, str]:
-    """What a container's variables say, for the `$NAME` in its arguments."""
+    """What a container's variables say, for the `$NAME` in its arguments; secrets, and what is only known in the pod, excepted."""
     return {
-        str(each["name"]): str(each.get("value") or "")
+        name: value
         for variables in lists
         for each in variables
-        if isinstance(each, dict) and "name" in each
+        if isinstance(each, dict) and "name" in each and each.get("valueFrom") is None
+        if not is_secret(name := str(each["name"]), value := str(each.get("value") or ""))
     }
 
 

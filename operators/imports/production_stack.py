@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 
 from fleet.errors import ConfigurationRefused
 from operators.imports.deployments import Imported, Names, document, drain, paired, spread
-from operators.imports.engine_flags import Flags, flags_of, parallelism_of, settings_of, unknown_to_us
+from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
 from operators.imports.pods import PodTemplate, gpus_called, gpus_of
 from operators.imports.reading import Note, Reader, says_something
 from operators.resources import (
@@ -343,8 +343,8 @@ def _engine(reader: Reader, template: PodTemplate) -> tuple[Flags, bool]:
         if name not in ("enable-prefix-caching", "no-enable-prefix-caching", "enable-chunked-prefill")
     }
     template.arguments = settings_of(left, f"{path}.extraArgs", reader.notes)
-    for name in unknown_to_us(given.named):
-        if name in left and left[name][:1] not in ("{", "["):
+    for name in passed_on(given.named):
+        if name in left:
             reader.notes.append(Note(f"{path}.extraArgs", f"--{name}: goes to the engine as it is (vllm.extra_args)"))
     if not flags.get("max-model-len"):
         reader.notes.append(

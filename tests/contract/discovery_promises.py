@@ -147,9 +147,9 @@ async def test_neither_goodbye_nor_lease_of_a_dead_incarnation_takes_its_success
         await successor.register(WORKER, NEW, ELSEWHERE)
         await router.has(decode_0=ELSEWHERE)
 
-        with pytest.raises(Superseded, match="an id of its own"):
-            await dead.register(WORKER, OLD, ADDRESS)
         await dead.deregister(WORKER, OLD)
+        async with a_router(a_world.open()) as cold:
+            await cold.has(decode_0=ELSEWHERE)
         for _ in range(2):
             await a_world.end_leases(HandClock())  # theirs, where it is the directory that ends them
             router.clock.move(a_world.lease // 2)
@@ -157,6 +157,18 @@ async def test_neither_goodbye_nor_lease_of_a_dead_incarnation_takes_its_success
             renewed = router.clock.now() + a_world.lease
             await router.until(lambda found, renewed=renewed: found and router.lease_end(WORKER) == renewed)
 
+        await router.has(decode_0=ELSEWHERE)
+
+
+async def test_who_was_replaced_is_told_so_when_it_renews(a_world):
+    async with a_router(a_world.open()) as router, a_world.open() as replaced, a_world.open() as successor:
+        await replaced.register(WORKER, OLD, ADDRESS)
+        await successor.register(WORKER, NEW, ELSEWHERE)
+
+        with pytest.raises(Superseded, match="an id of its own"):
+            await replaced.register(WORKER, OLD, ADDRESS)
+
+        await replaced.deregister(WORKER, OLD)
         await router.has(decode_0=ELSEWHERE)
 
 
@@ -224,6 +236,8 @@ async def test_a_record_that_got_lost_comes_back_with_its_renewal(a_world):
         await worker.register(WORKER, OLD, ADDRESS)
 
         await router.has(decode_0=ADDRESS)
+        await worker.deregister(WORKER, OLD)
+        await router.has()
 
 
 @pytest.mark.parametrize("name", ["a/b c.d", "..", ".hidden", "Ä" * 128, "x" * 128], ids=repr)

@@ -8,10 +8,16 @@ from fleet.adapters.discovery import directory_of
 from fleet.adapters.discovery_memory import MemoryDirectory
 from fleet.clock import SECOND
 from fleet.discovery import EtcdDiscovery, FileDiscovery
+from fleet.errors import ConfigurationRefused
+from kvstore.credentials import Credentials
+from tests.certificates import Authority
 from tests.contract.discovery_promises import *  # noqa: F403 - they run here
+from tests.contract.discovery_promises import ADDRESS, NEW, OLD, WORKER
 from tests.etcd import EtcdServer
 from tests.kv_builders import a_short_folder
+from tests.servers import a_free_port
 from tests.ways import Way
+from workers.ports import RegistryUnreachable
 
 LEASE_SECONDS = 2
 
@@ -115,6 +121,58 @@ def etcd():
             yield server
         finally:
             server.kill()
+
+
+async def test_etcd_over_tls_asks_both_ends_who_they_are_and_the_next_endpoint_is_tried(tmp_path):
+    pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
+    authority = Authority(tmp_path, "authority")
+    ours, theirs = authority.issue("worker"), authority.issue("etcd")
+    options = ("--cert-file", theirs["certificate"], "--key-file", theirs["key"])
+    options += ("--client-cert-auth", "--trusted-ca-file", authority.file)
+    with a_short_folder() as folder:
+        server = EtcdServer(folder, *options, scheme="https")
+        try:
+            endpoints = (f"127.0.0.1:{a_free_port()}", server.address)
+            credentials = Credentials(authority=authority.file, **ours)
+            async with directory_of(EtcdDiscovery(endpoints=endpoints, credentials=credentials)) as directory:
+                with pytest.raises(RegistryUnreachable, match="UNAVAILABLE"):
+                    await directory.register(WORKER, OLD, ADDRESS)
+                await directory.register(WORKER, OLD, ADDRESS)
+            unknown = Credentials(authority=authority.file)
+            async with directory_of(EtcdDiscovery(endpoints=endpoints[1:], credentials=unknown)) as directory:
+                with pytest.raises(RegistryUnreachable):
+                    await directory.register(WORKER, NEW, ADDRESS)
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (FileDiscovery(folder="/nowhere"), r"^discovery\.folder: /nowhere is not a folder"),
+        (
+            EtcdDiscovery(endpoints=("127.0.0.1:1",), credentials=Credentials(authority="/nowhere")),
+            r"^discovery\.credentials\.authority: /nowhere: No such file",
+        ),
+    ],
+    ids=["file", "etcd"],
+)
+def test_settings_that_name_what_is_not_there_are_refused(settings, message):
+    if isinstance(settings, EtcdDiscovery):
+        pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
+
+    with pytest.raises(ConfigurationRefused, match=message):
+        directory_of(settings)
+
+
+def test_a_file_that_is_no_record_is_passed_over_and_said_once(tmp_path, caplog):
+    (tmp_path / "torn.worker.json").write_text('{"worker_id": "a", ')
+    (tmp_path / "huge.worker.json").write_bytes(b" " * (1 << 20))
+    (tmp_path / "unrelated.json").write_text("{}")
+    directory = directory_of(FileDiscovery(folder=str(tmp_path)))
+
+    assert directory._read() == directory._read() == []
+    assert len(caplog.records) == 2
 
 
 @pytest.fixture(params=["memory", "file", "etcd"])

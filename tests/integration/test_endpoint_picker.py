@@ -780,3 +780,54 @@ def test_tokens_are_counted_as_they_pass(events, pieces, tokens):
     counter = AnswerCounter()
     counter.events = events
     assert sum(counter.count(piece) for piece in pieces) == tokens == counter.tokens
+
+
+async def test_whatever_gateways_send_the_books_are_balanced_in_the_end(model_dir):
+    """Sixty calls side by side, each with a random course and end, while workers come and go."""
+    chance = random.Random(7)
+    bodies = [a_completion([number] * 40) for number in range(5)] + [a_completion(LONG), b"{", b""]
+    served = ["", "", "10.0.0.1:8000", "10.0.0.2:8000", "10.9.9.9:1"]
+
+    async def call(world):
+        request = world.request()
+        body, modes = chance.choice(bodies), chance.choice([FULL_DUPLEX, FULL_DUPLEX, None])
+
+        async def whole_body():
+            await request.body(body[:9], body[9:])
+            await request.picked()
+
+        steps = [
+            lambda: request.head(subset=chance.choice([None, None, ["10.0.0.1:8000"], []]), modes=modes),
+            whole_body,
+            lambda: request.answer_begins(served=chance.choice(served)),
+            lambda: request.answer_goes_on(EVENT),
+            lambda: request.answer_goes_on(EVENT * 40),
+            lambda: request.answer_goes_on(b"", ends=True),
+        ]
+        if chance.random() < 0.3:
+            steps.insert(chance.randrange(6), lambda: request.say(**chance.choice(chance.choice(OUT_OF_TURN[1:]))))
+        try:
+            for step in steps[: chance.randrange(1, 8)]:
+                await step()
+                await asyncio.sleep(chance.random() / 100)
+            if chance.random() < 0.5:
+                await request.over()
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, AssertionError, AttributeError):
+            pass  # the picker has ended the call
+        request.call.cancel()
+
+    small = {"max_running": 4}
+    async with a_world(
+        model_dir, D1, P1, joined("d2", "10.0.0.2:8000", **small), picker={"wait_seconds": 0.05}
+    ) as world:
+        async with asyncio.TaskGroup() as calls:
+            for number in range(60):
+                calls.create_task(call(world))
+                if number % 20 == 10:
+                    world.router.hear(WorkerLeft(worker_id=WorkerId("d2")))
+                    await asyncio.sleep(0.02)
+                    world.router.hear(joined("d2", "10.0.0.2:8000", **small))
+        await world.idle()
+        world.router._machine.check()
+        assert world.router.status().counters.ended > 20
+        assert not world.picker.selection._bookings

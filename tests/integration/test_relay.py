@@ -1010,6 +1010,62 @@ async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(serve
             await process.wait()
 
 
+@pytest.mark.parametrize("drain_timeout_ms", [50, 60_000])
+async def test_answers_go_on_after_sigterm_for_as_long_as_the_settings_say(
+    server, model_dir, tmp_path, drain_timeout_ms
+):
+    told_to_end = asyncio.Event()
+
+    async def until_told(answering: Answering) -> None:
+        await answering.begin_events()
+        await answering.event(token("a"))
+        await told_to_end.wait()
+        await answering.event(token("b"))
+        await answering.event(b"[DONE]")
+        await answering.end()
+
+    server.play = until_told
+    own = {"worker_id": "w", "url": server.url, "model": "mock", "tokenizer": str(model_dir)}
+    settings = {"openai_workers": [own], "drain_timeout_ms": drain_timeout_ms}
+    settings |= dict.fromkeys(("http_listen", "grpc_listen"), "127.0.0.1:0")
+    file = tmp_path / "router.json"
+    file.write_text(json.dumps(settings))
+    command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(file))
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
+    try:
+        async with asyncio.timeout(30):
+            address = json.loads(await process.stdout.readline())["http"]
+            async with openai.AsyncOpenAI(
+                base_url=f"http://{address}/v1", api_key="none", max_retries=20, timeout=20
+            ) as client:
+                stream = aiter(await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
+                assert (await anext(stream)).choices[0].delta.content == "a"
+                process.send_signal(signal.SIGTERM)
+                if drain_timeout_ms < 1000:
+                    async with asyncio.timeout(8):  # less than it would be given by itself
+                        assert await process.wait() == 0
+                    return
+                while await listens(address):
+                    await asyncio.sleep(0.01)
+                told_to_end.set()
+                assert (await anext(stream)).choices[0].delta.content == "b"
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        _, writer = await asyncio.open_connection(host, int(port))
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True
+
+
 async def test_the_command_refuses_what_it_cannot_obey_in_one_line(tmp_path):
     file = tmp_path / "router.toml"
     file.write_text('[[openai_workers]]\nworker_id = "w0"\nurl = "http://x"\nmodel = "m"\ntokenizer = "/nowhere"\n')

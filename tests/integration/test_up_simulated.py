@@ -315,7 +315,9 @@ def test_thresholds_of_a_running_router_are_shown_set_and_checked(cluster):
     after = json.loads(run_fleet("router", "thresholds", "--address", cluster.grpc, "--json").stdout)
     wrong = run_fleet("router", "thresholds", "oversubscribe=-1", "--address", cluster.grpc)
     unknown = run_fleet("router", "thresholds", "colour=1", "--address", cluster.grpc)
+    large = run_fleet("router", "thresholds", "max_queued=1234567", "--address", cluster.grpc)
 
+    assert large.stdout.split()[:2] == ["max_queued", "1234567"]
     assert json.loads(changed.stdout) == after == before | {"max_queued": 7}
     assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
     assert "oversubscribe: expected" in wrong.stderr
@@ -408,6 +410,16 @@ def test_the_smallest_cluster_has_its_store_in_the_only_worker(tmp_path):
         folder = up.runtime_folder()
         assert up.end() == 0
     assert not folder.exists()
+
+
+def test_workers_register_where_control_has_a_port_of_its_own(tmp_path):
+    path = tmp_path / "topology.toml"
+    path.write_text("[router]\ncontrol_listen = '127.0.0.1:0'\n[[pools]]\nrole = 'both'\n")
+    with fleet_up(tmp_path, "--config", str(path)) as up:
+        with Client(up.endpoints["control"]) as control:
+            assert [worker.state for pool in control.status().pools for worker in pool.workers] == ["serving"]
+        with Client(up.grpc) as client:
+            assert client.complete(PROMPT, max_tokens=1).finish
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

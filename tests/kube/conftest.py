@@ -64,9 +64,13 @@ def nodes(operated):
 
 
 @pytest.fixture
-def asked(operated, nodes, tmp_path):
-    """A namespace of the test's own, and what it asks there; faults that it orders are gone afterwards."""
+def asked(operated, nodes, tmp_path, monkeypatch):
+    """A namespace of the test's own, and what it asks there; faults that it orders are gone afterwards. Statuses are written faster
+    than in earnest."""
+    from operators import pace
     from tests.kube.operator_running import Asked
+
+    monkeypatch.setattr(pace, "SHORT", pace.SHORT // 10)
 
     server, client, _ = operated
     name = f"fleet-test-{uuid.uuid4().hex[:10]}"

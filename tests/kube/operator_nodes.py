@@ -215,9 +215,9 @@ class Nodes:
                     self._put(PODS, pod, status={"phase": "Pending", "conditions": [said]})
                 return
             pod = self._put(PODS, pod, spec=pod["spec"] | {"nodeName": "node"})
-            self.most_gpus = max(
-                self.most_gpus, sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName"))
-            )
+            if _gpus(pod):
+                used = sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName"))
+                self.most_gpus = max(self.most_gpus, used)
         [main] = [each for each in pod["spec"]["containers"] if each["name"] == "main"]
         status = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "PodScheduled", "status": "True"}]}
         ready, state, last = True, {"running": {}}, {}

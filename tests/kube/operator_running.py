@@ -59,7 +59,7 @@ async def eventually(look: Callable[[], object], seconds: float = 20):
     ends = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < ends, "it did not happen in time"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.04)
     return found
 
 

@@ -219,6 +219,29 @@ def test_a_router_that_may_have_no_worker_yet_is_ready_when_it_listens():
     assert path(VALUES["brought"] | {"routers": {"readiness": "Listening"}}) == "/openapi.json"
 
 
+def test_a_worker_registers_with_every_router_since_the_control_service_names_all_their_pods():
+    for name, release in (("default", "fleet"), ("everything", "fleet-llm")):
+        service = by_name(rendered(name))["Service", f"{release}-routers-control"]["spec"]
+        assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+        # Nothing translates ports of a Service without an address.
+        assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [(50052, "control")]
+
+
+def test_a_router_finishes_its_answers_within_its_pods_grace_and_its_connections_end_before_it_does(tmp_path):
+    def settings(values):
+        made = by_name(documents(helm_3_render({"routers": values})))
+        path = tmp_path / "settings.json"
+        path.write_text(made["ConfigMap", "fleet-routers"]["data"]["settings.json"])
+        return load(path, RouterSettings), made["Deployment", "fleet-routers"]["spec"]["template"]["spec"]
+
+    for seconds in (20, 60, 3600):
+        told, pod = settings({"terminationSeconds": seconds})
+        hook = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert 10 <= told.drain_timeout_ms / 1000 <= pod["terminationGracePeriodSeconds"] - hook - 5
+        assert 0 < told.connection_seconds * 1.1 < hook
+    assert settings({"settings": {"connection_seconds": 0}})[0].connection_seconds == 0
+
+
 def test_gateways_ask_routers_that_are_told_to_pick_endpoints():
     def found(settings):
         made = by_name(documents(helm_3_render({"routers": {"settings": settings}})))

@@ -128,6 +128,7 @@ async def test_a_renewal_whose_answer_is_lost_or_that_others_come_before_is_made
 
         api.patch(f"{LEASES}/{WORKER}", "merge", {"metadata": {"labels": {"somebody": "else"}}}).expect(200)
         await worker.register(WORKER, OLD, ADDRESS)
+        api.patch(f"{LEASES}/{WORKER}", "merge", {"metadata": {"labels": {"somebody": "again"}}}).expect(200)
         await worker.deregister(WORKER, OLD)
         assert not api.get(LEASES).expect(200)["items"]
 

@@ -8,6 +8,10 @@ import pytest
 
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
+from msgspec import Struct
+
+from fleet.clock import SECOND, Nanos
+from operators import looking, pace
 from operators.registrations import Registration
 from tests.kube.operator_running import a_deployment, an_operator, eventually
 
@@ -30,7 +34,8 @@ async def test_a_deployment_becomes_pods_and_says_that_it_is_ready(asked):
     }
 
 
-async def test_each_child_is_written_once_and_the_status_twice_a_change_and_then_nothing(asked):
+async def test_each_child_is_written_once_and_the_status_twice_a_change_and_then_nothing(asked, monkeypatch):
+    monkeypatch.setattr(pace, "SHORT", Nanos(SECOND))  # as it is in earnest
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
         await eventually(asked.ready)
@@ -252,12 +257,13 @@ async def test_ready_pods_that_no_router_knows_are_not_a_ready_deployment(asked,
 
 async def test_what_the_server_refuses_is_a_condition_with_the_field_and_without_the_value(asked, caplog):
     caplog.set_level(logging.DEBUG)
-    bad = {"spec": {"containers": [{"name": "main", "env": [{"name": "KEY", "value": {"password": "hunter2"}}]}]}}
+    bad = {"spec": {"containers": [{"name": "main", "ports": [{"containerPort": "hunter2"}]}]}}
     roles = ({"name": "all", "type": "aggregated", "podTemplate": bad},)
     async with an_operator(asked):
         asked.apply(a_deployment(*roles)).expect(201)
         found = await eventually(lambda: (each := asked.condition("Degraded")).get("status") == "True" and each)
-        assert found["reason"] in ("Invalid", "BadRequest")
+        assert found["reason"] == "BadRequest"
+        assert "spec.template.spec.containers[0].ports[1].containerPort: must be of type integer" in found["message"]
 
         asked.apply(a_deployment({"name": "all", "type": "aggregated"})).expect(200)
         await eventually(asked.ready, seconds=5)
@@ -266,6 +272,25 @@ async def test_what_the_server_refuses_is_a_condition_with_the_field_and_without
     assert [each for each in events.values() if each["type"] == "Warning" and each["reason"] == found["reason"]]
     for told in (found, list(events.values()), [record.__dict__ for record in caplog.records]):
         assert "hunter2" not in json.dumps(told, default=str)
+
+
+async def test_a_specification_for_a_later_operator_is_not_obeyed_and_what_runs_goes_on(asked, monkeypatch):
+    async with an_operator(asked):
+        asked.apply(a_deployment()).expect(201)
+        await eventually(asked.ready)
+    before = asked.children()
+
+    class Older(Struct, forbid_unknown_fields=True):
+        model: dict[str, str]
+
+    monkeypatch.setattr(looking, "DisaggDeploymentSpec", Older)
+    async with an_operator(asked):
+        await eventually(lambda: asked.condition("Ready").get("reason") == "SpecificationRefused")
+
+    assert "unknown field" in asked.condition("Degraded")["message"]
+    assert {name: each["metadata"]["resourceVersion"] for name, each in asked.children().items()} == {
+        name: each["metadata"]["resourceVersion"] for name, each in before.items()
+    }
 
 
 async def test_warm_pods_are_the_last_to_go(asked, nodes):

@@ -1,5 +1,6 @@
 """The operator among faults: whatever is lost, refused, late or killed, it ends at the same."""
 
+import asyncio
 import json
 import tracemalloc
 
@@ -226,3 +227,35 @@ async def test_ten_megabytes_of_events_leave_nothing_behind_and_wake_nobody(aske
 async def murmur(nodes, count):
     nodes.noise = count
     await eventually(lambda: nodes.noise == 0)
+
+
+async def test_a_look_that_the_lease_ran_out_on_is_finished_when_it_is_renewed(asked, monkeypatch):
+    leads = [True]
+
+    class Lapsing:
+        """The Lease runs out at the third write, and comes back before anybody has noticed."""
+
+        def __init__(self, connected):
+            self._cluster = connected
+            self.writes = 0
+
+        def __getattr__(self, name):
+            return getattr(self._cluster, name)
+
+        async def apply(self, *arguments):
+            self.writes += 1
+            if self.writes == 3:
+                leads[0] = False
+                asyncio.get_running_loop().call_later(0.2, leads.__setitem__, 0, True)
+            return await self._cluster.apply(*arguments)
+
+    async with an_operator(asked, wrap=Lapsing) as operator:
+        await eventually(operator.leader.leads)
+        lasts = operator.leader._election.leads
+        monkeypatch.setattr(operator.leader, "_tell", lambda: None)
+        monkeypatch.setattr(operator.leader._election, "leads", lambda now: leads[0] and lasts(now))
+        asked.apply(a_deployment()).expect(201)
+        await eventually(lambda: not leads[0])
+        assert len(asked.writes()) <= 3
+
+        await eventually(asked.ready)

@@ -132,7 +132,7 @@ class SimulatedStore:
             self._conversion.read(buffer).tobytes()
             for buffer, _ in takewhile(itemgetter(1), zip(buffers, whole, strict=True))
         ]
-        return Loaded(blocks, tiers_of(len(blocks), match.risen))
+        return Loaded(blocks, tiers_of(len(blocks), len(match), match.risen))
 
     async def _in_thread(self, call: Callable[[], T], deadline: Nanos, *, otherwise: T) -> T:
         try:

@@ -264,7 +264,8 @@ class StorePlanner:
             if tracked is None:
                 continue  # cancelled meanwhile
             if tracked.request.num_preemptions == 0:
-                tracked.counts = Counts(engine=tracked.local, store=good, tiers=tiers_of(good, tracked.risen))
+                tiers = tiers_of(good, len(tracked.claimed), tracked.risen)
+                tracked.counts = Counts(engine=tracked.local, store=good, tiers=tiers)
             if good < len(tracked.claimed):
                 tracked.may_load = False
                 tracked.offered = min(tracked.offered, tracked.local + good)

@@ -1,7 +1,6 @@
 """The policies of this package by name, and the parts that they are made of."""
 
-from collections.abc import Mapping
-from math import isfinite
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -32,6 +31,7 @@ from fleet.router.policies.smg import Smg
 from fleet.router.settings import RouterSettings
 
 DEFAULT = "fleet"
+LARGEST = 1e24  # of a parameter: products of some of them, and of the tokens of a prompt, are finite
 
 BUILT_IN = Catalogue(
     policies={
@@ -75,16 +75,28 @@ def parameters(settings: RouterSettings) -> dict[str, Any]:
     return shared | table
 
 
-def check_finite(plugin: Any) -> None:
-    """Assert that no parameter is infinite or no number, so that costs are not.
+def check_sizes(value: Any, name: str = "") -> None:
+    """Assert that no number in parameters is so large, infinite or none that costs could be, which no router survives.
+
+    Args:
+        value: The parameters, or what is in them.
+        name: Where.
 
     Raises:
         ValueError: One is; the message begins with its name.
     """
-    for name in getattr(plugin, "__struct_fields__", ()):
-        value = getattr(plugin, name)
-        if isinstance(value, float) and not isfinite(value):
-            raise ValueError(f"{name}: must be finite")
+    inner: Iterable[tuple[Any, Any]] = ()
+    match value:
+        case float() | int() if not -LARGEST <= value <= LARGEST:
+            raise ValueError(f"{name}: must be a number from -{LARGEST:g} to {LARGEST:g}")
+        case Mapping():
+            inner = value.items()
+        case list() | tuple():
+            inner = enumerate(value)
+        case _:
+            pass
+    for key, each in inner:
+        check_sizes(each, f"{name}.{key}" if name else str(key))
 
 
 def policy(name: str, parameters: Mapping[str, Any], catalogue: Catalogue = BUILT_IN) -> Policy:
@@ -101,8 +113,8 @@ def policy(name: str, parameters: Mapping[str, Any], catalogue: Catalogue = BUIL
     if (kind := catalogue.policies.get(name)) is None:
         raise ConfigurationRefused(f"router.policy: {name!r} is not one of {', '.join(catalogue.policies)}")
     try:
+        check_sizes(parameters)
         plugin = msgspec.convert(dict(parameters), kind)
-        check_finite(plugin)
         return plugin.of(catalogue) if isinstance(plugin, Composed) else plugin.policy()
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigurationRefused(f"router.policies.{name}: {error}") from error

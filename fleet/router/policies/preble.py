@@ -10,7 +10,8 @@
 Where exploiting would go to the most loaded worker, and that has more than `imbalance` times the load of the least loaded one, it
 goes to that one, which then has the prefix too; not before there have been 50 requests a worker (WukLab/preble,
 global_scheduler_with_time.py). The paper fits prefill and decode times offline; here they are a number of seconds a token
-each, with `quadratic_seconds` for attention.
+each, with `quadratic_seconds` for attention. An answer counts as long as it may become, as in its code; the paper takes the mean of
+those that a worker gave lately. The decode worker of a pair is given the prompt's time as well: it is chosen as if it did everything.
 
 Two rules need to hear how requests went, which no policy does: copies of a prefix whose requests wait twice as long as before, and
 exploring where decoding prevails. Its tree of prompts is known here by their first blocks: the first prompt of a beginning that a worker

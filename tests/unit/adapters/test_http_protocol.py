@@ -48,14 +48,14 @@ class Work:
         raise AssertionError("the client is still there")
 
 
-def a_connection(transport):
+def a_connection(transport, held=None):
     exchanges = []
 
     def serve(exchange):
         exchanges.append(exchange)
         return Work()
 
-    connection = Connection(HttpSettings(), SystemClock(), serve, lambda _: b"", {}, KnownHeads(), HeldBodies())
+    connection = Connection(HttpSettings(), SystemClock(), serve, lambda _: b"", {}, KnownHeads(), held or HeldBodies())
     connection.connection_made(transport)
     return connection, exchanges
 
@@ -137,3 +137,18 @@ async def test_only_the_header_that_gives_the_length_is_left_out_of_a_known_head
     request = served(connection, exchanges, tagged.replace(b"x-content-length: 2", b"x-content-length: 3"))
 
     assert request.headers[b"x-content-length"] == b"3"
+
+
+async def test_a_long_body_that_comes_at_once_behind_a_known_head_is_refused_where_there_is_no_room():
+    client, held = Transport(), HeldBodies()
+    connection, exchanges = a_connection(client, held)
+    served(connection, exchanges, REQUEST)
+    held.bytes = others = HttpSettings().max_held_bytes
+    long, ordinary = (REQUEST.replace(b"2", b"%d" % size)[:-2] + b"x" * size for size in (65537, 65536))
+
+    assert len(served(connection, exchanges, ordinary).body) == 65536
+    connection.data_received(long)
+
+    assert exchanges == []
+    assert b" 503 " in client.written
+    assert held.bytes == others

@@ -154,6 +154,7 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
         "record_mib",
         "connect_timeout_seconds",
         "connection_seconds",
+        "drain_timeout_ms",
         "heartbeat_timeout_seconds",
         "max_reconnect_seconds",
     }, (

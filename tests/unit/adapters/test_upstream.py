@@ -1,10 +1,10 @@
-"""What a connection to a foreign server tells of an answer, and when: transports by hand."""
+"""What a connection to a foreign server passes on and tells of an answer, and when: transports by hand."""
 
 import asyncio
 
 import pytest
 
-from fleet.adapters.upstream import AnswerHeads, Upstream
+from fleet.adapters.upstream import AnswerHeads, Upstream, read_head
 from fleet.ids import RequestId
 
 WORK = RequestId("r#1")
@@ -141,3 +141,34 @@ async def test_what_follows_a_complete_answer_ends_the_connection_and_not_the_an
 
     assert relayed.client.written.endswith(EVENT + LAST)
     assert owner.told == [("finished", 1, "of no use")]
+
+
+def test_what_concerns_one_connection_stays_there():
+    head = read_head(
+        b"HTTP/1.1 200 OK\r\nServer: x\r\nConnection: keep-alive\r\nKeep-Alive: timeout=5\r\n"
+        b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nX-Fleet-Request-Id: forged\r\n\r\n"
+    )
+
+    assert head.start == (
+        b"HTTP/1.1 200 OK\r\nServer: x\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    )
+    assert head.plain_start == b"HTTP/1.1 200 OK\r\nServer: x\r\nContent-Type: text/event-stream\r\n"
+    assert head.streams
+    assert head.reusable
+
+
+@pytest.mark.parametrize(
+    ("content", "until_close", "reusable"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n", False, True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nconnection: Close\r\n\r\n", False, False),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 3\r\n\r\n", False, False),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 3\r\nconnection: keep-alive\r\n\r\n", False, True),
+        (b"HTTP/1.1 200 OK\r\n\r\n", True, False),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", False, True),
+    ],
+)
+def test_where_an_answer_ends_and_whether_another_may_follow(content, until_close, reusable):
+    head = read_head(content)
+
+    assert (head.until_close, head.reusable) == (until_close, reusable)

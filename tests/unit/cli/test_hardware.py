@@ -89,7 +89,13 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(capsys, model):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "is not JSON"), ("[]", "must be a JSON object"), ("{}", "hidden_size is missing")],
+    [
+        ("{", "is not JSON"),
+        ('{"a":' * 100_000, "is not JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "hidden_size is missing"),
+        (f'{{"hidden_size": 1, "num_hidden_layers": {1 << 62}}}', "num_hidden_layers must be at most 16,777,216"),
+    ],
 )
 def test_a_config_that_cannot_be_read_is_refused_by_file_and_field(capsys, tmp_path, content, said):
     (tmp_path / "config.json").write_text(content)

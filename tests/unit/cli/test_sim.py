@@ -214,6 +214,15 @@ def test_two_outputs_are_not_one_file(scenario, tmp_path, capsys):
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_two_outputs_are_not_one_file_by_two_names(scenario, tmp_path, capsys):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for other in (tmp_path / "sub" / ".." / "out", tmp_path / "link" / "out"):
+        assert run(["sim", "run", str(scenario), "--json", str(tmp_path / "out"), "--requests", str(other)]) == 3
+        assert "is the file of --requests as well" in capsys.readouterr().err
+        assert not list(tmp_path.glob("*out*"))
+
+
 def test_a_range_of_seeds_is_counted_before_it_is_written_out(scenario, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(["sim", "sweep", str(scenario), "--seeds", "1:9999999999999"])

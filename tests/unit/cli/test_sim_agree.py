@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from fleet.cli.main import run
 from fleet.sim import agreement
 from tests.unit.cli.test_sim import MODEL, SCENARIO
@@ -43,3 +45,9 @@ def test_what_differs_is_shown_line_beside_line_and_exits_1(tmp_path, capsys, mo
 def test_a_scenario_that_cannot_be_run_is_refused(tmp_path, capsys):
     assert run(["sim", "agree", *a_scenario(tmp_path), "--set", "pools.0.gpu=abacus"]) == 3
     assert "pools[0].gpu" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_refused_before_anything_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(agreement, "served", lambda *_: pytest.fail("something ran"))
+    assert run(["sim", "agree", *a_scenario(tmp_path), "--json", str(tmp_path / "no" / "file")]) == 3
+    assert capsys.readouterr().err.startswith("fleet: --json: ")

@@ -2,14 +2,21 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pty
+import signal
+import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from fleet.cli.main import run
 from fleet.cli.progress import Progress
+from fleet.errors import ConfigurationRefused
 from fleet.sim import sweep
 from tests.traces import AGENTIC, CONVERSATION
 from tests.unit.cli.test_sim import MODEL, SCENARIO
@@ -134,6 +141,9 @@ def test_clients_and_promises_that_contradict_each_other_are_refused(scenario, c
         (["--over", "workload.rate=1,0"], "workload.rate"),
         (["--over", "seed=1,2", "--seeds", "1:9999"], None),
         (["--over", "=1"], "--over: is not PATH=V1,V2"),
+        (["--over", "workload.rate=1", "--over", "workload.rate=2"], "--over: workload.rate is there twice"),
+        (["--over", "seed=1,2"], "seed: many runs take theirs from --seeds"),
+        (["--set", "seed=3"], "seed: many runs take theirs from --seeds"),
         (["--set", "workload={kind='trace',file='nowhere'}"], "workload.file: "),
         (["--set", TRACE, "--set", "workload.file=bad.jsonl"], "bad.jsonl:2: timestamp: 0 is before"),
         (["--set", TRACE, "--over", "engine.block_tokens=512,16"], "engine.block_tokens: 16, but blocks of"),
@@ -221,3 +231,51 @@ def test_a_terminal_sees_a_bar_and_a_file_does_not(tmp_path):
         progress(50, "50 requests")
         progress.line("one is done")
     assert (tmp_path / "log").read_text() == "one is done\n"
+
+
+def test_a_run_whose_process_is_killed_says_what_to_do(scenario):
+    made = sweep.cases([scenario], {}, (1, 2), {"workload.requests": 3_000_000})
+    rows = sweep.run_all(made, 2)
+
+    def kill_one():
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if children := multiprocessing.active_children():
+                os.kill(children[0].pid, signal.SIGKILL)
+                return
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with pytest.raises(ConfigurationRefused, match="--processes: one of 2 was killed"):
+        next(rows)
+    killer.join()
+
+
+def test_runs_end_with_a_caller_that_is_killed(scenario):
+    """A caller that is killed cannot tell them; they see it."""
+    script = (
+        "import multiprocessing, os, signal, sys, threading, time\n"
+        "from pathlib import Path\n"
+        "from fleet.sim import sweep\n"
+        "def killed():\n"
+        "    while len(children := multiprocessing.active_children()) < 2: time.sleep(0.01)\n"
+        "    time.sleep(1.0)\n"
+        "    os.write(1, ' '.join(str(each.pid) for each in children).encode())\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "threading.Thread(target=killed, daemon=True).start()\n"
+        "if __name__ == '__main__':\n"
+        "    made = sweep.cases([Path(sys.argv[1])], {}, (1, 2), {'workload.requests': 3_000_000})\n"
+        "    list(sweep.run_all(made, 2))\n"
+    )
+    caller = subprocess.run([sys.executable, "-c", script, scenario], stdout=subprocess.PIPE, timeout=60, check=False)
+    assert caller.returncode == -signal.SIGKILL
+    left = [int(pid) for pid in caller.stdout.split()]
+    assert len(left) == 2
+    deadline = time.monotonic() + 10
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left

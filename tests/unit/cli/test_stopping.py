@@ -34,6 +34,14 @@ def test_afterwards_a_sigterm_means_what_it_meant_before():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN])
+def _alarms(request):
+    before = signal.signal(signal.SIGALRM, request.param)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("_alarms")
 def test_in_the_middle_of_an_import_nobody_is_interrupted_but_after_it(tmp_path, monkeypatch):
     (tmp_path / "slowly_imported.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.05)\nwhole = True\n"

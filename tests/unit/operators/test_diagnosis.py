@@ -118,3 +118,16 @@ def test_of_what_is_forbidden_quota_and_missing_right_are_told_and_nothing_else(
         'User "system:serviceaccount:a:b" cannot create'
     )
     assert spoken(Status(reason="Forbidden", message="admission webhook denied: hunter2")) == "Forbidden"
+
+
+def test_of_what_cannot_be_read_the_field_and_its_type_are_told():
+    strange = 'failed to create typed patch object (ns/dd; apps/v1, Kind=Deployment): .spec.template.spec.containers[name="main"].env: expected list, got string'
+    quoted = 'spec.template.spec.nodeName: Invalid value: "hunter2": hunter2'
+
+    assert spoken(_bad(strange)) == 'spec.template.spec.containers[name="main"].env: expected list, got string'
+    assert spoken(_bad(quoted)) == "spec.template.spec.nodeName: BadRequest"
+    assert spoken(_bad("hunter2")) == "BadRequest"
+
+
+def _bad(message):
+    return Status(reason="BadRequest", message=message)

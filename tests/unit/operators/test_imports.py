@@ -11,6 +11,7 @@ import yaml
 
 from fleet.errors import ConfigurationRefused
 from operators.children import Deployment, Images, revision, shared, workers
+from operators.consistency import contradictions
 from operators.imports.deployments import Names
 from operators.imports.engine_flags import flags_of, settings_of
 from operators.imports.importing import imported
@@ -42,6 +43,7 @@ def check(made):
         deployment = Deployment(
             name=each["metadata"]["name"], namespace="n", spec=msgspec.convert(each["spec"], DisaggDeploymentSpec)
         )
+        assert not list(contradictions(deployment.spec))
         of_revision = revision(deployment, IMAGES)
         msgspec.json.encode(shared(deployment, IMAGES))
         for role in deployment.workers:
@@ -223,6 +225,26 @@ def test_encoders_are_left_out_and_lists_that_are_aliases_of_each_other_stay_apa
     volumes = [[each["name"] for each in role.pod_template["spec"]["volumes"]] for role in roles]
     assert volumes == [["v", "shm"], ["v", "shm"]]
     assert "spec.components[3]" in noted(made)
+
+
+def test_a_worker_beside_prefill_workers_decodes_although_older_versions_do_not_say_so():
+    _, graph = documents("graph-v1alpha1")
+    decode = graph["spec"]["services"]["VllmDecodeWorker"]
+    del decode["subComponentType"]
+    decode["extraPodSpec"]["mainContainer"]["args"].remove("--is-decode-worker")
+    made = imported([graph])
+    assert [role["type"] for role in made.objects[0]["spec"]["roles"]] == ["decode", "prefill", "router"]
+
+
+def test_an_entrys_own_kv_role_says_what_it_does_where_the_router_names_no_labels():
+    (values,) = documents("stack-split")
+    del values["routerSpec"]["extraArgs"]
+    made = imported([values])
+    assert [role["type"] for role in made.objects[0]["spec"]["roles"]] == ["prefill", "decode", "router"]
+    for entry in values["servingEngineSpec"]["modelSpec"]:
+        entry["lmcacheConfig"] = {}
+    made = imported([values])
+    assert [role["type"] for role in made.objects[0]["spec"]["roles"]] == ["aggregated", "aggregated", "router"]
 
 
 def test_engines_that_are_off_stay_off():

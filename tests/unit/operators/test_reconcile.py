@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from operators.children import REVISION, ROLE, Deployment, Images
-from operators.reconcile import DIGEST, Apply, Remove, Scale, Value, reconcile
+from operators.reconcile import DIGEST, Apply, End, Remove, Scale, Value, reconcile
 from operators.resources import DisaggDeploymentSpec
 from operators.scaling import Replicas
 from operators.seen import Child, Refusal, RouterSeen, Seen, Worth
@@ -78,6 +78,14 @@ class Cluster:
                 self.objects[kind, name]["spec"]["replicas"] = replicas
             case Remove(kind, name):
                 self.objects.pop((kind, name), None)
+        self.check()
+
+    def check(self):
+        """Pods find their settings at every moment."""
+        for (kind, _), each in self.objects.items():
+            if kind == "Deployment":
+                for volume in each["spec"]["template"]["spec"]["volumes"]:
+                    assert "configMap" not in volume or ("ConfigMap", volume["configMap"]["name"]) in self.objects
 
     def pass_time(self):
         for each in self.seen().children:
@@ -221,3 +229,98 @@ def test_a_role_that_is_not_wished_any_more_is_emptied_and_then_removed():
 
     assert replicas(cluster) == {"prefill": 1, "decode": 1}
     assert not [name for kind, name in cluster.objects if name.startswith("dd-aside-")]
+
+
+def actions(seen, wish=None):
+    return reconcile(wish or a_wish(), seen, IMAGES, NOW).actions
+
+
+def test_before_replicas_go_it_is_said_what_each_would_cost_to_lose_where_that_is_known_and_new():
+    cluster = Cluster()
+    cluster.settle(a_wish())
+    wish = a_wish({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
+    seen = cluster.seen()
+    [child] = [each for each in seen.children if each.role == "decode"]
+    worths = (Worth(pod="a", blocks=5), Worth(pod="b", blocks=7, said="7"), Worth(pod="c", blocks=None))
+
+    said = actions(msgspec.structs.replace(seen, worths={("decode", child.replicas.revision): worths}), wish)
+
+    assert said == (Value("a", 5), Scale("Deployment", child.name, 1, 2))
+
+
+def test_a_half_of_a_group_is_given_back_and_who_was_left_behind_begins_anew():
+    wish = a_wish({"name": "all", "type": "aggregated"})
+    seen = settled_seen(wish)
+    [child] = seen.children
+    torn = msgspec.structs.replace(
+        child, kind="StatefulSet", members=("x-0", "x-1"), halves=("x-0", "x-1"), left_behind=("p",)
+    )
+
+    said = actions(msgspec.structs.replace(seen, children=(torn,)), wish)
+
+    assert [each for each in said if isinstance(each, Remove | End)] == [Remove("StatefulSet", "x-1"), End("p")]
+
+
+def settled_seen(wish):
+    cluster = Cluster()
+    cluster.settle(wish)
+    return cluster.seen()
+
+
+def test_afresh_everything_is_applied_again_with_the_replicas_that_are_there():
+    seen = settled_seen(a_wish())
+
+    again = actions(msgspec.structs.replace(seen, afresh=True))
+
+    assert {(each.manifest["kind"], each.manifest["metadata"]["name"]) for each in again} == set(seen.digests)
+    assert {each.manifest["spec"]["replicas"] for each in again if each.manifest["kind"] == "Deployment"} == {1, 2}
+    assert actions(seen) == ()
+
+
+def test_workers_that_no_router_knows_are_not_ready_and_unknown_is_not_the_same_as_none():
+    cluster = Cluster()
+    cluster.registers = False
+    status = cluster.settle(a_wish())
+    nobody = reconcile(a_wish(), msgspec.structs.replace(cluster.seen(), registrations_known=True), IMAGES, NOW).status
+
+    assert (condition(status, "Ready").reason, condition(status, "RolesRegistered").status) == (
+        "RegistrationUnknown",
+        "Unknown",
+    )
+    assert (condition(nobody, "Ready").reason, condition(nobody, "RolesRegistered").status) == (
+        "NotRegistered",
+        "False",
+    )
+
+
+def test_what_the_api_server_refuses_is_why_it_is_not_ready():
+    refusal = Refusal("Deployment", "dd-all", "Invalid", "spec.x: must be positive")
+
+    status = reconcile(a_wish(), Seen(refusals=(refusal,)), IMAGES, NOW).status
+
+    assert (condition(status, "Ready").reason, condition(status, "Degraded").reason) == ("Invalid", "Invalid")
+    assert condition(status, "Ready").message == "Deployment dd-all: spec.x: must be positive"
+
+
+def test_a_router_that_is_scaled_otherwise_is_applied_again():
+    seen = settled_seen(a_wish())
+    scaled = msgspec.structs.replace(seen, router=msgspec.structs.replace(seen.router, asked=5))
+
+    [again] = actions(scaled)
+
+    assert (again.manifest["metadata"]["name"], again.manifest["spec"]["replicas"]) == ("dd-router", 1)
+
+
+def test_where_a_rollout_has_no_room_it_says_so():
+    gpus = {"gpus": {"perReplica": 1}, "balance": {"gpuBudget": 3}}
+    roles = [
+        {"name": name, "type": name, "replicas": count, "gpus": gpus["gpus"]}
+        for name, count in (("prefill", 1), ("decode", 2))
+    ]
+    cluster = Cluster()
+    cluster.settle(a_wish(*roles, balance=gpus["balance"]))
+
+    status = cluster.settle(a_wish(*roles, balance=gpus["balance"], image="another"))
+
+    assert condition(status, "ScalingLimited").reason == "NoRoom"
+    assert condition(status, "Ready").reason == "RollingOut"

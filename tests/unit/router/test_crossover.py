@@ -75,6 +75,15 @@ def test_a_router_learns_it_from_its_requests_and_tells_what_it_went_by():
     assert (placed.why, placed.min_tokens) == (Why.PROMPT_LONG_UNCACHED, 200)
 
 
+@pytest.mark.parametrize(("second_hand", "phase"), [(False, Phase.PREFILL), (True, Phase.AGGREGATED)])
+def test_what_teaches_nothing_is_not_handed_over_to_be_measured(second_hand, phase):
+    router = Driver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
+
+    work = the(Dispatch, router.send(an_arrival(tokens=a_prompt(200), second_hand=second_hand)))
+
+    assert work.start.phase is phase
+
+
 @pytest.mark.parametrize("learning", [False, True])
 def test_what_it_would_decide_is_reported_whether_it_counts_or_not(learning):
     """As above, with eight requests on the decode worker: an eighth of 200 tokens is less than the least that is concluded."""

@@ -95,7 +95,13 @@ def test_every_code_is_tried():
 
 @pytest.mark.parametrize(
     "asked",
-    [{}, {"pin": WorkerId("full")}, {"among": (WorkerId("full"),)}, {"labels": ("gold",)}, {"bound": WorkerId("full"), "must_keep": True}],
+    [
+        {},
+        {"pin": WorkerId("full")},
+        {"among": (WorkerId("full"),)},
+        {"labels": ("gold",)},
+        {"bound": WorkerId("full"), "must_keep": True},
+    ],
 )
 def test_who_is_only_busy_is_waited_for(asked):
     full = a_standing("full", requests=16, labels=("gold",))

@@ -224,7 +224,17 @@ def test_preble_sends_what_would_exploit_the_most_loaded_worker_to_the_least_loa
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("smg", {"match_threshold": 1.5}), ("aibrix", {"k": 1}), ("preble", {"imbalance": 0.5})]
+    ("name", "parameters"),
+    [
+        ("smg", {"match_threshold": 1.5}),
+        ("aibrix", {"k": 1}),
+        ("preble", {"imbalance": 0.5}),
+        ("preble", {"prefill_seconds_per_token": 1e308}),  # infinite with the tokens of a prompt
+        ("infera", {"weight": -1e308}),
+        ("dynamo", {"prefill_load_scale": float("inf")}),
+        ("composed", {"scorers": [{"name": "queue", "weight": 1e308}]}),
+        ("composed", {"scorers": [{"name": "mooncake", "parameters": {"quadratic_seconds": 1e308}}]}),
+    ],
 )
 def test_parameters_that_cannot_be_are_refused(name, parameters):
     with pytest.raises(ConfigurationRefused, match=name):

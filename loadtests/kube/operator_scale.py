@@ -1,0 +1,176 @@
+"""How the operator does with many deployments: `python -m loadtests.kube.operator_scale --deployments 200`.
+
+An API server for tests runs in a process of its own, with nodes that keep pods (`tests/kube`); the operator in this one. Each deployment has
+four roles of one replica, of two pairs of prefill and decode. Measured is, from the first to the last of them being Ready, the time,
+the operator's CPU and memory, and its writes: of children, of status, and of events. Then one change reaches all of them, and a scale change a
+child, while nothing else is going on.
+
+The API server is Python, too, and takes most of the time: what the operator needs is its CPU.
+"""
+
+import argparse
+import asyncio
+import collections
+import json
+import multiprocessing
+import multiprocessing.connection
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from fleet.adapters.clock import SystemClock, utc_now
+from operators import kinds
+from operators.cluster import open_api_server
+from operators.leader import Leader
+from operators.observe import conditions_of
+from operators.server import Operator
+from operators.settings import LeaseSettings, OperatorSettings
+from operators.telemetry import Metrics
+from operators.views import Custom
+from tests.kube.clients import Api
+from tests.kube.operator_nodes import Nodes
+from tests.kube.operator_running import IMAGES, a_deployment, install
+from tests.kube.running import ApiServer, an_api_server
+
+ROLES = tuple({"name": f"{kind}-{pair}", "type": kind} for pair in ("a", "b") for kind in ("prefill", "decode"))
+SECONDS = 900
+SCALINGS = 10
+
+
+def serve(pipe: multiprocessing.connection.Connection) -> None:
+    nodes = Nodes()
+    nodes.pause = 0.2
+    with an_api_server(beside=nodes.run) as server:
+        pipe.send(server.url)
+        pipe.recv()
+
+
+async def measure(server: ApiServer, count: int, folder: Path) -> dict[str, Any]:
+    lease = LeaseSettings(namespace="default")
+    settings = OperatorSettings(images=IMAGES, identity="measured", lease=lease, namespaces=("default",))
+    stop = asyncio.Event()
+    async with open_api_server(str(server.kubeconfig(folder)), "fleet-operator/measured") as cluster:
+        clock = SystemClock()
+        leader = Leader(cluster, lease, "default", "measured", clock, utc_now)
+        operator = Operator(settings, cluster, None, leader, clock, utc_now, Metrics(CollectorRegistry()))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(operator.run(stop))
+            found = {"deployments": count, "roles": len(ROLES)}
+            found["made"] = await change(server, operator, count, {})
+            found["changed"] = await change(server, operator, count, {"routing": {"policy": "round_robin"}})
+            found["scale_change_ms"] = round(
+                1000 * statistics.median([await scale(server, at) for at in range(SCALINGS)])
+            )
+            found["memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            stop.set()
+    return found
+
+
+async def change(server: ApiServer, operator: Operator, count: int, spec: dict[str, Any]) -> dict[str, Any]:
+    """Apply to all, and wait until all are Ready."""
+    server.forget_requests()
+    before, began = cpu(), time.monotonic()
+    generations = await asyncio.to_thread(apply, server, count, spec)
+    async with asyncio.timeout(SECONDS):
+        while not all(ready(operator, name, generation) for name, generation in generations.items()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    seconds = time.monotonic() - began
+    writes = collections.Counter(
+        "status"
+        if "/status" in each["resource"]
+        else each["resource"]
+        if each["resource"] in ("events", "leases")
+        else "children"
+        for each in server.requests()
+        if each["agent"].startswith("fleet-operator") and each["verb"] in ("create", "update", "patch", "delete")
+    )
+    per_child = collections.Counter(
+        (each["resource"], each["name"])
+        for each in server.requests()
+        if each["agent"].startswith("fleet-operator") and each["verb"] == "patch" and "/status" not in each["resource"]
+    )
+    per_status = collections.Counter(
+        each["name"] for each in server.requests() if each["resource"] == "disaggdeployments/status"
+    )
+    return {
+        "seconds": round(seconds, 1),
+        "operator_cpu_seconds": round(cpu() - before, 1),
+        "writes": dict(writes),
+        "most_writes_of_a_child": max(per_child.values()),
+        "most_writes_of_a_status": max(per_status.values()),
+    }
+
+
+def apply(server: ApiServer, count: int, spec: dict[str, Any]) -> dict[str, int]:
+    """Their generations, by name."""
+    generations = {}
+    with Api(server.url) as api:
+        for at in range(count):
+            manifest = a_deployment(*ROLES, name=f"dd{at}", **spec)
+            path = f"/apis/fleet-serving.io/v1alpha1/namespaces/default/disaggdeployments/dd{at}"
+            answer = api.apply(path, manifest, "somebody", force="true")
+            generations[f"dd{at}"] = answer.body["metadata"]["generation"]
+    return generations
+
+
+async def scale(server: ApiServer, at: int) -> float:
+    """Seconds from the change of a role's replicas to its child's."""
+    roles = (*ROLES[:-1], ROLES[-1] | {"replicas": 2})
+
+    def change_and_wait() -> float:
+        with Api(server.url) as api:
+            path = f"/apis/fleet-serving.io/v1alpha1/namespaces/default/disaggdeployments/dd{at}"
+            deployments = "/apis/apps/v1/namespaces/default/deployments"
+            [name] = [
+                each["metadata"]["name"]
+                for each in api.get(deployments, labelSelector=f"app.kubernetes.io/instance=dd{at}").body["items"]
+                if each["metadata"]["labels"]["fleet-serving.io/role"] == "decode-b"
+            ]
+            began = time.monotonic()
+            api.apply(
+                path, a_deployment(*roles, name=f"dd{at}", routing={"policy": "round_robin"}), "somebody", force="true"
+            )
+            while api.get(f"{deployments}/{name}").body["spec"]["replicas"] != 2:
+                assert time.monotonic() < began + 60
+            return time.monotonic() - began
+
+    return await asyncio.to_thread(change_and_wait)
+
+
+def ready(operator: Operator, name: str, generation: int) -> bool:
+    custom = operator.store.of(kinds.DISAGG_DEPLOYMENT, Custom).get("default", name)
+    return custom is not None and any(
+        each.type == "Ready" and each.status == "True" and each.observed_generation == generation
+        for each in conditions_of(custom)
+    )
+
+
+def cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--deployments", type=int, default=200)
+    arguments = parser.parse_args()
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
+    process.start()
+    try:
+        server = ApiServer(ours.recv())
+        install(server)
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(asyncio.run(measure(server, arguments.deployments, Path(folder))), indent=2))
+    finally:
+        ours.send("end")
+        process.join(30)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Directories of workers in which somebody else has left something: no record of a worker may suffer from what is none."""
+
+import os
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from fleet.adapters.discovery import directory_of
+from fleet.adapters.discovery_file import SUFFIX
+from fleet.control.messages import Listed, Missing, Seen
+from fleet.discovery import EtcdDiscovery, FileDiscovery, Record
+from fleet.ids import Incarnation, WorkerId
+from tests.etcd import EtcdServer
+from tests.kv_builders import a_short_folder
+
+pytestmark = pytest.mark.integration
+
+WORKER, INCARNATION, ADDRESS = WorkerId("decode-0"), Incarnation("new"), "10.0.0.1:50060"
+RECORD = msgspec.json.encode(
+    Record(worker_id=WORKER, incarnation=INCARNATION, address=ADDRESS, lease_seconds=9),
+)
+DEEP = b'{"more":' + b"[" * 30_000 + b"]" * 30_000 + b"}"
+NO_RECORDS = {"deep": DEEP, "not UTF-8": RECORD.replace(b"new", b"\xff"), "empty": b"", "of nobody": b"null"}
+
+
+async def who_is_in(settings) -> list[str]:
+    async with directory_of(settings) as directory, aclosing(directory.sightings()) as sightings:
+        found = await anext(sightings)
+    assert isinstance(found, Listed)
+    return [seen.record.worker_id for seen in found.all]
+
+
+@pytest.fixture
+async def settings(tmp_path):
+    """Of a folder with one worker."""
+    settings = FileDiscovery(folder=str(tmp_path))
+    async with directory_of(settings) as directory:
+        await directory.register(WORKER, INCARNATION, ADDRESS)
+    return settings
+
+
+@pytest.mark.parametrize("content", NO_RECORDS.values(), ids=NO_RECORDS)
+async def test_a_file_that_is_no_record_harms_no_other(tmp_path, settings, content):
+    (tmp_path / f"other{SUFFIX}").write_bytes(content)
+
+    assert await who_is_in(settings) == [WORKER]
+
+
+async def test_a_pipe_and_a_link_to_itself_harm_no_file(tmp_path, settings):
+    os.mkfifo(tmp_path / f"pipe{SUFFIX}")
+    (tmp_path / f"link{SUFFIX}").symlink_to(f"link{SUFFIX}")
+
+    assert await who_is_in(settings) == [WORKER]
+
+
+async def test_a_copy_of_a_record_does_not_keep_a_dead_worker(tmp_path, settings):
+    """Seen in turns with the record, which says another number, it would be a renewal each time."""
+    (tmp_path / f"a copy{SUFFIX}").write_bytes((tmp_path / f"{WORKER}{SUFFIX}").read_bytes().replace(b":1}", b":7}"))
+
+    assert await who_is_in(settings) == [WORKER]
+
+
+async def test_a_key_of_etcd_that_is_no_record_harms_no_other_when_it_comes_and_goes():
+    aetcd = pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
+    with a_short_folder() as folder:
+        server = EtcdServer(folder)
+        try:
+            async with (
+                aetcd.Client(port=server.port) as client,
+                directory_of(EtcdDiscovery(endpoints=(server.address,))) as directory,
+            ):
+                for key, content in zip((b"a", b"b", b"c", b"d\xff"), NO_RECORDS.values(), strict=True):
+                    await client.put(b"/fleet/workers/" + key, content)
+                async with aclosing(directory.sightings()) as sightings:
+                    assert await anext(sightings) == Listed(all=())
+                    await client.delete(b"/fleet/workers/d\xff")
+                    await client.put(b"/fleet/workers/a", DEEP)
+                    await directory.register(WORKER, INCARNATION, ADDRESS)
+                    match await anext(sightings):
+                        case Seen() as seen:
+                            assert seen.record.worker_id == WORKER
+                        case other:
+                            pytest.fail(f"{other}")
+                    await directory.deregister(WORKER, INCARNATION)
+                    assert await anext(sightings) == Missing(worker_id=WORKER)
+        finally:
+            server.kill()

@@ -1,0 +1,36 @@
+"""What the operator is told by a router: which workers get requests, and how much their caches are worth."""
+
+import pytest
+from msgspec import structs
+
+from fleet.adapters.router_registrations import RouterRegistrations
+from fleet.ids import ModelName, WorkerId
+from fleet.roles import Role
+from fleet.router.snapshot import PoolSnapshot, WorkerSnapshot
+from operators.registrations import Registration
+from tests.fronts import open_fronts
+
+pytestmark = pytest.mark.integration
+
+
+def a_worker(worker_id, state="serving", cached_blocks=0):
+    counts = dict.fromkeys(WorkerSnapshot.__struct_fields__[4:], 0)
+    fields = counts | {"state": state, "engine": "simulated", "address": "", "cached_blocks": cached_blocks}
+    return WorkerSnapshot(worker_id=WorkerId(worker_id), **fields)
+
+
+async def test_workers_that_serve_are_registered_and_those_that_drain_are_not(model_dir, monkeypatch):
+    async with open_fronts(model_dir) as fronts:
+        workers = (a_worker("a", cached_blocks=7), a_worker("b", state="draining"))
+        pool = PoolSnapshot(model=ModelName("m"), role=Role.BOTH, workers=workers)
+        status = structs.replace(fronts.router.status(), pools=(pool,))
+        monkeypatch.setattr(fronts.router, "status", lambda: status)
+        asked = RouterRegistrations(lambda namespace, service: fronts.grpc.address)
+
+        assert await asked.workers("ns", "dd-router-control") == (Registration(pod="a", warm_blocks=7),)
+
+
+async def test_a_router_that_does_not_answer_has_said_nothing():
+    asked = RouterRegistrations(lambda namespace, service: "127.0.0.1:9")
+
+    assert await asked.workers("ns", "dd-router-control") is None

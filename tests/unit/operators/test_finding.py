@@ -1,0 +1,58 @@
+"""How workers and routers of a deployment find each other, and when pods are ready."""
+
+import msgspec
+
+from operators.children import CONNECTION_SECONDS, GOODBYE_SECONDS, shared, workers
+from tests.unit.operators.test_children import IMAGES, a_deployment
+
+
+def named(objects, kind, name):
+    [found] = [each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def worker_of(deployment):
+    role = deployment.workers[0]
+    config, child = workers(deployment, role, "abc", IMAGES)
+    [container] = child["spec"]["template"]["spec"]["containers"]
+    return msgspec.json.decode(config["data"]["settings.json"]), container
+
+
+def test_a_worker_registers_with_every_pod_of_the_router_ready_or_not():
+    deployment = a_deployment()
+    settings, _ = worker_of(deployment)
+    host, _, port = settings["registry"].rpartition(":")
+    name, _, namespace = host.partition(".")
+
+    service = named(shared(deployment, IMAGES), "Service", name)
+
+    assert namespace == deployment.namespace
+    assert service["spec"]["clusterIP"] == "None", "its name stands for all pods"
+    assert service["spec"]["publishNotReadyAddresses"]
+    assert [str(each["port"]) for each in service["spec"]["ports"]] == [port]
+
+
+def test_a_worker_is_ready_when_it_says_so():
+    settings, container = worker_of(a_deployment())
+
+    assert settings["control_listen"] == f"0.0.0.0:{container['readinessProbe']['grpc']['port']}"
+
+
+def test_a_workers_generation_is_its_revision():
+    _, container = worker_of(a_deployment())
+
+    [revision] = [each for each in container["env"] if each["name"] == "REVISION"]
+    assert revision["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['fleet-serving.io/revision']"
+    assert "generation=$(REVISION)" in container["command"]
+
+
+def test_no_connection_of_a_client_outlasts_a_routers_goodbye():
+    deployment = a_deployment()
+    made = shared(deployment, IMAGES)
+    router = named(made, "Deployment", f"{deployment.name}-router")
+    settings = msgspec.json.decode(named(made, "ConfigMap", f"{deployment.name}-router")["data"]["settings.json"])
+
+    [container] = router["spec"]["template"]["spec"]["containers"]
+    assert settings["connection_seconds"] == CONNECTION_SECONDS
+    assert container["lifecycle"] == {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
+    assert CONNECTION_SECONDS * 1.1 < GOODBYE_SECONDS, "the library adds up to a tenth"

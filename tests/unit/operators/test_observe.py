@@ -1,0 +1,163 @@
+"""What is there is told from what seems to be: by owner, by pod, by group, and by who is registered."""
+
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+
+from operators import kinds
+from operators.children import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
+from operators.kinds import Served
+from operators.observe import HALF_SECONDS, Store, observe
+from operators.registrations import Registration
+from operators.resources import DisaggDeploymentSpec
+from operators.views import (
+    ContainerState,
+    ContainerStatus,
+    Custom,
+    Lease,
+    LeaseSpec,
+    Metadata,
+    Named,
+    ObjectCondition,
+    Owner,
+    Pod,
+    PodStatus,
+    Scaled,
+    ScaledSpec,
+    Terminated,
+)
+
+NOW = datetime(2026, 11, 22, tzinfo=UTC)
+SPEC = msgspec.convert({"model": {"name": "m"}, "roles": [{"name": "all", "type": "aggregated"}]}, DisaggDeploymentSpec)
+CUSTOM = Custom(metadata=Metadata(name="dd", namespace="ns", uid="dd-uid", generation=3))
+LABELS = {INSTANCE: "dd", ROLE: "all", REVISION: "r1", TYPE: "aggregated"}
+OLD = NOW - timedelta(seconds=3 * HALF_SECONDS)
+
+
+def owned(name, by="dd-uid", **labels):
+    owner = Owner(kind="DisaggDeployment", name="dd", uid=by, controller=True)
+    return Metadata(name=name, namespace="ns", uid=f"{name}-uid", owner_references=(owner,), labels=LABELS | labels)
+
+
+def a_child(replicas=1, name="dd-all-r1", **labels):
+    return Scaled(metadata=owned(name, **labels), spec=ScaledSpec(replicas=replicas))
+
+
+def a_pod(name, *, of="dd-all-r1-uid", ready=True, deleted=None, unplaced=None, restarts=0, ended=None, **labels):
+    owner = Owner(kind="ReplicaSet", name="x", uid=of, controller=True)
+    metadata = Metadata(
+        name=name,
+        namespace="ns",
+        uid=name,
+        labels=LABELS | labels,
+        owner_references=(owner,),
+        deletion_timestamp=deleted,
+    )
+    said = ObjectCondition(type="Ready", status=str(ready))
+    if unplaced is not None:
+        said = ObjectCondition(
+            type="PodScheduled", status="False", reason="Unschedulable", last_transition_time=unplaced
+        )
+    last = ContainerState(terminated=Terminated(exit_code=1, finished_at=ended)) if ended else ContainerState()
+    container = ContainerStatus(name="main", restart_count=restarts, last_state=last)
+    return Pod(
+        metadata=metadata, status=PodStatus(phase="Running", conditions=(said,), container_statuses=(container,))
+    )
+
+
+def a_lease(pod, *, renewed=NOW, seconds=30, holder=None):
+    metadata = Metadata(name=pod, namespace="ns", labels=LABELS)
+    spec = LeaseSpec(
+        holder_identity=pod if holder is None else holder,
+        lease_duration_seconds=seconds,
+        renew_time=renewed.isoformat(),
+    )
+    return Lease(metadata=metadata, spec=spec)
+
+
+def seen(*objects, told=None, stateful=False):
+    store = Store()
+    for each in objects:
+        kind = {Pod: kinds.POD, Lease: kinds.LEASE, Scaled: kinds.STATEFUL_SET if stateful else kinds.DEPLOYMENT}
+        store.any(kind.get(type(each), kinds.SERVICE)).put(each)
+    return observe(store, CUSTOM, SPEC, told, NOW, Served(leader_worker_sets=not stateful))
+
+
+def test_a_replica_serves_when_its_pod_is_ready_and_known_to_the_router():
+    pods = [a_pod("a"), a_pod("b"), a_pod("c", ready=False)]
+
+    [child] = seen(a_child(3), *pods, a_lease("a"), a_lease("c")).children
+
+    assert (child.replicas.pods, child.ready_pods, child.registered, child.replicas.ready) == (3, 2, 2, 1)
+
+
+def test_a_lease_that_ended_or_was_given_up_and_one_that_nobody_told_count_for_nothing():
+    old, given_up = a_lease("a", renewed=NOW - timedelta(seconds=36)), a_lease("b", holder="")
+
+    found = seen(a_child(2), a_pod("a"), a_pod("b"), old, given_up)
+    nothing_told = seen(a_child(1), a_pod("a"))
+
+    assert (found.registrations_known, found.children[0].registered) == (True, 0)
+    # Pods that are ready go on being scaled by, or nothing could ever roll out where nobody tells; but it is not called Ready.
+    assert (nothing_told.registrations_known, nothing_told.children[0].registered) == (False, 0)
+    assert nothing_told.children[0].replicas.ready == 1
+
+
+def test_what_a_router_says_and_what_leases_say_are_both_believed():
+    found = seen(a_child(2), a_pod("a"), a_pod("b"), a_lease("a"), told=[Registration(pod="b", warm_blocks=7)])
+
+    assert found.children[0].registered == 2
+    assert [(each.pod, each.blocks) for each in found.worths["all", "r1"]] == [("a", None), ("b", 7)]
+
+
+def test_pods_without_a_child_still_hold_what_they_hold():
+    [left] = seen(a_pod("a", deleted="2026-01-01T00:00:00Z")).children
+
+    assert (left.kind, left.replicas.asked, left.replicas.leaving, left.replicas.there) == ("", 0, 1, 1)
+
+
+def test_a_namesakes_children_are_foreign():
+    service = Named(metadata=owned("dd-router", by="uid of the one before"))
+
+    found = seen(service)
+
+    assert ("Service", "dd-router") in found.foreign
+    assert ("Service", "dd-other") not in found.foreign
+    assert found.digests == {}
+
+
+def group(*pods):
+    """Two nodes of one replica."""
+    one = a_child(2, name="dd-all-r1-0", **{GROUP_LABEL: "0"})
+    return seen(one, *pods, stateful=True).children[0]
+
+
+def member(name, **fields):
+    return a_pod(name, of="dd-all-r1-0-uid", **fields, **{GROUP_LABEL: "0"})
+
+
+def test_a_group_is_one_replica_which_is_ready_when_all_of_it_is():
+    whole = group(member("a"), member("b"), a_lease("a"))
+    part = group(member("a"), a_lease("a"))
+
+    assert (whole.replicas.pods, whole.replicas.ready, whole.registered) == (1, 1, 1)
+    assert (part.replicas.pods, part.replicas.ready) == (1, 0)
+
+
+def test_a_group_that_finds_nodes_for_half_of_its_pods_only_is_given_back_after_a_while():
+    lately = NOW - timedelta(seconds=HALF_SECONDS / 2)
+
+    assert group(member("a"), member("b", ready=False, unplaced=lately)).halves == ()
+    assert group(member("a"), member("b", ready=False, unplaced=OLD)).halves == ("dd-all-r1-0",)
+    # All or nothing: a group without any node waits without harm.
+    waiting = [member(name, ready=False, unplaced=OLD) for name in "ab"]
+    assert group(*waiting).halves == ()
+
+
+def test_when_one_of_a_group_begins_anew_and_the_others_do_not_take_it_back_they_begin_anew_too():
+    anew = member("a", ready=False, restarts=1, ended=OLD)
+
+    assert group(anew, member("b")).left_behind == ("b",)
+    assert group(msgspec.structs.replace(anew), member("b", ready=False, restarts=1, ended=OLD)).left_behind == ()
+    assert group(member("a", ready=False, restarts=1, ended=NOW), member("b")).left_behind == ()
+    assert group(member("a", restarts=1, ended=OLD), member("b")).left_behind == ()

@@ -9,6 +9,30 @@ import msgspec
 
 from fleet.errors import ConfigurationRefused
 
+OPTIONS = ("requests", "report", "json")
+READ = ("scenario", "a", "b", "recording", "expect")
+
+
+def check_outputs(arguments: argparse.Namespace, options: Sequence[str]) -> None:
+    """No two options write one file, and none writes what is read.
+
+    Raises:
+        ConfigurationRefused: One would; says which.
+    """
+    named: dict[Path, str] = {}
+    for name in READ:
+        given = getattr(arguments, name, None)
+        for path in given if isinstance(given, list) else [given]:
+            if path is not None:
+                named[Path(path).resolve()] = "which is read"
+    for option in options:
+        path = getattr(arguments, option, None)
+        if path in {None, "-"}:
+            continue
+        if other := named.get(Path(path).resolve()):
+            raise ConfigurationRefused(f"--{option}: {path} is the file {other}")
+        named[Path(path).resolve()] = f"of --{option} as well"
+
 
 class Outputs:
     """Files that were asked for, begun before anything runs: what cannot be written is refused at once."""
@@ -16,17 +40,13 @@ class Outputs:
     def __init__(self, arguments: argparse.Namespace, files: ExitStack):
         from fleet.sim.files import whole_file  # noqa: PLC0415
 
-        named: dict[Path, str] = {}
+        check_outputs(arguments, OPTIONS)
 
         def begun(option: str) -> Path | None:
             path = getattr(arguments, option, None)
-            if path in {None, "-"}:
-                return None
-            if (other := named.setdefault(Path(path).resolve(), option)) != option:
-                raise ConfigurationRefused(f"--{option}: {path} is the file of --{other} as well")
-            return files.enter_context(whole_file(Path(path), f"--{option}"))
+            return None if path in {None, "-"} else files.enter_context(whole_file(Path(path), f"--{option}"))
 
-        self.requests, self.report, self._json = begun("requests"), begun("report"), begun("json")
+        self.requests, self.report, self._json = (begun(option) for option in OPTIONS)
 
     def write_json(self, answer: object) -> None:
         if self._json is not None:

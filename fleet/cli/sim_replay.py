@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from fleet.cli.exits import DONE, FAILED
+from fleet.cli.sim_outputs import check_outputs
 from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.json == arguments.decisions == "-":
         raise ConfigurationRefused("--decisions: standard output takes --json already; name a file")
-    if _same_file(arguments.json, arguments.decisions):
-        raise ConfigurationRefused(f"--decisions: {arguments.decisions} is the file of --json as well")
+    check_outputs(arguments, ("json", "decisions"))
     replay = Replay(arguments.recording, None if arguments.expect is None else _profiles(arguments.expect))
     with ExitStack() as files:
         decisions = _opened(files, arguments.decisions, "--decisions")
@@ -73,10 +73,6 @@ def _profiles(path: Path) -> "Callable[[Description], Profile | None]":
         return None if pool is None else Profile(steps=pool.times, step_tokens=pool.limits.step_tokens)
 
     return profile_of
-
-
-def _same_file(json: str | None, decisions: str | None) -> bool:
-    return None not in (json, decisions) and Path(str(json)).resolve() == Path(str(decisions)).resolve()
 
 
 def _opened(files: ExitStack, name: str | None, option: str) -> TextIO | None:

@@ -25,6 +25,7 @@ OUTLIER = 4.0
 SETTLED = 50
 SLACK = 0.2
 ALARM = 2.5
+LONGEST = 1e6  # seconds of a step
 _KEPT = exp(-log(2.0) / HALF_LIFE)
 _SMALL, _LARGE = 0.01, 0.1  # seconds: of the steps of the prior
 
@@ -60,10 +61,12 @@ class Correction:
         """Learn that a step took `seconds` where the profile says `profile`; whether this was the one too many: an alarm.
 
         Raises:
-            ValueError: One of them is not a positive number.
+            ValueError: One of them is not a positive number below `LONGEST`.
         """
-        if not (0.0 < profile < 1e6 and 0.0 < seconds < 1e6):
-            raise ValueError(f"a step of {seconds} seconds, predicted as {profile}: both must be above 0")
+        if not (0.0 < profile < LONGEST and 0.0 < seconds < LONGEST):
+            raise ValueError(
+                f"a step of {seconds} seconds, predicted as {profile}: both must be above 0, and no million"
+            )
         expected = self.predict(profile)
         seen = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         unexplained = log(seen / expected)

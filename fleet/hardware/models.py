@@ -121,11 +121,6 @@ class Model(Struct, frozen=True, kw_only=True):
         return windows * self.precision.kv.num_bytes + 4.0 * self.linear_layers * self.state_numbers
 
     @property
-    def flops_per_token(self) -> float:
-        """Without attention over the context."""
-        return 2.0 * self.active_parameters
-
-    @property
     def flops_per_pair(self) -> float:
         """Of one token attending to another one, all full layers, as prefill does it."""
         return 2.0 * self.full_layers * self.heads * (self.key_dim + self.value_dim)

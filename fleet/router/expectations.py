@@ -26,7 +26,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
-from fleet.hardware.correction import Correction
+from fleet.hardware.correction import LONGEST, Correction
 from fleet.hardware.steps import pairs
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish
@@ -334,8 +334,8 @@ class _Errors:
             self._by_profile.append(abs(by_profile - seconds) / seconds)
 
     def learn(self, profile: float, seconds: float) -> bool:
-        """Whether that was the one too many."""
-        return seconds > 0 and self.correction.observe(profile, seconds)
+        """Whether that was the one too many. A clock that was put forward by weeks teaches nothing."""
+        return 0 < seconds < LONGEST and 0 < profile < LONGEST and self.correction.observe(profile, seconds)
 
     def expected(self, worker_id: WorkerId, kind: Kind) -> Expected:
         learnt = self.correction.learnt

@@ -23,6 +23,16 @@ def endpoint_of(host: str, port: int) -> str:
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
+def endpoint_in(text: str) -> str:
+    """What is written as ``ip:port``, in the way of `endpoint_of`; IPv6 with or without brackets, short or long.
+
+    Raises:
+        ValueError: It is none.
+    """
+    host, _, port = text.rpartition(":")
+    return endpoint_of(host, int(port))
+
+
 class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "0.0.0.0"  # noqa: S104 - see below
     """Where it listens: on all addresses (``[::]``: those of IPv6 too), since a gateway is on another host. It asks for no key: a
@@ -70,8 +80,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def own_endpoint(self) -> str:
         """`router_endpoint` as gateways write it; empty: none."""
-        host, _, port = self.router_endpoint.rpartition(":")
         try:
-            return endpoint_of(host, int(port))
+            return endpoint_in(self.router_endpoint)
         except ValueError:
             return ""

@@ -157,7 +157,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """host:port of the gRPC API, and of the registry where workers announce themselves."""
 
     connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
-    """How long a client's gRPC connection lasts before the client is asked to make another; what runs on it goes on, and clients do it
+    """How long a client's connection lasts before the client is asked to make another; what runs on it goes on, and clients do it
     by themselves. Behind an address that stands for several routers, clients are so spread over those there are; shorter than the
     time between taking a router out of that address and ending it, no client ever meets one that ends. 0: as long as the client likes."""
 

@@ -13,7 +13,6 @@ OPENINGS = 24
 OPENING_TOKENS = (64, 768)
 OWN_TOKENS = (8, 320)
 ANSWER_TOKENS = (8, 40)
-MEAN_ANSWER_TOKENS = sum(ANSWER_TOKENS) / 2
 SESSIONS = 200
 GREEDY, SAMPLED = 0.7, 0.85  # of all wishes; the rest draws by a seed, whose state no other worker has
 LEAVES = 0.03  # of all clients, in the middle of their answer

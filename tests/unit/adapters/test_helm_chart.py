@@ -102,6 +102,30 @@ def test_a_dashboards_panels_do_not_overlap_and_have_numbers_of_their_own(name):
         taken |= cells
 
 
+OWN = {
+    "fleet_active_requests",
+    "fleet_queued_requests",
+    "fleet_worker_booked_prefill_tokens",
+    "kvstore_tier_bytes",
+    "kvstore_tier_capacity_bytes",
+}
+"""Gauges of which every process tells another part, so that they are added up."""
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_what_every_router_tells_of_the_same_workers_is_not_added_up(name):
+    catalogue = of_router() | of_store() | of_operator()
+    texts = [target["expr"] for panel in DASHBOARDS[name]()["panels"] for target in panel.get("targets", ())]
+    asked = [(each.group(), text) for text in texts for each in NAMES.finditer(text)]
+    gauges = [(gauge, text) for gauge, text in asked if gauge in catalogue and catalogue[gauge].kind == "gauge"]
+
+    assert gauges
+    for gauge, text in gauges:
+        once = f"max without (instance, pod, router) ({gauge}{{" in text
+        by_process = "by (pod)" in text or text.startswith("avg ")
+        assert [once, by_process, gauge in OWN].count(True) == 1, text
+
+
 def test_a_query_for_a_metric_or_a_label_that_there_is_not_is_never_made():
     of = Queries(of_router())
 

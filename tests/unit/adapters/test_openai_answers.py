@@ -153,7 +153,13 @@ def test_every_answer_proves_where_its_blocks_came_from(make):
     assert whole["fleet"]["token_ids"] == [1, 2]
     for phase in whole["fleet"]["kv"]:
         assert sum(origin["blocks"] for origin in phase["origins"]) == phase["prompt_blocks"]
-    assert whole["fleet"]["kv"][1]["origins"][0] == {"source": "store", "tier": "", "from": "", "blocks": 2, "bytes": 2048}
+    assert whole["fleet"]["kv"][1]["origins"][0] == {
+        "source": "store",
+        "tier": "",
+        "from": "",
+        "blocks": 2,
+        "bytes": 2048,
+    }
     assert "token_ids" not in json.loads(make().whole("hi", (1, 2), (), finished()))["fleet"]
 
 

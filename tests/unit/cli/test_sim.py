@@ -214,6 +214,13 @@ def test_two_outputs_are_not_one_file(scenario, tmp_path, capsys):
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_no_output_replaces_the_scenario_that_is_read(scenario, capsys):
+    before = scenario.read_bytes()
+    assert run(["sim", "run", str(scenario), "--json", str(scenario)]) == 3
+    assert capsys.readouterr().err == f"fleet: --json: {scenario} is the file which is read\n"
+    assert scenario.read_bytes() == before
+
+
 def test_two_outputs_are_not_one_file_by_two_names(scenario, tmp_path, capsys):
     (tmp_path / "sub").mkdir()
     (tmp_path / "link").symlink_to(tmp_path)

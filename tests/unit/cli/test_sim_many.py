@@ -268,9 +268,11 @@ def test_runs_end_with_a_caller_that_is_killed(scenario):
         "    made = sweep.cases([Path(sys.argv[1])], {}, (1, 2), {'workload.requests': 3_000_000})\n"
         "    list(sweep.run_all(made, 2))\n"
     )
-    caller = subprocess.run([sys.executable, "-c", script, scenario], stdout=subprocess.PIPE, timeout=60, check=False)
+    said = scenario.with_name("said")
+    with said.open("wb") as file:
+        caller = subprocess.run([sys.executable, "-c", script, scenario], stdout=file, timeout=60, check=False)
     assert caller.returncode == -signal.SIGKILL
-    left = [int(pid) for pid in caller.stdout.split()]
+    left = [int(pid) for pid in said.read_bytes().split()]
     assert len(left) == 2
     deadline = time.monotonic() + 10
     while left and time.monotonic() < deadline:

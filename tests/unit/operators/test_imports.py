@@ -12,10 +12,12 @@ import yaml
 from fleet.errors import ConfigurationRefused
 from operators.children import Deployment, Images, revision, shared, workers
 from operators.consistency import contradictions
-from operators.imports.deployments import Names
+from operators.imports.deployments import Names, document
 from operators.imports.engine_flags import flags_of, settings_of
 from operators.imports.importing import imported
-from operators.resources import DisaggDeploymentSpec
+from operators.imports.pods import variables_of
+from operators.imports.secret_names import is_secret
+from operators.resources import DisaggDeploymentSpec, ModelSource, Role, RoleType
 
 FOLDER = Path(__file__).parent / "imports"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -121,6 +123,107 @@ def test_secrets_are_repeated_nowhere(path):
     assert SECRET not in msgspec.json.encode([made.objects, made.notes]).decode()
 
 
+SECRET_ARGUMENTS = [
+    ["--hf-token", SECRET],
+    [f"--hf_token={SECRET}"],
+    ["--hf-token", "$HF_TOKEN"],
+    ["--hf-token=$(HF_TOKEN)"],
+    ["--some-header", "Bearer ${HF_TOKEN}"],
+    ["--ssl-keyfile-password", SECRET],
+]
+
+
+@pytest.mark.parametrize("arguments", SECRET_ARGUMENTS)
+def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_graph(arguments):
+    variables = [{"name": "HF_TOKEN", "value": SECRET}]
+    for name, service in (("graph-v1alpha1", "VllmDecodeWorker"), ("graph-v1beta1", "decode")):
+        *_, graph = documents(name)
+        if name == "graph-v1alpha1":
+            worker = graph["spec"]["services"][service]
+            worker["envs"] = variables
+            main = worker["extraPodSpec"]["mainContainer"]
+        else:
+            main = graph["spec"]["components"][1]["podTemplate"]["spec"]["containers"][0]
+            main["env"] += variables
+        main["command"], main["args"] = ["python3", "-m", "dynamo.vllm"], ["--model", "m", *arguments]
+        made = imported([graph])
+        told = msgspec.json.encode([made.objects, made.notes]).decode()
+        assert SECRET not in told
+        assert "hf_token=" not in told
+        assert any(note.message.startswith("HF_TOKEN: has a secret's name") for note in made.notes)
+
+
+@pytest.mark.parametrize("arguments", SECRET_ARGUMENTS)
+def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_stack(arguments):
+    (values,) = documents("stack-alike")
+    entry = values["servingEngineSpec"]["modelSpec"][3]
+    entry["env"] = [{"name": "HF_TOKEN", "value": SECRET}]
+    entry["vllmConfig"]["extraArgs"] += arguments
+    made = imported([values])
+    told = msgspec.json.encode([made.objects, made.notes]).decode()
+    assert SECRET not in told
+    assert "hf_token=" not in told
+
+
+def test_who_left_a_secret_flag_out_says_where_it_belongs():
+    notes = []
+    assert settings_of({"hf-token": SECRET, "otlp-password": SECRET, "max-num-seqs": "2"}, "p", notes) == [
+        "--set",
+        "max_running=2",
+    ]
+    assert [note.message for note in notes] == [
+        "--hf-token: has a secret's name and is left out; name a Secret in model.tokenSecret",
+        "--otlp-password: has a secret's name and is left out; let a variable take it from a Secret",
+    ]
+
+
+def test_containers_beside_the_engines_keep_what_is_no_secret():
+    variables = [{"name": "LOG_API_KEY", "value": SECRET}, {"name": "LEVEL", "value": "info"}]
+    beside = {"name": "logs", "image": "i", "env": variables}
+    _, older = documents("graph-v1alpha1")
+    (newer,) = documents("graph-v1beta1")
+    pods = [
+        older["spec"]["services"]["VllmDecodeWorker"]["extraPodSpec"],
+        newer["spec"]["components"][1]["podTemplate"]["spec"],
+    ]
+    for graph, pod in zip((older, newer), pods, strict=True):
+        pod.setdefault("containers", []).append(beside)
+        pod["initContainers"] = [beside]
+        made = imported([graph])
+        role = made.objects[0]["spec"]["roles"][0]["podTemplate"]["spec"]
+        for kept in (role["containers"][-1], role["initContainers"][0]):
+            assert kept == {"name": "logs", "image": "i", "env": [{"name": "LEVEL", "value": "info"}]}
+        assert SECRET not in msgspec.json.encode(made.notes).decode()
+        assert sum(note.message.startswith("LOG_API_KEY: has a secret's name") for note in made.notes) == 2
+    assert len(beside["env"]) == 2, "what was read stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("HF_TOKEN", "hf_x", True),
+        ("hf-token", "1", True),
+        ("HF_TOKEN", "", False),
+        ("AUTH_TOKENS", "a,b", True),
+        ("ssl-keyfile-password", "x", True),
+        ("s3.secret_access_key", "x", True),
+        ("api-key", "x", True),
+        ("max-num-batched-tokens", "8192", False),
+        ("long-prefill-token-threshold", "2048", False),
+        ("return-tokens-as-token-ids", "true", False),
+        ("TOKENIZERS_PARALLELISM", "false", False),
+        ("tokenizer-mode", "slow", False),
+    ],
+)
+def test_secrets_are_known_by_their_names_and_amounts_of_tokens_are_none(name, value, secret):
+    assert is_secret(name, value) == secret
+
+
+def test_what_only_a_pod_knows_is_not_taken_for_empty():
+    from_secret = {"name": "PLACE", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+    assert variables_of([{"name": "A", "value": 1}, from_secret, {"name": "B"}]) == {"A": "1", "B": ""}
+
+
 def test_one_model_is_one_deployment_whatever_its_entries_are_called_and_another_is_another():
     made, specs = made_of("stack-alike")
 
@@ -133,7 +236,7 @@ def test_one_model_is_one_deployment_whatever_its_entries_are_called_and_another
     assert (alike.kv_transfer.paths, alike.kv_transfer.store_memory) == (("store",), "60G")
     assert (wide.roles[0].nodes_per_replica, wide.roles[0].gpus.per_replica) == (2, 16)
     assert (small.model.name, small.model.uri) == ("little", "tiny/gpt")
-    assert noted(made) == {"servingEngineSpec.modelSpec[3].requestGPU"}
+    assert noted(made) == {"servingEngineSpec.modelSpec[2]", "servingEngineSpec.modelSpec[3].requestGPU"}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +260,7 @@ def test_services_of_the_older_version_become_roles():
     assert (prefill.type, prefill.parallelism.tensor) == ("prefill", 8), "from a shell's line, with its variables"
     assert (spec.model.name, spec.model.uri) == ("qwen", "Qwen/Qwen3-235B")
     assert router.replicas == 2
-    assert spec.kv_transfer.paths == ("direct", "store"), "its connector keeps blocks"
+    assert spec.kv_transfer.paths == ("direct",), "its connector keeps blocks, but not those of several nodes"
     (main,) = decode.pod_template["spec"]["containers"]
     assert main["resources"]["limits"] == {"rdma/ib": "4"}
     assert {"name": "weights", "mountPath": "/model"} in main["volumeMounts"]
@@ -166,10 +269,51 @@ def test_services_of_the_older_version_become_roles():
     ]
     assert noted(made) == {
         "document 1",
+        "document 2: spec",
         "document 2: spec.services.Frontend.extraPodSpec.mainContainer.args",
         "document 2: spec.services.Planner",
+        "document 2: spec.services.VllmDecodeWorker",
         "document 2: spec.pvcs",
     }
+
+
+def test_a_connector_that_keeps_blocks_becomes_a_store_where_our_workers_can_have_one():
+    *_, graph = documents("graph-v1alpha1")
+    services = graph["spec"]["services"]
+    decode = services["VllmDecodeWorker"]
+    decode |= {"multinode": {"nodeCount": 1}, "resources": {"limits": {"gpu": "8"}}}
+    made = imported([graph])
+    assert made.objects[0]["spec"]["kvTransfer"]["paths"] == ["direct", "store"]
+    assert "spec" not in noted(made)
+
+    (line,) = services["VllmPrefillWorker"]["extraPodSpec"]["mainContainer"]["args"]
+    services["VllmPrefillWorker"]["extraPodSpec"]["mainContainer"]["args"] = [line.replace("-tp 8", "-tp 4 -pp 2")]
+    made = imported([graph])
+    assert "kvTransfer" not in made.objects[0]["spec"]
+    assert "spec" in noted(made)
+
+
+@pytest.mark.parametrize(("stages", "stored"), [(1, True), (2, False)])
+def test_a_stack_that_keeps_blocks_gets_a_store_where_our_workers_can_have_one(stages, stored):
+    (values,) = documents("stack-alike")
+    wide = values["servingEngineSpec"]["modelSpec"][2]
+    wide["vllmConfig"]["pipelineParallelSize"] = stages
+    wide["lmcacheConfig"] = {"enabled": True, "cpuOffloadingBufferSize": "60"}
+    made = imported([values])
+    assert ("kvTransfer" in made.objects[1]["spec"]) == stored
+    assert ("servingEngineSpec.modelSpec" in noted(made)) != stored
+
+
+def test_how_ranks_are_started_is_our_workers_own_business():
+    notes = []
+    assert settings_of({"distributed-executor-backend": "ray"}, "p", notes) == []
+    assert not notes
+
+
+def test_what_contradicts_itself_is_refused_and_not_written():
+    roles = (Role(name="alone", type=RoleType.PREFILL),)
+    with pytest.raises(ConfigurationRefused, match=r"it: spec\.roles: prefill and decode need each other"):
+        document("it", DisaggDeploymentSpec(model=ModelSource(name="m"), roles=roles))
 
 
 def test_components_of_the_newer_version_become_roles_and_a_picker_the_routers_own():

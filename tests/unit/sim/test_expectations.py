@@ -9,11 +9,12 @@ from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
 from fleet.roles import Role
 from fleet.router.expectations import Expectations, Kind, Profile
-from fleet.router.messages import Undelivered, WorkerLeft
+from fleet.router.messages import Stepped, Undelivered, WorkerLeft
 from fleet.router.observed import ObservedMachine
 from fleet.router.settings import RouterSettings
 from fleet.sim.faults import WorkerLost, WorkerSlow
 from fleet.sim.kernel import Kernel
+from fleet.work import Progress
 from kvstore.replay import Request
 from tests.builders import a_joined_worker, a_prompt, an_arrival
 from tests.unit.router.driver import START, Dispatch, the
@@ -156,3 +157,19 @@ def test_of_workers_without_a_profile_nothing_is_expected():
     kernel.at(Nanos(5), partial(world.send, Request(Nanos(5), 100, tuple(range(6)), 5)))
     kernel.run()
     assert expectations.expected() == []
+
+
+def test_a_clock_that_is_put_forward_by_weeks_teaches_nothing_and_breaks_nothing():
+    expectations = Expectations(lambda _: Profile(steps=StraightLine(), step_tokens=512))
+    machine = expectations.machine = ObservedMachine(RouterSettings(), Random(0), None, observer=expectations)
+    machine.handle(a_joined_worker("w1"), START)
+    sent = the(Dispatch, machine.handle(an_arrival(tokens=a_prompt(1000)), START))
+
+    for weeks in (3, 6):
+        progress = (Progress(request_id=sent.start.request_id, token_ids=(0,)),)
+        expectations(
+            Nanos(START + weeks * 7 * 86_400 * SECOND), Stepped(worker_id=sent.worker_id, progress=progress), []
+        )
+
+    assert {each.factor for each in expectations.expected()} == {1.0}
+    assert not expectations.alarms

@@ -204,6 +204,14 @@ def test_the_command_says_with_its_exit_status_whether_all_agrees(lines, tmp_pat
     assert json.loads(capsys.readouterr().out)["agree"] is True
     assert " place 1 on " in (tmp_path / "log").read_text()
 
+    said = tmp_path / "said"
+    assert (
+        run(["sim", "replay", str(path), "--json", str(said), "--decisions", f"{tmp_path}/../{tmp_path.name}/said"])
+        == 3
+    )
+    assert "is the file of --json as well" in capsys.readouterr().err
+    assert not said.exists()
+
     number = first(lines, lambda line: line.get("name") == "Arrived")
     path.write_bytes(b"".join(changed(lines, number, lambda line: line["event"]["sampling"].update(max_tokens=7))))
     assert run(["sim", "replay", str(path)]) == 1

@@ -357,6 +357,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             parts.relay,
             shared=settings.share_ports,
             processes=parts.replicas if parts.replicas is not None and parts.replicas.share_a_port else None,
+            connection_seconds=settings.connection_seconds,
         ) as http,
         open_grpc_frontend(
             settings.grpc_listen,
@@ -418,7 +419,9 @@ async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> Asy
 
     prompts = RoutersPrompts(parts.generation, parts.relay, parts.tenants, parts.clock)
     picker = EndpointPicker(settings.endpoint_picker, parts.router, parts.selection, prompts)
-    async with open_endpoint_picker(settings.endpoint_picker, picker, shared=settings.share_ports):
+    async with open_endpoint_picker(
+        settings.endpoint_picker, picker, shared=settings.share_ports, connection_seconds=settings.connection_seconds
+    ):
         yield picker
 
 

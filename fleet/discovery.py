@@ -79,7 +79,7 @@ class KubernetesDiscovery(
     """A Lease (coordination.k8s.io) for each worker.
 
     Workers need the verbs get, create, update and delete on leases there, routers list and watch; with `service`, workers also
-    patch and delete on endpointslices.
+    create, patch and delete on endpointslices.
     """
 
     cluster: LabelValue

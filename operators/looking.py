@@ -85,7 +85,8 @@ class Look:
         decided = reconcile(wish, msgspec.structs.replace(seen, afresh=afresh), self._images, self._now())
         refusals = await self._hand.perform(decided.actions, key.namespace)
         status = decided.status
-        if refusals:
+        if decided.actions:  # what was ready before them need not be now
+            seen = observe(self._store, custom, spec, told, self._wall(), served)
             status = reconcile(wish, msgspec.structs.replace(seen, refusals=refusals), self._images, self._now()).status
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
         await self._at_others(key, wish, status)

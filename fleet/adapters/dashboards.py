@@ -12,6 +12,19 @@ from fleet.adapters.metric_catalogue import Described, of_operator, of_router, o
 
 SCOPE = 'namespace=~"$namespace"'
 WINDOW = "$__rate_interval"
+ALIKE = frozenset(
+    {
+        *(f"fleet_worker_{each}" for each in ("running", "waiting", "kv_blocks_used", "kv_blocks", "cached_blocks")),
+        "fleet_cache_workers",
+        "fleet_index_blocks",
+        "fleet_refused_workers",
+        "fleet_store_blocks",
+        "fleet_operator_deployments",
+        "fleet_operator_objects",
+    }
+)
+"""What every router tells of the same workers and stores, and every operator of the same objects: it counts once, however many tell it."""
+
 COLUMNS, WIDTH, HEIGHT = 3, 8, 7
 
 
@@ -60,7 +73,10 @@ class Queries:
 
     def level(self, name: str, *by: str, legend: str = "", over: str = "sum") -> Query:
         self.metric(name, "gauge", by)
-        return Query(_summed(by, f"{name}{{{SCOPE}}}", over), legend or _legend(by))
+        told = f"{name}{{{SCOPE}}}"
+        if name in ALIKE:
+            told = f"max without (instance, pod, router) ({told})"
+        return Query(_summed(by, told, over), legend or _legend(by))
 
     def quantile(self, name: str, of: float, *by: str) -> Query:
         self.metric(name, "histogram", by)
@@ -242,7 +258,12 @@ def store() -> dict[str, Any]:
                     of.level("kvstore_pinned_blocks", "pod", legend="blocks, {{pod}}"),
                 ),
                 of.levels("Held for sessions", "kvstore_held_bytes", "pod", unit="bytes"),
-                of.levels("What other sizes and policies would hit", "kvstore_shadow_hit_rate", "policy", "scale"),
+                of.panel(
+                    "What other sizes and policies would hit",
+                    "kvstore_shadow_hit_rate",
+                    "percentunit",
+                    of.level("kvstore_shadow_hit_rate", "policy", "scale", over="avg"),
+                ),
             ),
         ),
         Row(
@@ -279,7 +300,7 @@ def operator() -> dict[str, Any]:
             "Deployments",
             (
                 of.levels("By readiness", "fleet_operator_deployments", "ready"),
-                of.levels("Waiting to be looked at", "fleet_operator_queue"),
+                of.levels("Waiting to be looked at", "fleet_operator_queue", "pod"),
                 of.levels("Objects known", "fleet_operator_objects", "kind"),
             ),
         ),

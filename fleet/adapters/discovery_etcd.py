@@ -116,6 +116,8 @@ class EtcdDirectory:
                     yield seen
         except grpc.aio.AioRpcError as error:
             raise DirectoryUnreachable(_said(error)) from error
+        except TimeoutError as error:
+            raise DirectoryUnreachable("etcd: it does not take a watch") from error
 
     async def _publish(self, channel: grpc.aio.Channel, record: Record) -> None:
         """Write the key, or keep it.

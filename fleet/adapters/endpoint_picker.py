@@ -39,7 +39,7 @@ from fleet.adapters.ext_proc import (
     subset_of,
 )
 from fleet.adapters.grpc_calls import Context, answered, parse, send, serialize
-from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
+from fleet.adapters.grpc_options import client_options
 from fleet.adapters.grpc_port import open_port
 from fleet.adapters.grpc_selection import MAX_REPORTED, Booking, SelectionService
 from fleet.adapters.openai_requests import NAMES, read_chat, read_completion
@@ -128,7 +128,7 @@ class RoutersPrompts:
 
 @asynccontextmanager
 async def open_endpoint_picker(
-    settings: EndpointPickerSettings, picker: "EndpointPicker", *, shared: bool = False
+    settings: EndpointPickerSettings, picker: "EndpointPicker", *, shared: bool = False, connection_seconds: float = 0
 ) -> AsyncIterator["EndpointPicker"]:
     """Listen and serve until the context ends; then running calls are cancelled.
 
@@ -136,11 +136,13 @@ async def open_endpoint_picker(
         settings: Where.
         picker: That serves.
         shared: Whether other processes may listen on the same port.
+        connection_seconds: How long a gateway's connection lasts; 0: for as long as the gateway likes. A gateway has one for all its
+            requests, so it is by this that they spread over the pickers behind a Service, and are elsewhere before this one ends.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    server = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
+    server = grpc.aio.server(options=client_options(shared=shared, connection_seconds=connection_seconds))
     picker.add(server)
     async with open_port(
         server, settings.listen, (READINESS, SERVICE), picker.ready, alive=(LIVENESS,)

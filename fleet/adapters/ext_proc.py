@@ -6,12 +6,14 @@ for the prefill worker is llm-d's, whose sidecars read it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from google.protobuf.struct_pb2 import Struct as Fields
 
 from fleet.adapters.openai_answers import error_object
 from fleet.adapters.status import APPEARANCES
 from fleet.errors import Refused
+from fleet.router.picker_settings import endpoint_in
 from fleet.v1 import ext_proc_pb2 as pb
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -22,6 +24,9 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 NAMESPACE = "envoy.lb"
 SERVED = "x-gateway-destination-endpoint-served"
 PREFILL = "x-prefiller-host-port"
+
+LONGEST_ENDPOINT = 64
+KNOWN_ENDPOINTS = 4096
 
 PIECE_BYTES = 62 * 1024
 """Of a body; Envoy recommends at most 64 KiB, with the message around it."""
@@ -39,18 +44,32 @@ def headers_of(message: pb.HttpHeaders, wanted: Sequence[str]) -> dict[str, str]
 
 
 def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
-    """The only endpoints that may be picked; None: any. What is no list of texts allows none."""
+    """The only endpoints that may be picked, as we spell them; None: any. What is no list of texts allows none."""
     hint = _field(message, SUBSET_NAMESPACE, SUBSET)
     if hint is None:
         return None
     texts = hint if isinstance(hint, list) else [hint]
-    return tuple(part.strip() for text in texts if isinstance(text, str) for part in text.split(",") if part.strip())
+    return tuple(_spelt(part) for text in texts if isinstance(text, str) for part in text.split(",") if part.strip())
 
 
 def served_of(message: pb.ProcessingRequest) -> str:
-    """The endpoint that gave the answer; empty: it is not told."""
+    """The endpoint that gave the answer, as we spell it; empty: it is not told."""
     told = _field(message, NAMESPACE, SERVED)
-    return told.strip() if isinstance(told, str) else ""
+    return _spelt(told) if isinstance(told, str) else ""
+
+
+def _spelt(endpoint: str) -> str:
+    """An endpoint as `picked` would say it; what is none stays as it came."""
+    endpoint = endpoint.strip()
+    return _known(endpoint) if len(endpoint) <= LONGEST_ENDPOINT else endpoint
+
+
+@lru_cache(maxsize=KNOWN_ENDPOINTS)
+def _known(endpoint: str) -> str:
+    try:
+        return endpoint_in(endpoint)
+    except ValueError:
+        return endpoint
 
 
 def _field(message: pb.ProcessingRequest, namespace: str, name: str) -> object:

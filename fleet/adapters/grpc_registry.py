@@ -180,7 +180,7 @@ class GrpcRegistries:
         Raises:
             RegistryUnreachable: It stands for nothing.
         """
-        if unix_path(self._address):
+        if unix_path(self._address) or "//" in self._address:  # a scheme of gRPC's own, which looks up by itself
             await self._keep([self._address])
             return
         try:

@@ -60,6 +60,10 @@ class Crds(_Values, frozen=True):
     keep: bool = True
     """They stay when the release goes, and with them every DisaggDeployment and what it serves. Off: all of that goes too."""
 
+    roles: bool = True
+    """With `install`: whoever may view or edit what is in a namespace may do that with these kinds too, by ClusterRoles that Kubernetes adds
+    to its own `view` and `edit`."""
+
 
 class Image(_Values, frozen=True):
     repository: Repository
@@ -236,7 +240,8 @@ class NetworkPolicy(_Values, frozen=True):
     """Peers as a NetworkPolicy names them; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Who may read metrics, where `clients` does not say so; empty: everybody."""
+    """Who may read metrics besides `clients`, and on routers by the same port. Empty: of the operator everybody may; of routers those who may
+    send requests."""
 
 
 class Monitors(_Values, frozen=True):

@@ -64,6 +64,7 @@ async def open_http_frontend(
     *,
     shared: bool = False,
     processes: Processes | None = None,
+    connection_seconds: float = 0,
 ) -> AsyncIterator["HttpFrontend"]:
     """Listen and serve until the context ends; then what is still running is cancelled.
 
@@ -76,6 +77,7 @@ async def open_http_frontend(
         relay: Serves the requests for models of foreign servers, if there are any.
         shared: Whether other processes may listen on the same port.
         processes: Those behind the same port, whose metrics are shown together; None: there is but this one.
+        connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
@@ -83,7 +85,9 @@ async def open_http_frontend(
     listening, address = bind(listen, shared=shared)
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
-        frontend = HttpFrontend(address, settings, generation, registry, clock, tasks, relay, processes)
+        frontend = HttpFrontend(
+            address, settings, generation, registry, clock, tasks, relay, processes, connection_seconds
+        )
         server = await asyncio.get_running_loop().create_server(frontend.connection, sock=listening)
         frontend.stop_listening = server.close
         sweep = tasks.create_task(frontend.sweep())
@@ -112,6 +116,7 @@ class HttpFrontend:
         tasks: asyncio.TaskGroup,
         relay: Relay | None,
         processes: Processes | None,
+        connection_seconds: float,
     ) -> None:
         self.address = address  # as clients write it, with the port that was taken
         self.stop_listening: Callable[[], None] = lambda: None
@@ -122,6 +127,7 @@ class HttpFrontend:
         self._tasks = tasks
         self._relay = relay
         self._processes = processes
+        self._connection_seconds = connection_seconds
         self._connections: dict[Connection, None] = {}
         self._heads = KnownHeads()
         self._held = HeldBodies()
@@ -142,7 +148,16 @@ class HttpFrontend:
 
     def connection(self) -> Connection:
         """A protocol for a client that has just connected."""
-        return Connection(self._settings, self._clock, self._serve, explain, self._connections, self._heads, self._held)
+        return Connection(
+            self._settings,
+            self._clock,
+            self._serve,
+            explain,
+            self._connections,
+            self._heads,
+            self._held,
+            self._connection_seconds,
+        )
 
     async def drain(self, within_seconds: float) -> None:
         """Take no more requests, and wait for the running ones, at most so long."""

@@ -88,9 +88,12 @@ class Connection(asyncio.Protocol):
         connections: "dict[Connection, None]",
         heads: KnownHeads,
         held: HeldBodies,
+        lasts_seconds: float = 0,
     ) -> None:
+        """`lasts_seconds`: for so long it takes requests, and one more, whose answer says that it was the last; 0: as the client likes."""
         self._settings = settings
         self._clock = clock
+        self._old_at = self._in(lasts_seconds) if lasts_seconds else None
         self._serve = serve
         self._explain = explain
         self._connections = connections
@@ -292,6 +295,11 @@ class Connection(asyncio.Protocol):
         self._advance()
 
     # From the server
+
+    @property
+    def old(self) -> bool:
+        """Whether the client is to make another connection."""
+        return self._old_at is not None and self._clock.now() >= self._old_at
 
     def expire(self, now: Nanos) -> None:
         """End what has lasted too long."""
@@ -546,7 +554,7 @@ class Exchange:
     def __init__(self, connection: Connection, request: HttpRequest) -> None:
         self._connection = connection
         self.request = request
-        self._keep_alive = request.head.keep_alive
+        self._keep_alive = request.head.keep_alive and not connection.old
         self._began = False
         self._complete = False
 

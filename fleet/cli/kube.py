@@ -30,6 +30,9 @@ MOST_VALUES = 1 << 18
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 _NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
+_QUOTED = re.compile(r"""(['"])(?!<)..+\1""")
+"""A word of a file, in an error of the YAML library; not one of its own (``'<stream end>'``)."""
+
 FIELDS = ("apiVersion", "kind", "metadata", "spec", "status")
 
 Manifest = dict[str, Any]
@@ -169,9 +172,19 @@ def _read(path: Path) -> list[Any]:
         # Not msgspec's: libyaml, which that uses, ends the process where a file is nested very deeply.
         documents = [each for each in yaml.safe_load_all(text) if each is not None]
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last: of a date that is none
-        raise ConfigurationRefused(f"{path}: {' '.join(str(error).split())}") from error
+        raise ConfigurationRefused(f"{path}: {_cause(error)}") from error
+    except (AttributeError, KeyError) as error:  # from within the library
+        raise ConfigurationRefused(f"{path}: a value is not of the type that its tag says") from error
     _check_values(documents, path)
     return documents
+
+
+def _cause(error: Exception) -> str:
+    """Why YAML could not be read, without what stands there: it may be a secret."""
+    said = str(error)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        said = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return _QUOTED.sub("'...'", " ".join(said.split()))
 
 
 def _check_values(documents: list[Any], path: Path) -> None:

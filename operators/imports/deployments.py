@@ -9,14 +9,18 @@ import msgspec
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
+from operators.consistency import contradictions
 from operators.imports.reading import Note
 from operators.resources import (
     GROUP,
     VERSION,
     DisaggDeploymentSpec,
     Drain,
+    EngineKind,
     Gpus,
     GpuVendor,
+    KvPath,
+    KvTransfer,
     Parallelism,
     Role,
     RoleType,
@@ -77,6 +81,13 @@ def spread(
     if ranks % nodes:
         notes.append(Note(path, f"{ranks} ranks cannot be shared out evenly among {nodes} nodes; nodesPerReplica is 1"))
         nodes = 1
+    if nodes > 1:
+        notes.append(
+            Note(
+                path,
+                f"{nodes} nodes a replica: its pods come and go as one, but workers start no engine over nodes yet",
+            )
+        )
     return Gpus(vendor=vendor, per_replica=ranks), nodes
 
 
@@ -92,17 +103,41 @@ def paired(roles: Sequence[Role], path: str, notes: list[Note]) -> tuple[Role, .
     )
 
 
+def transferred(
+    transfer: KvTransfer, engine: EngineKind, roles: Sequence[Role], path: str, notes: list[Note]
+) -> KvTransfer:
+    """How blocks travel, less what the engines as they are spread cannot do.
+
+    Args:
+        transfer: That was wished.
+        engine: Of all roles.
+        roles: Of workers.
+        path: Of what has the roles.
+        notes: Where to say what was changed.
+    """
+    # The store shares blocks out by heads: see `workers.engines.vllm_launch.UNSHARED`.
+    unshared = any(role.nodes_per_replica > 1 or role.parallelism.pipeline > 1 for role in roles)
+    if KvPath.STORE not in transfer.paths or engine is not EngineKind.VLLM or not unshared:
+        return transfer
+    notes.append(
+        Note(path, "blocks of an engine over several nodes or stages cannot be kept for later; no store is made")
+    )
+    return KvTransfer()
+
+
 def document(name: str, spec: DisaggDeploymentSpec, namespace: str = "") -> dict[str, Any]:
     """The object as people write it.
 
     Raises:
-        ConfigurationRefused: What was read does not fit into a field of ours.
+        ConfigurationRefused: What was read does not fit into a field of ours, or not together.
     """
     written = said(spec)
     try:
-        msgspec.convert(written, DisaggDeploymentSpec)
+        fitting = msgspec.convert(written, DisaggDeploymentSpec)
     except msgspec.ValidationError as error:
         raise ConfigurationRefused(f"DisaggDeployment {name}: spec: {error}") from error
+    for path, cause in contradictions(fitting):
+        raise ConfigurationRefused(f"DisaggDeployment {name}: {path}: {cause}")
     metadata = {"name": name} | ({"namespace": namespace} if namespace else {})
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DisaggDeployment", "metadata": metadata, "spec": written}
 

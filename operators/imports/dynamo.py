@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
-from operators.imports.deployments import Imported, Names, document, drain, paired, spread
+from operators.imports.deployments import Imported, Names, document, drain, paired, spread, transferred
 from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
 from operators.imports.pods import MAIN, PodTemplate, gpus_of, variables_of, without_secrets
 from operators.imports.reading import Note, Reader
@@ -130,7 +130,7 @@ def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -
         model=model,
         engine=engine,
         roles=(*roles, *(() if router is None else (router,))),
-        kv_transfer=_transfer(workers, notes),
+        kv_transfer=transferred(_transfer(workers, notes), engine, roles, spec.path, notes),
         routing=routing,
     )
     return Imported((document(given, made, place),), tuple(notes))

@@ -54,6 +54,7 @@ OURS = frozenset(
         "disaggregation-mode",
         "disaggregation-transfer-backend",
         "disaggregation-bootstrap-port",
+        "distributed-executor-backend",
         "kv-transfer-config",
         "kv-events-config",
         "connector",

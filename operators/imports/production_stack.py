@@ -14,12 +14,13 @@ from typing import Any
 from msgspec import Struct, structs
 
 from fleet.errors import ConfigurationRefused
-from operators.imports.deployments import Imported, Names, document, drain, paired, spread
+from operators.imports.deployments import Imported, Names, document, drain, paired, spread, transferred
 from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
 from operators.imports.pods import PodTemplate, gpus_called, gpus_of
 from operators.imports.reading import Note, Reader, says_something
 from operators.resources import (
     DisaggDeploymentSpec,
+    EngineKind,
     GpuVendor,
     KvPath,
     KvTransfer,
@@ -146,17 +147,15 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
     for model, alike in by_model.items():
         given = name if len(by_model) == 1 and name else alike[0].name if len(alike) == 1 else model.rpartition("/")[2]
         served = next((each.served for each in alike if each.served), model)
+        roles = paired(_renamed(alike), f"{SIGN}.modelSpec", notes)
         spec = DisaggDeploymentSpec(
             model=ModelSource(
                 name=served,
                 uri="" if served == model else model,
                 token_secret=next((each.secret for each in alike if each.secret), ""),
             ),
-            roles=(
-                *paired(_renamed(alike), f"{SIGN}.modelSpec", notes),
-                *(() if router is None else (router,)),
-            ),
-            kv_transfer=_transfer(alike),
+            roles=(*roles, *(() if router is None else (router,))),
+            kv_transfer=transferred(_transfer(alike), EngineKind.VLLM, roles, f"{SIGN}.modelSpec", notes),
             routing=routing,
             suspend=suspend,
         )

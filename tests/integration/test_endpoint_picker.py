@@ -96,7 +96,7 @@ P1 = joined("p1", "10.0.1.1:8000", Role.PREFILL)
 
 
 @asynccontextmanager
-async def a_world(model_dir, *workers, picker=None, leads=lambda: True, tenants=None, **settings):
+async def a_world(model_dir, *workers, picker=None, leads=lambda: True, tenants=None, connection_seconds=0, **settings):
     clock, threads = SystemClock(), TokenisingThreads()
     known = Tenants(tenants or {}, clock.now())
     selecting = SelectingWorkers(Untouched())
@@ -115,7 +115,11 @@ async def a_world(model_dir, *workers, picker=None, leads=lambda: True, tenants=
     selection = SelectionService(router, selecting, tenant_secret=b"")
     limits = EndpointPickerSettings(**{"host": "127.0.0.1", "port": 0, **(picker or {})})
     made = EndpointPicker(limits, router, selection, RoutersPrompts(generation, None, known, clock), leads)
-    async with asyncio.timeout(60), open_endpoint_picker(limits, made), a_gateway(made.address) as gateway:
+    async with (
+        asyncio.timeout(60),
+        open_endpoint_picker(limits, made, connection_seconds=connection_seconds),
+        a_gateway(made.address) as gateway,
+    ):
         yield World(router, made, gateway, known)
     threads.close()
 
@@ -193,6 +197,29 @@ async def test_only_endpoints_that_the_gateway_allows_are_picked(model_dir, subs
             picked = await world.request().ask(a_completion([number + 1] * 40), subset=subset)
             assert picked.endpoints == ["10.0.0.2:8000"]
         assert world.booked() == {"d2": 3}
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["[fd00::2]:8000", "fd00::2:8000", "[fd00:0:0:0:0:0:0:2]:8000", "fd00:0000:0000:0000:0000:0000:0000:0002:8000"],
+)
+async def test_an_endpoint_is_the_same_however_a_gateway_spells_it(model_dir, written):
+    async with a_world(model_dir, D1, joined("d2", "[fd00::2]:8000"), picker={"fallbacks": 0}) as world:
+        request = world.request()
+        assert (await request.ask(a_completion(), subset=["[fd00::3]:1", f" {written} "])).endpoints == [
+            "[fd00::2]:8000"
+        ]
+        await request.answer_begins(served=written)
+        assert world.booked() == {"d2": 1}, "it did answer from there"
+        await request.answer_goes_on(EVENT, ends=True)
+    async with a_world(model_dir, D1, picker={"router_endpoint": "[fd00::2]:8000"}) as world:
+        assert (await world.request().ask(b"any", subset=[written])).endpoints == ["[fd00::2]:8000"]
+
+
+@pytest.mark.parametrize("entry", ["", ",", "fd00::2", "[fd00::2", "10.0.0.1:", "10.0.0.1:x", "a" * 100_000])
+async def test_what_is_no_endpoint_allows_none(model_dir, entry):
+    async with a_world(model_dir, D1) as world:
+        assert (await world.request().ask(a_completion(), subset=[entry])).status == 503
 
 
 @pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"], ["10.0.1.1:8000"], 7, [7, True, None], {"a": "b"}])
@@ -413,6 +440,24 @@ async def test_draining_waits_for_answers_that_pass(model_dir):
         await draining
 
 
+async def test_a_gateways_connection_ends_in_time_and_no_request_does(model_dir):
+    async with a_world(model_dir, D1, connection_seconds=0.2) as world:
+        request, channel = world.request(), world.gateway.channel
+        await request.ask(a_completion())
+        assert channel.get_state() is grpc.ChannelConnectivity.READY
+        async with asyncio.timeout(20):
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+
+        other = world.request()
+        await other.ask(a_completion([7] * 40))
+        assert world.booked() == {"d1": 2}, "over another connection"
+        for each in (request, other):
+            await each.answer_begins()
+            assert await each.answer_goes_on(EVENT, ends=True) == EVENT
+            await each.over()
+        await world.idle()
+
+
 async def test_a_router_can_name_itself_where_its_workers_speak_no_http(model_dir):
     own = "10.1.1.1:8000"
     async with a_world(model_dir, picker={"router_endpoint": own}) as world:
@@ -448,6 +493,7 @@ async def test_servers_that_know_nothing_of_fleet_are_picked_by_what_they_were_s
     config = {
         "http_listen": "127.0.0.1:0",
         "grpc_listen": "127.0.0.1:0",
+        "connection_seconds": 0.5,
         "endpoint_picker": {"host": "127.0.0.1", "port": 0},
         "openai_workers": [
             {"worker_id": f"w{number}", "url": server.url, "model": "mock"} for number, server in enumerate(servers)
@@ -487,6 +533,8 @@ async def test_servers_that_know_nothing_of_fleet_are_picked_by_what_they_were_s
                             await each.answer_begins()
                             await each.answer_goes_on(EVENT, ends=True)
                         open_requests.clear()
+            async with asyncio.timeout(20):  # another is to be made in time
+                await gateway.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         assert set(went) == {server.url.removeprefix("http://") for server in servers}
         assert went[:6] == went[6:]
     finally:

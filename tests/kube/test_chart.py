@@ -292,7 +292,12 @@ def test_definitions_are_the_operators_and_are_kept_or_not():
 
 @pytest.mark.parametrize(("name", "kind"), [("default", "Role"), ("everything", "ClusterRole")])
 def test_the_operator_is_allowed_what_its_code_asks_for(name, kind):
-    found = [each for each in rendered(name) if each["kind"] in {"Role", "ClusterRole"}]
+    found = [
+        each
+        for each in rendered(name)
+        if each["kind"] in {"Role", "ClusterRole"}
+        and each["metadata"]["labels"]["app.kubernetes.io/component"] == "operator"
+    ]
     granted = {
         (each["kind"], group, resource, verb)
         for each in found
@@ -312,6 +317,20 @@ def test_the_operator_is_allowed_what_its_code_asks_for(name, kind):
     accounts = {each["metadata"]["name"] for each in rendered(name) if each["kind"] == "ServiceAccount"}
     assert {each["roleRef"]["name"] for each in bindings} == {each["metadata"]["name"] for each in found}
     assert all(subject["name"] in accounts for each in bindings for subject in each["subjects"])
+
+
+def test_who_may_view_or_edit_a_namespace_may_do_so_with_our_kinds():
+    found = by_name(rendered("default"))
+    view, edit = (found["ClusterRole", f"serving-fleet-{name}"] for name in ("view", "edit"))
+    plurals = {kind.plural for kind in KINDS}
+
+    for role, name in ((view, "view"), (edit, "edit")):
+        assert role["metadata"]["labels"][f"rbac.authorization.k8s.io/aggregate-to-{name}"] == "true"
+    (seen,), (edited,) = view["rules"], edit["rules"]
+    assert set(seen["resources"]) == plurals | {f"{each}/status" for each in plurals} | {"rolescalers/scale"}
+    assert set(edited["resources"]) == plurals | {"rolescalers/scale"}
+    for values in ({"crds": {"roles": False}}, {"crds": {"install": False}}):
+        assert not [kind for kind, _ in by_name(documents(helm_3_render(values))) if kind == "ClusterRole"]
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,23 @@ def test_a_release_from_install_to_uninstall_leaves_nothing(helm, api, namespace
     eventually(lambda: everything(api, namespace) <= before)
 
 
+def test_an_upgrade_leaves_replicas_to_the_autoscaler_from_the_first_moment(helm, api, namespace):
+    path = f"/apis/apps/v1/namespaces/{namespace}/deployments/fleet-routers"
+    scaled = {"routers": {"autoscaling": {"enabled": True}}, "crds": {"keep": False}}
+
+    def replicas():
+        return api.get(path).expect(200)["spec"]["replicas"]
+
+    helm.install(CHART, {"routers": {"replicas": 4}, "crds": {"keep": False}})
+    helm.upgrade(CHART, scaled)
+    assert replicas() == 4
+    api.patch(f"{path}/scale", "merge", {"spec": {"replicas": 7}}).expect(200)
+    for _ in range(2):
+        helm.upgrade(CHART, scaled)
+        assert replicas() == 7
+    helm.uninstall()
+
+
 def test_definitions_that_are_kept_keep_deployments_and_a_new_release_finds_them(helm, api, namespace):
     helm.install(CHART, {})
     served(api)

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Self
 
+import httpx
 import msgspec
 import pytest
 import yaml
@@ -25,6 +26,8 @@ from fleet.roles import Phase
 from tests.kube.kubelet.cluster import a_cluster
 from tests.kube.kubelet.objects import condition
 from tests.kube.running import an_api_server
+
+pytestmark = pytest.mark.timeout(300)  # a dozen processes are started, on whatever machine this is
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "fleet"
 SAMPLE = Path(__file__).parents[2] / "deploy" / "samples" / "cpu.yaml"
@@ -49,17 +52,19 @@ def cluster(server, tmp_path, model_dir):
 
 
 class Load:
-    """Requests, one after another, from several threads; remembers what failed."""
+    """Requests, one after another, from several threads: one half over gRPC, the other over HTTP. Remembers what failed."""
 
-    def __init__(self, address: str, threads: int = 2) -> None:
+    def __init__(self, grpc: str, http: str, threads: int = 8) -> None:
         self.answered = 0
         self.pairs: set[tuple[str, str]] = (
             set()
         )  # revisions of those who handed blocks over, and of those who took them
         self.failed: list[str] = []
-        self._address = address
+        self._grpc, self._http = grpc, http
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._by_http if number % 2 else self._by_grpc) for number in range(threads)
+        ]
 
     def __enter__(self) -> Self:
         for thread in self._threads:
@@ -71,8 +76,18 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def _run(self) -> None:
-        with Client(self._address) as client:
+    def _by_http(self) -> None:
+        with httpx.Client(base_url=f"http://{self._http}", trust_env=False, timeout=30) as client:
+            while not self._stop.is_set():
+                asked = {"model": "tiny", "prompt": f"{self.answered} {PROMPT}", "max_tokens": 16}
+                try:
+                    client.post("/v1/completions", json=asked).raise_for_status()
+                    self.answered += 1
+                except httpx.HTTPError as error:
+                    self.failed.append(repr(error))
+
+    def _by_grpc(self) -> None:
+        with Client(self._grpc) as client:
             while not self._stop.is_set():
                 try:
                     answer = client.complete(f"{self.answered} {PROMPT}", max_tokens=16)
@@ -143,7 +158,7 @@ def test_from_an_empty_cluster_to_an_empty_cluster(server, cluster, tmp_path, mo
         kube("scale", "rolescaler/tiny-prefill", "--replicas=2")
         eventually(lambda: registered("prefill") == 2, SECONDS)
 
-        with Load(cluster.way_to("tiny-router", 50051), threads=8) as load:
+        with Load(cluster.way_to("tiny-router", 50051), cluster.way_to("tiny-router", 8000)) as load:
             eventually(lambda: load.answered)
             for change in ({"image": "fleet-worker-cpu:next"}, {"routing": {"policy": "least_loaded"}}):
                 before = {pod["metadata"]["uid"] for pod in pods("router" if "routing" in change else "decode")}

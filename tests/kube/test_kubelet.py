@@ -135,7 +135,8 @@ def test_a_pod_that_is_deleted_gets_no_more_requests_then_its_hook_then_sigterm(
 
 
 def test_a_rolling_update_keeps_as_many_ready_as_it_promised(cluster, api, settings, service):
-    api.post(f"{APPS}/deployments", a_deployment(2)).expect(201)
+    hook = {"preStop": {"sleep": {"seconds": 1}}}
+    api.post(f"{APPS}/deployments", a_deployment(2, lifecycle=hook)).expect(201)
     before = eventually(lambda: len(ready(api)) == 2 and set(ready(api)))
     way = cluster.way_to("web", 8080)
     eventually(lambda: asked(way, 1))

@@ -55,9 +55,13 @@ def a_process(settings, folder):
     return process, json.loads(line) if line else {}
 
 
-def grant(api, namespace):
+def grant(api, namespace, without=""):
     """A Role with exactly what `operators.access` lists."""
-    rules = [{"apiGroups": [each.group], "resources": [each.resource], "verbs": list(each.verbs)} for each in ACCESS]
+    rules = [
+        {"apiGroups": [each.group], "resources": [each.resource], "verbs": list(each.verbs)}
+        for each in ACCESS
+        if each.resource != without
+    ]
     rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
     reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
     subject = {"kind": "ServiceAccount", "name": "fleet-operator", "namespace": "default"}
@@ -160,3 +164,31 @@ def test_settings_that_cannot_be_obeyed_are_refused_in_one_line(tmp_path, change
     assert process.returncode == 3
     assert words in log
     assert log.count("\n") == 1
+
+
+async def test_what_it_may_not_read_is_named_where_it_is_asked_whether_it_is_ready(tmp_path):
+    authority = Authority(tmp_path, "authority")
+    with an_api_server(with_controllers=True, authority=authority) as server:
+        install(server)
+        with Api(server.url, authority=authority.file) as api:
+            grant(api, "default", without="pods")
+            settings = {
+                "images": to_builtins(IMAGES),
+                "identity": "operator-0",
+                "namespaces": ["default"],
+                "lease": {"namespace": "default", **QUICK},
+                "listen": "127.0.0.1:0",
+                "kubeconfig": str(server.kubeconfig(tmp_path, token=ACCOUNT)),
+                "ask_routers": False,
+            }
+            process, endpoints = a_process(settings, tmp_path)
+            try:
+                readyz = f"http://{endpoints['http']}/readyz"
+                await eventually(
+                    lambda: httpx.get(readyz, trust_env=False).text == "the API server has not told yet: Pod\n"
+                )
+                assert httpx.get(readyz, trust_env=False).status_code == 503
+            finally:
+                process.send_signal(signal.SIGTERM)
+                _, log = process.communicate(timeout=20)
+    assert 'kind=Pod cause=User "system:serviceaccount:default:fleet-operator" cannot list resource "pods"' in log

@@ -48,7 +48,12 @@ async def run(*command: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    said, _ = await process.communicate()
+    try:
+        said, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {said.decode().strip()}")
 

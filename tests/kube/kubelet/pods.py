@@ -136,7 +136,7 @@ class _Pod:
                 await self._live(sandbox, spec)
         finally:
             for container in self._containers:
-                container.kill()
+                await container.end()
             if api is not None:
                 await api.close()
             if sandbox is not None:
@@ -361,6 +361,11 @@ class _Container:
         self._stopping = True
         self._signal(signal.SIGKILL)
 
+    async def end(self) -> None:
+        self.kill()
+        if self.process is not None:
+            await self.process.wait()
+
     def _signal(self, number: signal.Signals) -> None:
         """To the first process; to all where they are to be killed."""
         if self.process is None or self.process.returncode is not None:
@@ -415,6 +420,7 @@ class _Container:
         finally:
             if process.returncode is None:
                 process.kill()
+                await process.wait()
 
     def _environment(self) -> dict[str, str]:
         environment = {

@@ -51,9 +51,14 @@ class Sandbox:
             stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
-        if not await process.stdout.readline():
-            raise RuntimeError(f"the pod in {folder} could not be made")
-        return cls(folder, process, await network.connect(process.pid))
+        try:
+            if not await process.stdout.readline():
+                raise RuntimeError(f"the pod in {folder} could not be made")
+            return cls(folder, process, await network.connect(process.pid))
+        except BaseException:
+            process.kill()
+            await process.wait()
+            raise
 
     async def start(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path

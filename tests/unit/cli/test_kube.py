@@ -101,6 +101,8 @@ def test_definitions_of_all_kinds_are_printed(capsys):
         ("on: 1", "a key must be a text, not True; put it in quotes"),
         ("a: 2026-01-01", "a value must be a text, not a date; put it in quotes"),
         ("a: 2026-13-41", "month must be in 1..12"),
+        ("a: !!bool x", "not of the type that its tag says"),
+        ("a: !!timestamp x", "not of the type that its tag says"),
         ("a: !!python/object:os.system {}", "could not determine a constructor"),
         ("\x00", "special characters are not allowed"),
     ],
@@ -112,6 +114,16 @@ def test_a_file_that_cannot_be_rendered_is_refused_in_a_line_and_nothing_is_prin
     assert out == ""
     assert said in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['"SESAME', "SESAME: x", "*SESAME", "!SESAME x", "!!int SESAME", "!!float SESAME", "!!bool SESAME", "[SESAME"],
+)
+def test_what_is_wrong_with_yaml_is_said_without_what_stands_there(line, tmp_path, capsys):
+    for command in (rendered, imported):
+        assert command(f"a:\n  password: {line}\n", tmp_path) == 3
+        assert "SESAME" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("broken", [7, "x", [7], {"spec": 7}, {"metadata": "x"}, {"spec": {"containers": [{}, 7]}}])

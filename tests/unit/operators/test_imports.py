@@ -132,6 +132,8 @@ SECRET_ARGUMENTS = [
     ["--ssl-keyfile-password", SECRET],
 ]
 
+PASSED_ON = ("--hf-token: goes", "--ssl-keyfile-password: goes")
+
 
 @pytest.mark.parametrize("arguments", SECRET_ARGUMENTS)
 def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_graph(arguments):
@@ -151,6 +153,7 @@ def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_graph(arguments):
         assert SECRET not in told
         assert "hf_token=" not in told
         assert any(note.message.startswith("HF_TOKEN: has a secret's name") for note in made.notes)
+        assert not any(note.message.startswith(PASSED_ON) for note in made.notes)
 
 
 @pytest.mark.parametrize("arguments", SECRET_ARGUMENTS)
@@ -163,6 +166,7 @@ def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_stack(arguments):
     told = msgspec.json.encode([made.objects, made.notes]).decode()
     assert SECRET not in told
     assert "hf_token=" not in told
+    assert not any(note.message.startswith(PASSED_ON) for note in made.notes)
 
 
 def test_who_left_a_secret_flag_out_says_where_it_belongs():

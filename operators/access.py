@@ -44,7 +44,7 @@ def _of(kind: Kind, verbs: tuple[str, ...], part: str = "", *, own_namespace: bo
 
 ACCESS: tuple[Access, ...] = (
     _of(kinds.DISAGG_DEPLOYMENT, READ),
-    _of(kinds.ROLE_SCALER, (*READ, "create", "patch", "delete")),
+    _of(kinds.ROLE_SCALER, (*READ, "create", "delete")),
     _of(kinds.SERVING_PLAN, READ),
     _of(kinds.SERVING_REQUEST, READ),
     *(_of(kind, ("patch",), "status") for kind in kinds.CUSTOM),

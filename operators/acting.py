@@ -116,9 +116,23 @@ class Hand:
         return manifest if found is None else manifest | {"metadata": metadata | {"uid": found.metadata.uid}}
 
     async def _apply(self, kind: Kind, manifest: Manifest) -> None:
-        self._permit("apply")
         view = OF_KIND[kind]
+        if kind == kinds.ROLE_SCALER:
+            await self._create(kind, view, manifest)
+            return
+        self._permit("apply")
         self._store.of(kind, view).put(await self._cluster.apply(kind, view, manifest))
+
+    async def _create(self, kind: Kind, view: type[Named], manifest: Manifest) -> None:
+        """Of what somebody else writes from then on: what is there already, and was not told yet, is as that somebody wants it."""
+        self._permit("create")
+        try:
+            made = await self._cluster.create(kind, view, manifest["metadata"]["namespace"], manifest)
+        except Denied as error:
+            if error.reason == "AlreadyExists":
+                raise Stale(f"{kind.name} {manifest['metadata']['name']} is there already") from error
+            raise
+        self._store.of(kind, view).put(made)
 
     async def _scale(self, kind: Kind, namespace: str, name: str, replicas: int, was: int | None) -> None:
         cache = self._store.of(kind, Scaled)

@@ -28,7 +28,6 @@ from operators.resources import (
     VERSION,
     DisaggDeploymentSpec,
     EngineKind,
-    Fallback,
     GpuVendor,
     KvPath,
     Role,
@@ -44,6 +43,7 @@ PICKER = 9002
 NAME = "app.kubernetes.io/name"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
+PART_OF = "app.kubernetes.io/part-of"
 ROLE = f"{GROUP}/role"
 COMPONENT = "app.kubernetes.io/component"
 TYPE = f"{GROUP}/type"
@@ -293,7 +293,7 @@ def _worker_settings(deployment: Deployment, role: Role) -> Manifest:
 
 def _router_settings(deployment: Deployment) -> Manifest:
     routing, spec = deployment.spec.routing, deployment.spec
-    settings: Manifest = {
+    return {
         "http_listen": f"0.0.0.0:{HTTP}",
         "grpc_listen": f"0.0.0.0:{GRPC}",
         "control_listen": f"0.0.0.0:{CONTROL}",
@@ -302,10 +302,8 @@ def _router_settings(deployment: Deployment) -> Manifest:
         "policy": routing.policy,
         "remote_prefill_min_tokens": routing.disaggregate_above_tokens,
         "prefer_direct": spec.kv_transfer.paths[0] is KvPath.DIRECT,
+        "drain_timeout_ms": deployment.router.drain.timeout_seconds * 1000,
     }
-    if routing.fallback is Fallback.REJECT:
-        settings["max_queued"] = 0
-    return settings
 
 
 def _pod(
@@ -521,9 +519,11 @@ def _service(
 
 
 def _disruption_budget(deployment: Deployment, role: Role) -> Manifest:
-    """As many as a rollout may take away, and one at least, or no node could ever be emptied."""
+    """As many pods as a rollout may take replicas away, and one at least, or no node could ever be emptied."""
     spec = {
         "maxUnavailable": max(1, role.rollout.max_unavailable),
+        # What is not ready serves nobody, and must not keep a node from being emptied.
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": _selected(deployment, role)},
     }
     return _object(
@@ -558,7 +558,7 @@ def _to_router(deployment: Deployment, doors: Mapping[str, int]) -> Manifest:
     """Who reaches routers: clients where requests come in; where workers register, only our own pods: workers, other routers, the operator."""
     ours = [
         {"podSelector": {"matchLabels": {INSTANCE: deployment.name, NAME: "fleet"}}},
-        {"namespaceSelector": {}, "podSelector": {"matchLabels": {COMPONENT: "operator"}}},
+        {"namespaceSelector": {}, "podSelector": {"matchLabels": {COMPONENT: "operator", PART_OF: "fleet"}}},
     ]
     spec = {
         "podSelector": {"matchLabels": _selected(deployment, deployment.router)},

@@ -5,11 +5,11 @@ The definition of them is there, in CEL; tests hold both to the same samples.
 
 from collections.abc import Iterator
 
-from operators.resources import DisaggDeploymentSpec, Role, RoleType, ScalingMode
+from operators.resources import DisaggDeploymentSpec, EngineKind, KvPath, Role, RoleType, ScalingMode
 
 
-def contradictions(spec: DisaggDeploymentSpec) -> Iterator[tuple[str, str]]:
-    """Where a deployment contradicts itself, as (path in it, why)."""
+def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple[str, str]]:
+    """Where a deployment contradicts itself, as (path in it, why). `name` is its own; empty: it has none yet."""
     names: set[str] = set()
     for index, role in enumerate(spec.roles):
         path = f"spec.roles[{index}]"
@@ -28,6 +28,12 @@ def contradictions(spec: DisaggDeploymentSpec) -> Iterator[tuple[str, str]]:
     budget = spec.balance.gpu_budget
     if budget and any(role.replicas * role.gpus.per_replica > budget for role in spec.roles):
         yield "spec", "balance.gpuBudget: a role alone needs more"
+    stored = spec.engine is EngineKind.VLLM and KvPath.STORE in spec.kv_transfer.paths
+    if stored and any(role.nodes_per_replica > 1 or role.parallelism.pipeline > 1 for role in spec.roles):
+        yield "spec", "kvTransfer.paths: a store takes blocks of engines on one node and without pipeline stages"
+    if any(len(name) + len(role.name) > (38 if role.nodes_per_replica > 1 else 54) for role in spec.roles):
+        why = "too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1"
+        yield "metadata.name", why
 
 
 def _of_role(role: Role) -> Iterator[str]:

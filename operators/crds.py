@@ -17,6 +17,7 @@ from operators import resources
 from operators.resources import (
     DEPLOYMENT_RULES,
     GROUP,
+    OBJECT_RULES,
     VERSION,
     DisaggDeploymentSpec,
     DisaggDeploymentStatus,
@@ -52,6 +53,9 @@ class Kind(Struct, frozen=True, kw_only=True):
     rules: Meta | None = None
     """Of the spec as a whole."""
 
+    object_rules: Meta | None = None
+    """Of the object as a whole, its name too."""
+
     scale: bool = False
 
 
@@ -67,6 +71,7 @@ KINDS = (
         spec=DisaggDeploymentSpec,
         status=DisaggDeploymentStatus,
         rules=DEPLOYMENT_RULES,
+        object_rules=OBJECT_RULES,
         columns=(
             Column("Ready", _condition("Ready")),
             Column("Reason", _condition("Ready", "reason")),
@@ -169,6 +174,7 @@ def definition(kind: Kind) -> Schema:
                                 "spec": spec,
                                 "status": _as_written(structural(kind.status)),
                             },
+                            **((kind.object_rules.extra_json_schema or {}) if kind.object_rules is not None else {}),
                         }
                     },
                 }

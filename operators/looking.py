@@ -189,4 +189,6 @@ def _turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
 def _where(error: msgspec.ValidationError) -> str:
     """The field that is not understood, and what is expected there; never what is there."""
     cause, _, path = str(error).partition(" - at `$")
+    if cause.startswith("Invalid enum value"):
+        cause = "Invalid enum value"
     return f"spec{path.rstrip('`')}: {cause}"

@@ -65,9 +65,14 @@ def registered(
     found = {each.pod: each for each in told or ()}
     for lease in every:
         if lease.holder and now < ends(lease):
-            warm = lease.annotations.get(WARM, "")
-            found[lease.holder] = Registration(pod=lease.holder, warm_blocks=int(warm) if warm.isdecimal() else None)
+            found[lease.holder] = Registration(pod=lease.holder, warm_blocks=_warm(lease, found.get(lease.holder)))
     return found
+
+
+def _warm(lease: WorkerLease, told: Registration | None) -> int | None:
+    """As the Lease says; where it does not, as the router does."""
+    warm = lease.annotations.get(WARM, "")
+    return int(warm) if warm.isdecimal() else None if told is None else told.warm_blocks
 
 
 def ends(lease: WorkerLease) -> datetime:

@@ -82,14 +82,6 @@ class KvPath(StrEnum):
     STORE = "store"
 
 
-class Fallback(StrEnum):
-    """What a request gets that should be prefilled elsewhere while nobody does."""
-
-    AGGREGATE = "Aggregate"
-    QUEUE = "Queue"
-    REJECT = "Reject"
-
-
 class FailureMode(StrEnum):
     OPEN = "FailOpen"
     CLOSE = "FailClose"
@@ -141,7 +133,7 @@ class Rollout(_Resource, frozen=True):
 
 class Drain(_Resource, frozen=True):
     timeout_seconds: Seconds = 300
-    """A worker that is told to go finishes its requests and hands over its blocks within this, and is then ended."""
+    """A worker that is told to go finishes its requests within this, and is then ended."""
 
 
 class Gpus(_Resource, frozen=True):
@@ -192,7 +184,8 @@ class Role(_Resource, frozen=True):
     scaling: Scaling = Scaling()
     parallelism: Parallelism = Parallelism()
     nodes_per_replica: Annotated[int, Meta(ge=1, le=64)] = 1
-    """More than 1: a group of pods that lives and dies together, the first of which leads."""
+    """More than 1: a group of pods that is placed, lives and dies together, the first of which leads. The workers in it do not yet run one
+    engine together: that takes a container of your own, in podTemplate."""
 
     gpus: Gpus = Gpus()
     topology: Topology = Topology()
@@ -224,9 +217,8 @@ class InferencePool(_Resource, frozen=True):
 class Routing(_Resource, frozen=True):
     policy: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet"
     disaggregate_above_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 512
-    """Prompt tokens still to be computed from which on a prefill worker does it."""
+    """Prompt tokens still to be computed from which on a prefill worker does it. While there is none, decode workers do."""
 
-    fallback: Fallback = Fallback.AGGREGATE
     inference_pool: InferencePool = InferencePool()
 
 
@@ -268,7 +260,23 @@ DEPLOYMENT_RULES = _rules(
         "self.balance.gpuBudget == 0 || self.roles.all(r, r.replicas * r.gpus.perReplica <= self.balance.gpuBudget)",
         "balance.gpuBudget: a role alone needs more",
     ),
+    (
+        (
+            "self.engine != 'vllm' || !('store' in self.kvTransfer.paths) || "
+            "self.roles.all(r, r.nodesPerReplica == 1 && r.parallelism.pipeline == 1)"
+        ),
+        "kvTransfer.paths: a store takes blocks of engines on one node and without pipeline stages",
+    ),
 )
+
+OBJECT_RULES = _rules(
+    (
+        "self.spec.roles.all(r, self.metadata.name.size() + r.name.size() <= (r.nodesPerReplica > 1 ? 38 : 54))",
+        "metadata.name: too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1",
+    ),
+)
+"""Services are called `<deployment>-<role>-control`, in 63 characters; StatefulSets `<deployment>-<role>-<revision>-<index>`, and the
+name of one and a hash are a label of its pods."""
 
 
 class DisaggDeploymentSpec(_Resource, frozen=True):

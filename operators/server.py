@@ -93,8 +93,8 @@ class Operator:
         return sorted({kind.name for (kind, _), each in self._informers.items() if not each.filled.is_set()})
 
     def waiting(self) -> int:
-        """Deployments that are being looked at, or should be."""
-        return self._queue.due(self._clock.now())
+        """Deployments that are being looked at, or should be; none where somebody else leads."""
+        return self._queue.due(self._clock.now()) if self._acts() else 0
 
     def restarts(self) -> int:
         """Lists and watches begun anew."""

@@ -13,6 +13,10 @@ from msgspec import Struct
 
 from operators import kinds
 from operators.kinds import Kind
+from operators.resources import GROUP
+
+READ_ANNOTATIONS = (f"{GROUP}/", "leaderworkerset.sigs.k8s.io/", "controller.kubernetes.io/")
+"""Beginnings of the names of those that something is decided by."""
 
 
 class _View(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -36,6 +40,12 @@ class Metadata(_View, frozen=True):
     annotations: Mapping[str, str] = {}
     owner_references: tuple[Owner, ...] = ()
     deletion_timestamp: str | None = None
+
+    def __post_init__(self) -> None:
+        """Keep only what is read: in an annotation kubectl keeps the whole object, and there are as many as a cluster has."""
+        if self.annotations:
+            kept = {name: text for name, text in self.annotations.items() if name.startswith(READ_ANNOTATIONS)}
+            msgspec.structs.force_setattr(self, "annotations", kept)
 
     @property
     def owner_uid(self) -> str:

@@ -122,15 +122,20 @@ class FileDirectory:
             path.unlink(missing_ok=True)
 
     def _read(self) -> list[Entry]:
-        entries = []
+        entries: list[Entry] = []
+        passed_over: set[str] = set()
         for path in sorted(self._folder.iterdir()):
             if path.name.startswith(".") or not path.name.endswith(SUFFIX):
                 continue
             if (entry := _entry(path)) is not None and self._path(entry.worker_id) == path:
                 entries.append(entry)
-            elif path.name not in self._passed_over and path.exists():
-                self._passed_over.add(path.name)
-                log.warning("a file in the directory of workers is no record of its worker", extra={"path": str(path)})
+            elif path.exists():
+                passed_over.add(path.name)
+                if path.name not in self._passed_over:
+                    log.warning(
+                        "a file in the directory of workers is no record of its worker", extra={"path": str(path)}
+                    )
+        self._passed_over = passed_over
         return entries
 
     def _path(self, worker_id: WorkerId) -> Path:

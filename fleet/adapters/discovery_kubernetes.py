@@ -9,7 +9,8 @@ Rules:
 3. A router lists, watches until the watch ends, is too old (410) or says nothing for `SILENCE_SECONDS`, and lists again.
 4. What is written here belongs to the worker's pod, where that is named, and goes with it. A Lease of the same name that is not
    of this cluster is left alone.
-5. A worker's EndpointSlice has one endpoint, itself, and is written when the worker takes its Lease and deleted with it.
+5. A worker's EndpointSlice has one endpoint, itself, and is written when the worker takes its Lease and deleted with it. Until it
+   is written the worker is not registered.
 """
 
 import asyncio
@@ -59,6 +60,7 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,200}[a-z0-9])?")
 CALL_SECONDS = 5.0
 WATCH_SECONDS = 240
 SILENCE_SECONDS = 30.0  # workers renew more often: what is silent for longer is cut, or has none
+EXPIRED = 410
 TRIES = 3  # of a write that others' writes come before
 MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)  # what is not as the API has it
 
@@ -85,6 +87,7 @@ class KubernetesDirectory:
         self._settings = settings
         self._now_unix_ms = now_unix_ms
         self._held: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # Leases as they were last written here
+        self._sliced: set[tuple[WorkerId, Incarnation]] = set()  # whose EndpointSlice is written
         self._last_ms = 0
 
     async def __aenter__(self) -> Self:
@@ -112,15 +115,19 @@ class KubernetesDirectory:
             address=address,
             lease_seconds=self._settings.lease_seconds,
         )
+        me = (worker_id, incarnation)
         async with _registry_errors():
             if not await self._renew(record):
+                self._sliced.discard(me)
                 await self._take(record)
-                if self._settings.service:
-                    await self._apply_slice(record)
+            if self._settings.service and me not in self._sliced:
+                await self._apply_slice(record)
+                self._sliced.add(me)
         return record.lease
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         held = self._held.pop((worker_id, incarnation), None)
+        self._sliced.discard((worker_id, incarnation))
         async with _registry_errors():
             for _ in range(TRIES):
                 if held is None or _incarnation(held) != incarnation:
@@ -377,14 +384,23 @@ def _namespace(settings: KubernetesDiscovery) -> str:
 
 
 async def _next(answer: aiohttp.ClientResponse) -> Event | None:
-    """The next event; None at the end of the watch, or where it has expired or fallen silent."""
+    """The next event; None at the end of the watch, or where it has expired or fallen silent.
+
+    Raises:
+        DirectoryUnreachable: The server says that it cannot watch, for another reason: listing again at once would only add to that.
+    """
     try:
         async with asyncio.timeout(SILENCE_SECONDS):
             line = await answer.content.readline()
     except TimeoutError:
         return None
     event = msgspec.json.decode(line, type=Event) if line else None
-    return None if event is None or event.type == "ERROR" else event
+    if event is None or event.type != "ERROR":
+        return event
+    code, reason = event.object.get("code"), event.object.get("reason")
+    if code == EXPIRED:
+        return None
+    raise DirectoryUnreachable(f"Kubernetes: {code} {reason}, in a watch")
 
 
 @asynccontextmanager
@@ -429,6 +445,7 @@ def _seen(lease: Manifest) -> Seen | None:
         return Seen(record=record, renewal=lease["spec"]["renewTime"])
     except (KeyError, TypeError, msgspec.DecodeError, RecursionError):
         log.warning(
-            "a lease with the label of workers has no record", extra={"lease": str(lease.get("metadata"))[:200]}
+            "a lease with the label of workers has no record",
+            extra={"lease": str(lease.get("metadata", {}).get("name"))[:200]},
         )
         return None

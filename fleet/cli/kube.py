@@ -139,7 +139,7 @@ def _deployment(content: Any, namespace: str) -> Deployment:
         spec = msgspec.convert(content.get("spec"), DisaggDeploymentSpec)
     except msgspec.ValidationError as error:
         raise ConfigurationRefused(_misfit(error)) from error
-    for path, cause in contradictions(spec):
+    for path, cause in contradictions(spec, named["name"]):
         raise ConfigurationRefused(f"{path}: {cause}")
     return Deployment(name=named["name"], namespace=named["namespace"], spec=spec)
 

@@ -136,7 +136,7 @@ def document(name: str, spec: DisaggDeploymentSpec, namespace: str = "") -> dict
         fitting = msgspec.convert(written, DisaggDeploymentSpec)
     except msgspec.ValidationError as error:
         raise ConfigurationRefused(f"DisaggDeployment {name}: spec: {error}") from error
-    for path, cause in contradictions(fitting):
+    for path, cause in contradictions(fitting, name):
         raise ConfigurationRefused(f"DisaggDeployment {name}: {path}: {cause}")
     metadata = {"name": name} | ({"namespace": namespace} if namespace else {})
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DisaggDeployment", "metadata": metadata, "spec": written}

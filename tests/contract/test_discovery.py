@@ -1,6 +1,7 @@
 """Directories of workers: in memory, in a folder, in a real etcd. Kubernetes' is in tests/kube."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -173,6 +174,12 @@ def test_a_file_that_is_no_record_is_passed_over_and_said_once(tmp_path, caplog)
 
     assert directory._read() == directory._read() == []
     assert len(caplog.records) == 2
+
+    (tmp_path / "huge.worker.json").unlink()
+    assert directory._read() == []
+    (tmp_path / "huge.worker.json").write_text("{}")
+    assert directory._read() == directory._read() == []
+    assert [Path(each.path).name.partition(".")[0] for each in caplog.records] == ["huge", "torn", "huge"]
 
 
 @pytest.fixture(params=["memory", "file", "etcd"])

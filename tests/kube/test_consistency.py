@@ -19,3 +19,13 @@ def test_what_an_api_server_refuses_is_not_rendered(tmp_path, capsys, roles, spe
     assert out == ""
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_name_that_an_api_server_refuses_is_not_rendered(tmp_path, capsys):
+    file = tmp_path / "deployment.yaml"
+    deployment = test_crds.a_deployment(test_crds.a_role("aggregated"))
+    for length, status in ((54, 0), (55, 3)):
+        deployment["metadata"]["name"] = "d" * (length - len("aggregated"))
+        file.write_text(yaml.safe_dump(deployment))
+        assert run(["kube", "render", "-f", str(file)]) == status
+    assert "metadata.name: too long beside the name of a role" in capsys.readouterr().err

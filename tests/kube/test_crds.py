@@ -66,7 +66,7 @@ def test_a_deployment_with_a_model_and_two_roles_is_enough(api, path):
     assert (prefill["replicas"], decode["replicas"]) == (1, 2)
     assert prefill["parallelism"] == {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1}
     assert prefill["rollout"] == {"maxSurge": 1, "maxUnavailable": 0}
-    assert made["spec"]["routing"]["fallback"] == "Aggregate"
+    assert made["spec"]["routing"]["disaggregateAboveTokens"] == 512
 
 
 def test_a_pod_template_is_kept_as_it_is(api, path):
@@ -119,6 +119,16 @@ def test_a_misspelt_field_is_refused_when_asked_to_be_strict(api, path):
             {"balance": {"gpuBudget": 8}},
             "gpuBudget: a role alone needs more",
         ),
+        (
+            [a_role("aggregated", gpus={"perReplica": 2}, parallelism={"pipeline": 2})],
+            {"kvTransfer": {"paths": ["direct", "store"]}},
+            "a store takes blocks of engines on one node",
+        ),
+        (
+            [a_role("aggregated", gpus={"perReplica": 2}, parallelism={"tensor": 2}, nodesPerReplica=2)],
+            {"kvTransfer": {"paths": ["store"]}},
+            "a store takes blocks of engines on one node",
+        ),
         ([a_role("aggregated"), a_role("aggregated")], {}, "Duplicate"),
         ([a_role("aggregated") | {"name": "Upper"}], {}, "spec.roles[0].name"),
         ([a_role("aggregated") | {"type": "encode"}], {}, "spec.roles[0].type"),
@@ -129,6 +139,16 @@ def test_a_misspelt_field_is_refused_when_asked_to_be_strict(api, path):
 )
 def test_a_deployment_that_cannot_be_is_refused_with_the_field(api, path, roles, spec, said):
     assert said in refusal(api.post(path("disaggdeployments"), a_deployment(*roles, **spec)))
+
+
+@pytest.mark.parametrize(("wide", "most"), [(False, 54), (True, 38)])
+def test_a_name_that_does_not_fit_into_names_and_labels_of_children_is_refused(api, path, wide, most):
+    nodes = {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}, "nodesPerReplica": 2} if wide else {}
+    made = a_deployment(a_role("aggregated", **nodes))
+    made["metadata"]["name"] = "d" * (most - len("aggregated"))
+    api.post(path("disaggdeployments"), made).expect(201)
+    made["metadata"]["name"] += "d"
+    assert "metadata.name: too long beside the name of a role" in refusal(api.post(path("disaggdeployments"), made))
 
 
 def test_the_type_of_a_role_cannot_be_changed(api, path):

@@ -1,11 +1,18 @@
 """Kubernetes as a directory of workers, over the API server for tests."""
 
+import asyncio
+import contextlib
+import types
+
+import msgspec
 import pytest
 
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
+from fleet.adapters import discovery_kubernetes
 from fleet.adapters.discovery import directory_of
 from fleet.clock import SECOND
+from fleet.control.ports import DirectoryUnreachable
 from fleet.discovery import KubernetesDiscovery
 from fleet.errors import ConfigurationRefused
 from fleet.ids import WorkerId
@@ -163,6 +170,39 @@ async def test_a_service_without_a_selector_gets_the_workers_as_endpoints(a_worl
     assert [each["addresses"] for each in made["endpoints"]] == [["10.0.0.1"]]
     assert [each["port"] for each in made["ports"]] == [50060]
     assert not api.get(SLICES).expect(200)["items"]
+
+
+async def test_a_worker_is_registered_when_its_endpoint_is_written_too(a_world, api, server):
+    server.order_fault("status", verb="patch", resource="endpointslices", code=500, times=2)
+    async with a_world.open(service="decode") as worker:
+        for _ in range(2):
+            with pytest.raises(RegistryUnreachable, match="500"):
+                await worker.register(WORKER, OLD, ADDRESS)
+            assert not api.get(SLICES).expect(200)["items"]
+        await worker.register(WORKER, OLD, ADDRESS)
+        [made] = api.get(SLICES).expect(200)["items"]
+        await worker.register(WORKER, OLD, ADDRESS)
+
+    assert [each["addresses"] for each in made["endpoints"]] == [["10.0.0.1"]]
+    assert api.get(SLICES).expect(200)["items"] == [made]
+
+
+async def test_the_goodbye_of_who_was_replaced_leaves_its_successors_endpoint(a_world, api):
+    async with a_world.open(service="decode") as old, a_world.open(service="decode") as new:
+        await old.register(WORKER, OLD, ADDRESS)
+        await new.register(WORKER, NEW, ELSEWHERE)
+        await old.deregister(WORKER, OLD)
+
+        assert [each["metadata"]["name"] for each in api.get(SLICES).expect(200)["items"]] == [WORKER]
+
+
+@pytest.mark.parametrize(("code", "unreachable"), [(410, False), (429, True), (500, True)])
+async def test_a_watch_that_does_not_go_on_is_begun_at_once_only_where_it_has_expired(code, unreachable):
+    line = {"type": "ERROR", "object": {"kind": "Status", "code": code, "reason": "TooManyRequests"}}
+    content = asyncio.StreamReader()
+    content.feed_data(msgspec.json.encode(line) + b"\n")
+    with pytest.raises(DirectoryUnreachable, match=str(code)) if unreachable else contextlib.nullcontext():
+        assert await discovery_kubernetes._next(types.SimpleNamespace(content=content)) is None
 
 
 async def test_what_a_pod_has_written_goes_with_it(a_world, api):

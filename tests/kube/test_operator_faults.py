@@ -1,6 +1,7 @@
 """The operator among faults: whatever is lost, refused, late or killed, it ends at the same."""
 
 import asyncio
+import contextlib
 import json
 import tracemalloc
 
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
 from operators import cluster, kinds
+from operators.ports import Listed
 from operators.reconcile import DIGEST
 from operators.views import Pod
 from tests.kube.operator_running import a_deployment, an_operator, eventually
@@ -194,6 +196,38 @@ async def test_what_a_leader_sends_too_late_changes_nothing(asked):
             assert asked.replicas() == {"all": 1}
             asked.server.remove_fault(held)
             await eventually(asked.ready)
+
+
+class Deaf:
+    """A cluster of which nothing about RoleScalers is heard."""
+
+    def __init__(self, connected):
+        self._cluster = connected
+
+    def __getattr__(self, name):
+        return getattr(self._cluster, name)
+
+    async def list(self, kind, *arguments):
+        return Listed((), "1") if kind == kinds.ROLE_SCALER else await self._cluster.list(kind, *arguments)
+
+    async def watch(self, kind, *arguments):
+        if kind == kinds.ROLE_SCALER:
+            await asyncio.Event().wait()
+        async with contextlib.aclosing(self._cluster.watch(kind, *arguments)) as events:
+            async for each in events:
+                yield each
+
+
+async def test_a_scaler_that_the_operator_has_not_heard_of_keeps_what_it_says(asked):
+    role = {"name": "all", "type": "aggregated", "replicas": 2, "scaling": {"mode": "External"}}
+    theirs = {"metadata": {"name": "dd-all"}, "spec": {"target": {"deployment": "dd", "role": "all"}, "replicas": 5}}
+    made = asked.api.post(asked.path("rolescalers"), theirs).expect(201)
+    async with an_operator(asked, wrap=Deaf):
+        asked.apply(a_deployment(role)).expect(201)
+        await eventually(lambda: asked.writes().count(("create", "rolescalers", "")) > 2)
+
+    found = asked.api.get(asked.path("rolescalers", "dd-all")).expect(200)
+    assert (found["spec"], found["metadata"]["resourceVersion"]) == (made["spec"], made["metadata"]["resourceVersion"])
 
 
 async def test_ten_megabytes_of_events_leave_nothing_behind_and_wake_nobody(asked, nodes):

@@ -99,10 +99,10 @@ async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_
                 await eventually(asked.ready)
                 [first, *_] = [name for name in asked.workers() if "-all-" in name]
                 [leader, rank] = [name for name in asked.workers() if "-wide-" in name]
+                began = asked.children("pods", "v1")[rank]["metadata"]["uid"]
                 nodes.warm, nodes.restarted = {first: 12}, {leader: "2026-01-01T00:00:00Z"}
                 lease = asked.path("leases", first, "coordination.k8s.io/v1")
                 await eventually(lambda: api.get(lease).body["metadata"].get("annotations"))
-                began = asked.children("pods", "v1")[rank]["metadata"]["uid"]
                 await eventually(
                     lambda: (
                         asked.children("pods", "v1").get(rank, {"metadata": {"uid": began}})["metadata"]["uid"] != began

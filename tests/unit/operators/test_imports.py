@@ -318,6 +318,9 @@ def test_what_contradicts_itself_is_refused_and_not_written():
     roles = (Role(name="alone", type=RoleType.PREFILL),)
     with pytest.raises(ConfigurationRefused, match=r"it: spec\.roles: prefill and decode need each other"):
         document("it", DisaggDeploymentSpec(model=ModelSource(name="m"), roles=roles))
+    alone = DisaggDeploymentSpec(model=ModelSource(name="m"), roles=(Role(name="alone", type=RoleType.AGGREGATED),))
+    with pytest.raises(ConfigurationRefused, match=r"metadata\.name: too long beside the name of a role"):
+        document("d" * 50, alone)
 
 
 def test_components_of_the_newer_version_become_roles_and_a_picker_the_routers_own():

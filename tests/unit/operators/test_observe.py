@@ -8,7 +8,7 @@ from operators import kinds
 from operators.children import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
 from operators.kinds import Served
 from operators.observe import HALF_SECONDS, Store, observe
-from operators.registrations import Registration
+from operators.registrations import WARM, Registration, WorkerLease, registered
 from operators.resources import DisaggDeploymentSpec
 from operators.views import (
     ContainerState,
@@ -108,6 +108,16 @@ def test_what_a_router_says_and_what_leases_say_are_both_believed():
 
     assert found.children[0].registered == 2
     assert [(each.pod, each.blocks) for each in found.worths["all", "r1"]] == [("a", None), ("b", 7)]
+
+
+def test_a_lease_that_does_not_say_how_warm_its_worker_is_leaves_what_the_router_said():
+    lease = WorkerLease(holder="a", renewed=NOW, duration_seconds=9)
+    told = (Registration(pod="a", warm_blocks=7),)
+
+    assert registered((lease,), told, NOW)["a"].warm_blocks == 7
+    said = msgspec.structs.replace(lease, annotations={WARM: "12"})
+    assert registered((said,), told, NOW)["a"].warm_blocks == 12
+    assert registered((lease,), None, NOW)["a"].warm_blocks is None
 
 
 def test_pods_without_a_child_still_hold_what_they_hold():

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 
+import msgspec
+
 from fleet.ids import RequestId
 from fleet.requests import KvReport, Sampling, Source, TokenBytes
 from fleet.roles import KvPath, Phase
@@ -158,6 +160,13 @@ async def split(
         tokens, max_tokens = tokens + token_bytes(first), max_tokens - 1
     rest, decoded = await decode.do(work(tokens, max_tokens, phase=Phase.DECODE, handoff=handoff, **fields))
     return (first + rest if pass_first_token else rest), prefilled, decoded
+
+
+def without_tiers(report: KvReport | None) -> KvReport:
+    """What an engine says with its first tokens, when it does not know yet which tiers of a store its blocks came from."""
+    assert report is not None
+    origins = [msgspec.structs.replace(origin, tier="") for origin in report.origins]
+    return msgspec.structs.replace(report, origins=tuple(dict.fromkeys(origins)))
 
 
 def blocks_from(report: KvReport | None, source: Source) -> int:

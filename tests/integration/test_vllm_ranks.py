@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -505,7 +506,14 @@ def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_ot
     ):
         with beside_one_that_dies(node, folder, dying=0) as (other, _):
             other.save(a_step(1, urgent=[Save("r", a_chain(3), [4, 5, 6])], deferred=[Save("q", a_chain(1), [1])]))
-            for step in (2, 3):
+            steps = count(2)
+
+            def told() -> bool:  # its end is seen when the system has ended it
+                other.save(a_step(next(steps), urgent=[Save("r", a_chain(3), [4, 5, 6])]))
+                return bool(caplog.records)
+
+            eventually(told)
+            for step in islice(steps, 2):
                 other.save(a_step(step, urgent=[Save("r", a_chain(3), [4, 5, 6])]))
 
         assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]

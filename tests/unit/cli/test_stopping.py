@@ -41,7 +41,15 @@ def _alarms(request):
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.usefixtures("_alarms")
+@pytest.fixture
+def _heard():
+    """Background jobs of a shell do not hear Ctrl-C, and these tests may run in one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_alarms", "_heard")
 def test_in_the_middle_of_an_import_nobody_is_interrupted_but_after_it(tmp_path, monkeypatch):
     (tmp_path / "slowly_imported.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.05)\nwhole = True\n"

@@ -108,7 +108,9 @@ def run_all(made: Sequence[Case], processes: int, *, ray: str | None = None) -> 
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(min(processes, len(made)), mp_context=context, initializer=_die_with_caller)
     try:
-        yield from pool.map(run_case, made)
+        rows = pool.map(run_case, made)
+        pool.submit(int)  # `submit` wakes the watch of dying processes before it starts one: unwatched, without a next
+        yield from rows
     except BrokenProcessPool as error:
         raise ConfigurationRefused(
             f"--processes: one of {processes} was killed, for want of memory perhaps; take fewer at a time"

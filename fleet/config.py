@@ -67,6 +67,9 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     adapter_slots: Positive = 4
     """Adapters that a worker has loaded at once."""
 
+    most_workers: Positive = 64
+    """For which the machine has room: as many as it has GPUs, say. `fleet scale` starts no more; those that drain count."""
+
 
 class StorePlace(StrEnum):
     """Where the KV store node runs."""
@@ -161,8 +164,12 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 
 
-def changes_of(assignments: Iterable[str]) -> dict[str, Any]:
+def changes_of(assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """``path=value`` from a command line, with values as TOML writes them; what is no such value is a string.
+
+    Args:
+        assignments: The later ones count.
+        option: That they were given with.
 
     Raises:
         ConfigurationRefused: One has no path, or no equals sign.
@@ -171,9 +178,15 @@ def changes_of(assignments: Iterable[str]) -> dict[str, Any]:
     for assignment in assignments:
         path, equals, value = assignment.partition("=")
         if not equals or not all(path.split(".")):
-            raise ConfigurationRefused(f"--set: {assignment!r} is not PATH=VALUE, as in router.policy=random")
+            raise ConfigurationRefused(f"{option}: {assignment!r} is not PATH=VALUE, as in router.policy=random")
+        changes.pop(path, None)
         changes[path] = value_of(value)
     return changes
+
+
+def overlaid(changes: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, in the order in which they are made: also what stands at a path that `changes` has is made after all of these."""
+    return {path: value for path, value in changes.items() if path not in later} | dict(later)
 
 
 def files_of(assignments: Iterable[str]) -> dict[str, Any]:
@@ -215,7 +228,7 @@ def _change(raw: Any, where: str, value: Any) -> None:
     """Set one value of what a file has.
 
     Raises:
-        ConfigurationRefused: There is nothing at that path that could have such a field.
+        ValueError: There is nothing at that path that could have such a field.
     """
     *parents, last = where.split(".")
     inner = raw
@@ -230,7 +243,7 @@ def _change(raw: Any, where: str, value: Any) -> None:
 
 def _element(array: Any, index: str, where: str) -> Any:
     if not isinstance(array, list) or not index.isdecimal() or int(index) >= len(array):
-        raise ConfigurationRefused(f"--set: {where}: there is no {index!r} there")
+        raise ValueError(f"{where}: there is no {index!r} there")
     return array[int(index)]
 
 

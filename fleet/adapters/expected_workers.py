@@ -15,6 +15,7 @@ from fleet.errors import ConfigurationRefused
 from fleet.hardware.coefficients import estimate
 from fleet.hardware.gpus import gpu
 from fleet.hardware.placement import Parallelism, place
+from fleet.ids import longest_beginning
 from fleet.router.expectations import Expectations, Profile
 from fleet.router.messages import Command, RouterEvent
 from fleet.router.profile_settings import ProfileSettings
@@ -77,8 +78,8 @@ def live_expectations(profiles: Mapping[str, ProfileSettings]) -> LiveExpectatio
     known = {name: _profile(f"profiles.{name}", settings) for name, settings in profiles.items()}
 
     def profile_of(worker: Description) -> Profile | None:
-        fitting = [name for name in known if worker.worker_id.startswith(name)]
-        return known[max(fitting, key=len)] if fitting else None
+        name = longest_beginning(worker.worker_id, known)
+        return None if name is None else known[name]
 
     return LiveExpectations(profile_of)
 

@@ -1,4 +1,7 @@
-"""Recordings, read back (`fleet.adapters.recording_format` says what is in one): each event as the machine heard it, and what it said."""
+"""Recordings, read back (`fleet.adapters.recording_format` says what is in one): each event as the machine heard it, and what it said.
+
+Compressed by gzip too; lines that are empty are passed over.
+"""
 
 import struct
 from base64 import b64decode
@@ -11,6 +14,7 @@ import msgspec
 from msgspec import Raw, Struct, structs
 
 from fleet.adapters.recording_format import FORMAT, End, Entry, Head, Keys, Said, Steps
+from fleet.adapters.trace_rows import UNREADABLE, opened, why_unreadable
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused, why_and_where
 from fleet.requests import TOKEN_BYTES
@@ -48,10 +52,10 @@ class Recording:
         self.end: str | None = None
         self.torn = False  # the last line is cut off
         try:
-            with path.open("rb") as file:
+            with opened(path) as file:
                 first = self._next(file)
-        except OSError as error:
-            raise RecordingRefused(f"{path}: {error.strerror}") from error
+        except UNREADABLE as error:
+            raise RecordingRefused(f"{path}: {why_unreadable(error)}") from error
         if first is None:
             raise RecordingRefused(f"{path}: is empty, or cut off within its first line")
         version = self._decoded(first, _VERSION)
@@ -67,9 +71,15 @@ class Recording:
         Raises:
             RecordingRefused: A line is none; those before it were.
         """
+        try:
+            yield from self._entries()
+        except UNREADABLE as error:
+            raise RecordingRefused(f"{self._path}: {why_unreadable(error)}") from error
+
+    def _entries(self) -> Iterator[Recorded]:
         now = self.head.began
         self._number = 0
-        with self._path.open("rb") as file:
+        with opened(self._path) as file:
             self._next(file)
             while (line := self._next(file)) is not None:
                 if self.end is not None:
@@ -98,15 +108,17 @@ class Recording:
         return Recorded(line=self._number, now=entry.now, event=event, keys=keys, commands=entry.commands)
 
     def _next(self, file: BinaryIO) -> bytes | None:
-        """The next whole line; None when there is none."""
-        self._number += 1
-        line = file.readline(MAX_LINE_BYTES)
-        if line and not line.endswith(b"\n"):
-            if len(line) == MAX_LINE_BYTES:
-                raise self._refused(f"is longer than {MAX_LINE_BYTES} bytes")
-            self.torn = True
-            return None
-        return line or None
+        """The next whole line that is not empty; None when there is none."""
+        while True:
+            self._number += 1
+            line = file.readline(MAX_LINE_BYTES)
+            if line and not line.endswith(b"\n"):
+                if len(line) == MAX_LINE_BYTES:
+                    raise self._refused(f"is longer than {MAX_LINE_BYTES} bytes")
+                self.torn = True
+                return None
+            if not line.isspace():
+                return line or None
 
     def _decoded(self, line: bytes | Raw, decoder: "msgspec.json.Decoder[Any]", where: str = "") -> Any:
         try:

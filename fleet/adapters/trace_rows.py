@@ -3,10 +3,11 @@
 import gzip
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -48,6 +49,24 @@ class Cut(Struct, frozen=True, kw_only=True):
         return (self.begin, self.end, self.sample) == (0.0, 1.0, 1.0)
 
 
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What opening and reading raise."""
+
+
+def why_unreadable(error: Exception) -> str:
+    """In the words of a message that names the file."""
+    return str(getattr(error, "strerror", None) or error)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """What is in a file, or what was compressed by gzip to it. Raises, and what it yields does, what is `UNREADABLE`."""
+    with path.open("rb") as file:
+        is_compressed = file.read(2) == GZIP_MAGIC
+    with cast(BinaryIO, gzip.open(path)) if is_compressed else path.open("rb") as stream:
+        yield stream
+
+
 def lines_of(path: Path) -> Iterator[Line]:
     """Lines that are not empty.
 
@@ -57,17 +76,14 @@ def lines_of(path: Path) -> Iterator[Line]:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise TraceRefused(f"{path}: is no regular file, and a trace is read several times")
     try:
-        with path.open("rb") as file:
-            is_compressed = file.read(2) == GZIP_MAGIC
-        with gzip.open(path) if is_compressed else path.open("rb") as stream:
+        with opened(path) as stream:
             for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
                 if len(line) == LONGEST_LINE:
                     raise TraceRefused(f"{path}:{number}: is longer than {LONGEST_LINE} bytes")
                 if line.strip():
                     yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise TraceRefused(f"{path}: {reason}") from error
+    except UNREADABLE as error:
+        raise TraceRefused(f"{path}: {why_unreadable(error)}") from error
 
 
 def rows_of(path: Path, cut: Cut, *, header: int = 0) -> Iterator[Line]:

@@ -9,17 +9,20 @@ import argparse
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from fleet.cli.exits import FAILED, MISUSED, REFUSED
+from fleet.cli.stopping import as_interrupt
 from fleet.errors import ConfigurationRefused
 
 COMMANDS = {
     "up": "start a whole cluster on this machine",
     "generate": "stream an answer from a running cluster",
     "status": "show pools, workers, load and caches of a running cluster",
+    "scale": "show how large the pools of a cluster are, or have them made larger and smaller",
     "explain": "say why a request went where it went",
     "doctor": "say which optional parts are usable on this machine, and what to do about the others",
     "kv": "measure the KV store, or replay recorded traffic through its policies",
@@ -78,7 +81,8 @@ def _run(argv: Sequence[str]) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == chosen:
-            module = importlib.import_module(f"fleet.cli.{name}")
+            with as_interrupt((signal.SIGINT,)):  # a Ctrl-C in the middle of that crashes msgspec
+                module = importlib.import_module(f"fleet.cli.{name}")
             module.configure(command)
     arguments = parser.parse_args(argv)
     assert module is not None, "argparse lets only known commands pass"

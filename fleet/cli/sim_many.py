@@ -38,13 +38,15 @@ def run_seeds(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
 
 
 def compare_two(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
-    from fleet.config import changes_of  # noqa: PLC0415
+    from fleet.config import changes_of, overlaid  # noqa: PLC0415
     from fleet.sim.compare import compare  # noqa: PLC0415
     from fleet.sim.scenario import read_scenario  # noqa: PLC0415
     from fleet.sim.sweep import cases  # noqa: PLC0415
 
-    changes_b = {**changes, **changes_of(arguments.set_b)}
-    _check_seeds(changes_b)
+    _check_seeds(changes)
+    later = changes_of(arguments.set_b, "--set-b")
+    _check_seeds(later, "--set-b")
+    changes_b = overlaid(changes, later)
     a, b = read_scenario(arguments.a, changes), read_scenario(arguments.b, changes_b)
     made = [*cases([arguments.a], {}, arguments.seeds, changes), *cases([arguments.b], {}, arguments.seeds, changes_b)]
     with ExitStack() as files:
@@ -64,26 +66,13 @@ def compare_two(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
 
 
 def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
-    from fleet.config import value_of  # noqa: PLC0415
     from fleet.sim.objectives import Objective, ranked  # noqa: PLC0415
     from fleet.sim.sweep import cases  # noqa: PLC0415
 
     _check_seeds(changes)
-    over: dict[str, list[str]] = {}
-    for each in arguments.over:
-        path, _, values = each.partition("=")
-        if path in over:
-            raise ConfigurationRefused(f"--over: {path} is there twice; name all its values in one")
-        over[path] = values.split(",")
-    _check_seeds(over)
-    if not all(over) or not all(all(values) for values in over.values()):
-        raise ConfigurationRefused("--over: is not PATH=V1,V2, as in router.policy=fleet,dynamo")
-    made = cases(
-        arguments.scenario,
-        {path: [value_of(each) for each in values] for path, values in over.items()},
-        arguments.seeds,
-        changes,
-    )
+    over = _values_of(arguments.over)
+    _check_seeds(over, "--over")
+    made = cases(arguments.scenario, over, arguments.seeds, changes)
     with ExitStack() as files:
         outputs = Outputs(arguments, files)
         rows = _rows(arguments, made)
@@ -99,10 +88,26 @@ def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
     return DONE
 
 
-def _check_seeds(changed: Mapping[str, object]) -> None:
+def _values_of(assignments: Sequence[str]) -> dict[str, list[Any]]:
+    """``path=value,value`` of each, in order."""
+    from fleet.config import value_of  # noqa: PLC0415
+
+    over: dict[str, list[Any]] = {}
+    for assignment in assignments:
+        path, _, told = assignment.partition("=")
+        values = told.split(",")
+        if not all(path.split(".")) or not all(values):
+            raise ConfigurationRefused(f"--over: {assignment!r} is not PATH=V1,V2, as in router.policy=fleet,dynamo")
+        if path in over:
+            raise ConfigurationRefused(f"--over: {path} is there twice; name all its values in one")
+        over[path] = [value_of(each) for each in values]
+    return over
+
+
+def _check_seeds(changed: Mapping[str, object], option: str = "--set") -> None:
     """Many runs have those of `--seeds`: another one would be told beside them, and not be used."""
-    if "seed" in changed:
-        raise ConfigurationRefused("seed: many runs take theirs from --seeds A:B")
+    if any(path.partition(".")[0] == "seed" for path in changed):
+        raise ConfigurationRefused(f"{option}: seed: many runs take theirs from --seeds A:B")
 
 
 def _rows(arguments: argparse.Namespace, made: Sequence["Case"]) -> list["Row"]:

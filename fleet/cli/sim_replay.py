@@ -59,17 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _profiles(path: Path) -> "Callable[[Description], Profile | None]":
     """What a scenario says of workers: by the pool whose name theirs begins with, else by the first of their role."""
+    from fleet.ids import longest_beginning  # noqa: PLC0415
     from fleet.router.expectations import Profile  # noqa: PLC0415
     from fleet.sim.planning import plan  # noqa: PLC0415
     from fleet.sim.scenario import read_scenario  # noqa: PLC0415
 
     pools = plan(read_scenario(path), path.parent).pools
+    named = {f"{pool.name}-": pool for pool in pools}
 
     def profile_of(worker: "Description") -> "Profile | None":
-        named = [pool for pool in pools if worker.worker_id.startswith(f"{pool.name}-")]
-        alike = [pool for pool in pools if pool.role is worker.role]
-        named.sort(key=lambda pool: len(pool.name), reverse=True)
-        pool = next(iter((*named, *alike)), None)
+        name = longest_beginning(worker.worker_id, named)
+        alike = (pool for pool in pools if pool.role is worker.role)
+        pool = next(alike, None) if name is None else named[name]
         return None if pool is None else Profile(steps=pool.times, step_tokens=pool.limits.step_tokens)
 
     return profile_of

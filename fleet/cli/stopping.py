@@ -1,47 +1,51 @@
 """Being told to stop: Ctrl-C and SIGTERM end a command alike, so that whatever it has begun is cleared away.
 
 Neither takes effect in the middle of an import, or while msgspec looks at a type: what C has half built there is not made to be left
-(msgspec 0.22 crashes now and then). A moment later it does.
+(msgspec 0.22 crashes now and then). A moment later it does, or at the end of what is to be ended alike.
 """
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 SOON = 0.01  # seconds
 IMPORTING = "<frozen importlib._bootstrap>"
 LOOKING = "/msgspec/_utils.py"
 
 
 @contextmanager
-def as_interrupt() -> Iterator[None]:
-    """Within, both raise `KeyboardInterrupt`; in the main thread only, which is the one that signals reach.
+def as_interrupt(stopping: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
+    """Within, these raise `KeyboardInterrupt`; in the main thread only, which is the one that signals reach.
 
     What was ignored before is ignored further on: background jobs of a shell do not hear Ctrl-C. SIGALRM is taken.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    asked = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler of signals
+        nonlocal asked
+        asked = True
+        if not _half_built(frame):
+            raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, SOON)  # asks again
+
+    before = {number: signal.getsignal(number) for number in (*stopping, signal.SIGALRM)}
     try:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN or number == signal.SIGALRM:
-                signal.signal(number, _interrupt)
+                signal.signal(number, interrupt)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler of signals
-    if _half_built(frame):
-        signal.setitimer(signal.ITIMER_REAL, SOON)  # asks again
-        return
-    raise KeyboardInterrupt
+    if asked:
+        raise KeyboardInterrupt
 
 
 def _half_built(frame: FrameType | None) -> bool:

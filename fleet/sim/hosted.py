@@ -67,6 +67,11 @@ class HostedEngine:
     def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
         return self._changes.items()
 
+    @property
+    def lent(self) -> int:
+        """None that a drain would have to wait for."""
+        return 0
+
     # What the world's worker does.
 
     def stepped(self, event: Stepped) -> None:

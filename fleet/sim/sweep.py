@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from fleet.adapters.ray_tasks import map_on_ray
+from fleet.config import overlaid
 from fleet.errors import ConfigurationRefused
 from fleet.sim.planning import plan, traffic
 from fleet.sim.results import Outcome
@@ -69,10 +71,10 @@ def cases(
     for values in over.values():
         number *= len(values)
     if number > MOST_RUNS:
-        raise ConfigurationRefused(f"--over: {number:,} runs are more than {MOST_RUNS:,}")
+        raise ConfigurationRefused(f"{'--over' if over else '--seeds'}: {number:,} runs are more than {MOST_RUNS:,}")
     combinations = [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
     made = [
-        Case(scenario=str(path), changes={**set_, **changes}, seed=seed)
+        Case(scenario=str(path), changes=overlaid(set_, changes), seed=seed)
         for path in scenarios
         for changes in combinations
         for seed in seeds
@@ -150,7 +152,17 @@ def _run(prepared: _Prepared, scenario: Scenario) -> Row:
 def _prepared(case: Case) -> _Prepared:
     path = Path(case.scenario)
     scenario = read_scenario(path, {**case.changes, "seed": case.seed})
-    return _Prepared(case=case, scenario=scenario, plan=plan(scenario, path.parent))
+    with _refusing(path):
+        return _Prepared(case=case, scenario=scenario, plan=plan(scenario, path.parent))
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """What is refused within is one of several scenarios: says which."""
+    try:
+        yield
+    except ConfigurationRefused as error:
+        raise ConfigurationRefused(f"{path}: {error}") from error
 
 
 def _trace(prepared: _Prepared) -> Path | None:
@@ -167,10 +179,12 @@ def _as_read(prepared: _Prepared) -> tuple[object, ...]:
 
 
 def _read(prepared: _Prepared) -> None:
-    sent = traffic(prepared.scenario, Path(prepared.case.scenario).parent)
-    if isinstance(prepared.scenario.workload, Recorded):
-        for _ in sent:
-            pass
+    path = Path(prepared.case.scenario)
+    with _refusing(path):
+        sent = traffic(prepared.scenario, path.parent)
+        if isinstance(prepared.scenario.workload, Recorded):
+            for _ in sent:
+                pass
 
 
 def _die_with_caller() -> None:

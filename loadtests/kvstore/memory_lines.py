@@ -8,7 +8,7 @@ copies, and the publication. Peers verify nothing.
 import itertools
 import mmap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import cast
@@ -29,6 +29,7 @@ from loadtests.kvstore.plan import MIB, Plan
 
 CALL_SECONDS = 10.0
 BLOCK_TOKENS = 32
+NOBODY: Mapping[str, Contestant] = {}
 
 
 @contextmanager
@@ -93,45 +94,33 @@ def _lines_of(plan: Plan, peers: Peers, node: Callable[[], StoreNode], block_byt
     size = label(block_bytes)
     found = []
     for fresh, kind in ((False, "warm"), (True, "first touch")):
+        limit = ends.memcpy(fresh=fresh)
         found += [
-            Line(
-                name=f"CPU get {size}, {kind}",
-                unit="GB/s",
-                better=Better.MORE,
-                limit=ends.memcpy(fresh=fresh),
-                limit_is="memcpy",
-                fleet=ends.client_get(fresh=fresh),
-                peers=peers.get(block_bytes, blocks, fresh=fresh),
+            _line(
+                f"get {size}, {kind}", limit, ends.client_get(fresh=fresh), peers.get(block_bytes, blocks, fresh=fresh)
             ),
-            Line(
-                name=f"CPU put {size}, {kind}",
-                unit="GB/s",
-                better=Better.MORE,
-                limit=ends.memcpy(fresh=fresh),
-                limit_is="memcpy",
-                fleet=ends.client_put(fresh=fresh),
-                peers=peers.put(block_bytes, blocks, fresh=fresh),
+            _line(
+                f"put {size}, {kind}", limit, ends.client_put(fresh=fresh), peers.put(block_bytes, blocks, fresh=fresh)
             ),
         ]
+    limit = ends.memcpy(fresh=False)
     return [
         *found,
-        Line(
-            name=f"CPU tier read {size}, no checksum",
-            unit="GB/s",
-            better=Better.MORE,
-            limit=ends.memcpy(fresh=False),
-            limit_is="memcpy",
-            fleet=ends.tier_read(),
-        ),
-        Line(
-            name=f"CPU tier write {size}, no checksum",
-            unit="GB/s",
-            better=Better.MORE,
-            limit=ends.memcpy(fresh=False),
-            limit_is="memcpy",
-            fleet=ends.tier_write(),
-        ),
+        _line(f"tier read {size}, no checksum", limit, ends.tier_read()),
+        _line(f"tier write {size}, no checksum", limit, ends.tier_write()),
     ]
+
+
+def _line(name: str, limit: Contestant, fleet: Contestant, peers: Mapping[str, Contestant] = NOBODY) -> Line:
+    return Line(
+        name=f"CPU {name}",
+        unit="GB/s",
+        better=Better.MORE,
+        limit=limit,
+        limit_is="memcpy",
+        fleet=fleet,
+        peers=peers,
+    )
 
 
 def label(size: int) -> str:

@@ -16,8 +16,8 @@ from fleet.clock import Nanos
 from fleet.ids import RequestId
 from fleet.router.truth import Knowledge
 from tests.builders import token_ids
-from tests.integration.test_http_connections import post
-from tests.integration.test_relay import ASKED, COMPLETIONS, connected
+from tests.integration.test_http_connections import connected, post
+from tests.integration.test_relay import ASKED, COMPLETIONS
 from tests.openai_servers import MODEL, Answering, OpenAiServer, RelayWorld, a_relay, until
 from workers.engines.event_health import Alert
 from workers.engines.event_stream import END_OF_REPLAY

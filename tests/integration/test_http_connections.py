@@ -12,6 +12,7 @@ from fleet.errors import ConfigurationRefused
 from fleet.requests import Logprobs
 from fleet.router.http_settings import HttpSettings
 from tests.fronts import Fronts, open_fronts
+from tests.openai_servers import RelayWorld
 from tests.text_model import EOS
 
 pytestmark = pytest.mark.integration
@@ -67,7 +68,7 @@ class Peer:
 
 
 @asynccontextmanager
-async def connected(fronts: Fronts, **options: int) -> AsyncIterator[Peer]:
+async def connected(fronts: Fronts | RelayWorld, **options: int) -> AsyncIterator[Peer]:
     host, _, port = fronts.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), **options)
     try:

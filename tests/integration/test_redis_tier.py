@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.clock import Nanos
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import BlockKey, Outcome
@@ -18,15 +17,12 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import records
 from kvstore.tiers.redis import RedisSettings, RedisTier
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually, keep
+from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_value, empty, outcomes, within
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import a_free_port, a_redis, can_connect
 from tests.stopwatch import at_most
 
 pytestmark = pytest.mark.integration
-
-DIGEST = b"namespace-digest"
-KEYS = [BlockKey(DIGEST, name) for name in a_chain(4)]
-BLOCKS = [a_block(seed) for seed in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -55,29 +51,8 @@ def open_tier(url: str, **settings) -> RedisTier:
     )
 
 
-def within(seconds: float) -> Nanos:
-    return Nanos(MonotonicClock().now() + round(seconds * 1e9))
-
-
-def empty(count: int = 4) -> list[np.ndarray]:
-    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
-
-
-def outcomes(tier: RedisTier, keys=KEYS, seconds: float = 10) -> list[Outcome]:
-    """What comes of a get; whatever is said to be there is compared."""
-    into = empty(len(keys))
-    answers = tier.get(keys, into, within(seconds))
-    for key, answer, block in zip(keys, answers, into, strict=True):
-        assert answer.outcome is not Outcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
-    return [answer.outcome for answer in answers]
-
-
 def place_of(key: BlockKey) -> str:
     return f"fleet:{key.digest.hex()}:{key.name.hex()}"
-
-
-def a_value(key: BlockKey = KEYS[1], block: np.ndarray = BLOCKS[1]) -> bytes:
-    return records.pack(key, PlainCodec.codec_id, block.nbytes, block) + block.tobytes()
 
 
 # Servers that are away

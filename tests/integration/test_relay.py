@@ -24,7 +24,7 @@ from fleet.ids import RequestId
 from fleet.router.http_settings import HttpSettings
 from fleet.router.tenants import TenantSettings
 from tests.builders import token_ids
-from tests.integration.test_http_connections import Peer, error_of, post
+from tests.integration.test_http_connections import connected, error_of, post
 from tests.openai_servers import (
     EVENTS,
     MODEL,
@@ -65,18 +65,6 @@ async def server(servers) -> OpenAiServer:
 async def a_client(world: RelayWorld, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=key, max_retries=0, timeout=10) as client:
         yield client
-
-
-@asynccontextmanager
-async def connected(world: RelayWorld, **options: int) -> AsyncIterator[Peer]:
-    host, _, port = world.http.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), **options)
-    try:
-        yield Peer(reader, writer)
-    finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
 
 
 async def texts(stream) -> str:

@@ -8,23 +8,18 @@ import numpy as np
 import psutil
 import pytest
 
-from kvstore.clock import Nanos
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
-from kvstore.tiers import records
 from kvstore.tiers.s3 import Clients, S3Settings, S3Tier
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually, keep
+from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_value, empty, outcomes, within
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import an_s3, s3_credentials
 from tests.stopwatch import at_most
 
 pytestmark = pytest.mark.integration
-
-DIGEST = b"namespace-digest"
-KEYS = [BlockKey(DIGEST, name) for name in a_chain(4)]
-BLOCKS = [a_block(seed) for seed in range(4)]
 
 
 @pytest.fixture(autouse=True)
@@ -64,29 +59,8 @@ def open_with_endpoint(bucket: str, port: int) -> S3Tier:
     return S3Tier(settings, Clients(settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
 
-def within(seconds: float) -> Nanos:
-    return Nanos(MonotonicClock().now() + round(seconds * 1e9))
-
-
-def empty(count: int = 4) -> list[np.ndarray]:
-    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
-
-
-def outcomes(tier: S3Tier, keys=KEYS, seconds: float = 20) -> list[Outcome]:
-    """What comes of a get; whatever is said to be there is compared."""
-    into = empty(len(keys))
-    answers = tier.get(keys, into, within(seconds))
-    for key, answer, block in zip(keys, answers, into, strict=True):
-        assert answer.outcome is not Outcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
-    return [answer.outcome for answer in answers]
-
-
 def place_of(key: BlockKey) -> str:
     return f"fleet/{key.digest.hex()}/{key.name.hex()}"
-
-
-def a_value(key: BlockKey = KEYS[1], block: np.ndarray = BLOCKS[1]) -> bytes:
-    return records.pack(key, PlainCodec.codec_id, block.nbytes, block) + block.tobytes()
 
 
 # Servers that are away

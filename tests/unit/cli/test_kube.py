@@ -180,3 +180,47 @@ def test_a_file_that_is_not_there_is_refused_in_a_line(capsys):
     for command in (["render", "-f"], ["import"]):
         assert run(["kube", *command, "/no/such/file"]) == 3
         assert capsys.readouterr().err == "fleet: /no/such/file: No such file or directory\n"
+
+
+REQUEST = Path(__file__).parents[3] / "deploy" / "samples" / "requests" / "llama-70b.yaml"
+
+
+def test_a_request_is_answered_with_a_deployment_that_can_be_rendered(tmp_path, capsys):
+    assert run(["kube", "propose", "-f", str(REQUEST)]) == 0
+    out, err = capsys.readouterr()
+    assert "GoalsMet" in err
+    assert "measurements of this model on these GPUs" in err
+    made = tmp_path / "made.yaml"
+    made.write_text(out)
+    assert run(["kube", "render", "-f", str(made)]) == 0
+
+
+def test_a_request_that_nothing_keeps_prints_nothing_but_why(tmp_path, capsys):
+    file = tmp_path / "request.yaml"
+    file.write_text(REQUEST.read_text().replace("ttftMs: 1000", "ttftMs: 1"))
+    assert run(["kube", "propose", "-f", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fleet: llama-70b-chat: TtftOutOfReach: spec.objective.ttftMs: the first token takes ")
+
+
+@pytest.mark.parametrize(
+    ("was", "is_now", "said"),
+    [
+        (
+            "kind: ServingRequest",
+            "kind: DisaggDeployment",
+            "document 1: is no fleet-serving.io/v1alpha1 ServingRequest",
+        ),
+        ("  name: llama-70b-chat", "  labels: {}", "metadata.name: is missing"),
+        ("ttftMs: 1000", "ttftMs: 0", "spec.objective.ttftMs: "),
+        ("  apply: true", "  applied: true", "spec.applied: is not a known key"),
+    ],
+)
+def test_what_is_no_request_is_refused_with_the_field(tmp_path, capsys, was, is_now, said):
+    file = tmp_path / "request.yaml"
+    file.write_text(REQUEST.read_text().replace(was, is_now))
+    assert run(["kube", "propose", "-f", str(file)]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err

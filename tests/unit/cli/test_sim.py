@@ -36,14 +36,6 @@ tpot_ms = 30
 """
 
 
-@pytest.fixture
-def scenario(tmp_path):
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    file = tmp_path / "scenario.toml"
-    file.write_text(SCENARIO)
-    return file
-
-
 def outcome(capsys, *argv):
     assert run(["sim", *map(str, argv), "--json", "-"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -149,7 +141,7 @@ def test_capacity_is_where_the_slo_is_just_kept(scenario, capsys):
         ("slo.ttft_ms=-1", "slo.ttft_ms"),
         ("speed=2", "speed: is not a known key"),
         ("faults=[{kind='worker',at_seconds=1,worker='x-0'}]", "faults[0].worker: 'x-0' is not one of both-h100-0"),
-        ("pools.3.gpus=1", "--set: pools.3.gpus: there is no '3' there"),
+        ("pools.3.gpus=1", "scenario.toml: pools.3.gpus: there is no '3' there"),
         ("pools", "--set: 'pools' is not PATH=VALUE"),
         ("router.policy=unheard", "router.policy"),
     ],

@@ -20,18 +20,10 @@ from fleet.cli.progress import Progress
 from fleet.errors import ConfigurationRefused
 from fleet.sim import sweep
 from tests.traces import AGENTIC, CONVERSATION
-from tests.unit.cli.test_sim import MODEL, SCENARIO
+from tests.unit.cli.test_sim import SCENARIO
 
 COMPUTES_SECONDS = 0.3  # of processor time: its run has begun
 TRACE = f"workload={{kind='trace',file='{CONVERSATION}',requests=60}}"
-
-
-@pytest.fixture
-def scenario(tmp_path):
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    file = tmp_path / "scenario.toml"
-    file.write_text(SCENARIO)
-    return file
 
 
 def answered(capsys, *argv):
@@ -59,6 +51,36 @@ def test_a_comparison_can_be_of_one_file_with_another_setting(scenario, capsys):
     )
     assert not answer["same_requests"]
     assert [pair[0]["digest"] == pair[1]["digest"] for pair in answer["runs"]] == [False, False]
+
+
+def test_what_the_second_one_is_told_alone_counts_last(scenario, capsys):
+    """Whatever order both are told in: the rate is told to both, then the workload that it is of."""
+    workload = "workload={kind='drawn',requests=20,rate=8.0,prompt_tokens=100,output_tokens=9}"
+    both = ["--set", "workload.rate=9", "--set", workload]
+    answer = answered(
+        capsys,
+        *("compare", scenario, scenario, *both, "--set-b", "workload.rate=4", "--seeds", "1:1", "--processes", "1"),
+    )
+    assert not answer["same_requests"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("foo", "--set-b: 'foo' is not PATH=VALUE"),
+        ("seed=3", "--set-b: seed: many runs take theirs from --seeds"),
+        ("pools.3.gpus=1", "other.toml: pools.3.gpus: there is no '3' there"),
+        ("workload.rate=0", "other.toml: workload.rate: "),
+        ("pools.0.gpu=h1000", "other.toml: pools[0].gpu: 'h1000' is not one of"),
+        ("workload={kind='trace',file='nowhere'}", "other.toml: workload.file: "),
+    ],
+)
+def test_what_the_second_one_cannot_be_told_is_refused_by_its_name(scenario, tmp_path, capsys, change, said):
+    other = tmp_path / "other.toml"
+    other.write_text(SCENARIO)
+    assert run(["sim", "compare", str(scenario), str(other), "--set-b", change, "--processes", "1"]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fleet: {said}" if said.startswith("--") else f"fleet: {tmp_path}/{said}")
 
 
 def test_a_scenario_does_not_differ_from_itself(scenario, capsys):
@@ -142,7 +164,12 @@ def test_clients_and_promises_that_contradict_each_other_are_refused(scenario, c
         (["--over", "pools.0.tp=1,4"], "pools[0].gpus: 2 is no multiple"),
         (["--over", "workload.rate=1,0"], "workload.rate"),
         (["--over", "seed=1,2", "--seeds", "1:9999"], None),
-        (["--over", "=1"], "--over: is not PATH=V1,V2"),
+        (["--over", "=1"], "--over: '=1' is not PATH=V1,V2"),
+        (["--over", "workload.rate=1,2", "--over", "slo..ttft_ms=1"], "--over: 'slo..ttft_ms=1' is not PATH=V1,V2"),
+        (["--over", "pools.3.gpus=1,2"], "scenario.toml: pools.3.gpus: there is no '3' there"),
+        (["--over", "seed.x=1,2"], "--over: seed: many runs take theirs from --seeds"),
+        (["--seeds", "1:1000", *10 * ["SCENARIO"]], "--seeds: 11,000 runs are more than 10,000"),
+        (["--seeds", "1:1000", "--over", f"workload.rate={','.join(12 * '1')}"], "--over: 12,000 runs are more"),
         (["--over", "workload.rate=1", "--over", "workload.rate=2"], "--over: workload.rate is there twice"),
         (["--over", "seed=1,2"], "seed: many runs take theirs from --seeds"),
         (["--set", "seed=3"], "seed: many runs take theirs from --seeds"),
@@ -159,7 +186,8 @@ def test_a_sweep_that_cannot_be_run_is_refused_before_anything_runs(
     (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(sweep, "simulate", lambda *_, **__: pytest.fail("something ran"))
     file = tmp_path / "rows.json"
-    argv = ["sim", "sweep", str(scenario), *options, "--json", str(file), "--processes", "1"]
+    given = [str(scenario) if each == "SCENARIO" else each for each in options]
+    argv = ["sim", "sweep", "--json", str(file), "--processes", "1", *given, str(scenario)]
     if said is None:
         with pytest.raises(SystemExit) as left:
             run(argv)

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from fleet import cli
+from fleet.cli import main
+from fleet.cli.exits import FAILED
 from fleet.cli.stopping import as_interrupt
 from fleet.sim.files import whole_file
 
@@ -64,6 +67,27 @@ def test_in_the_middle_of_an_import_nobody_is_interrupted_but_after_it(tmp_path,
     with pytest.raises(KeyboardInterrupt):
         stopped()
     assert sys.modules.pop("slowly_imported").whole
+
+
+@pytest.mark.usefixtures("_alarms", "_heard")
+def test_what_asked_at_the_end_of_an_import_is_heard_though_nothing_follows(tmp_path, monkeypatch):
+    (tmp_path / "imported_last.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(KeyboardInterrupt), as_interrupt():
+        importlib.import_module("imported_last")
+
+    assert sys.modules.pop("imported_last").whole
+
+
+@pytest.mark.usefixtures("_alarms", "_heard")
+def test_nobody_is_interrupted_while_a_commands_module_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "imported.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
+    monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
+    monkeypatch.setitem(main.COMMANDS, "imported", "is told to stop while it is imported")
+
+    assert main.run(["imported"]) == FAILED
+    assert sys.modules.pop("fleet.cli.imported").whole
 
 
 def test_what_a_shell_ignores_for_a_background_job_stays_ignored():

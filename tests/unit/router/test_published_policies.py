@@ -9,6 +9,7 @@ from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.roles import Phase
 from fleet.router.candidates import Asked
+from fleet.router.policies import preble_window
 from fleet.router.policies.built_in import policy
 from fleet.router.settings import RouterSettings
 from tests.unit.router.rows import a_standing, candidates_of
@@ -175,7 +176,7 @@ def test_prebles_load_is_what_a_worker_had_to_compute_and_answers_within_the_win
     router.pick(cold, asked=a_question(seconds=181))
     later = parts(router, half, cold, asked=a_question(seconds=181))
     assert later["load"] == pytest.approx([0, 0.330])
-    assert set(router.policy._recent) == {"cold"}
+    assert set(router.policy._window.recent) == {"cold"}
 
 
 def test_preble_explores_by_the_sum_with_attention_of_what_comes_after_the_match():
@@ -210,7 +211,7 @@ def test_what_preble_saw_used_again_is_evicted_last_and_what_has_no_room_is_forg
     for key, standing in ((7, full), (8, full), (7, warm), (9, full)):
         router.pick(standing, asked=a_question(key=key))
 
-    assert list(router.policy._recent["full"].nodes) == [7, 9], "8 had to go"
+    assert list(router.policy._window.recent["full"].nodes) == [7, 9], "8 had to go"
 
 
 def test_preble_sends_what_would_exploit_the_most_loaded_worker_to_the_least_loaded_one():
@@ -223,12 +224,140 @@ def test_preble_sends_what_would_exploit_the_most_loaded_worker_to_the_least_loa
     assert [router.pick(warm, cold, asked=a_question()) for _ in range(4)] == ["cold", "cold", "cold", "warm"]
 
 
+def test_preble_exploits_at_least_cost_and_not_at_least_load():
+    """Tight has 0.33 s and would lose the 320 ms that its only request had; roomy has 0.42 s and loses nothing."""
+    router = Router("preble", **TIMES)
+    tight = a_standing("tight", prompt_tokens=640, kv_blocks=15, engine_blocks=11)
+    roomy = a_standing("roomy", prompt_tokens=640, kv_blocks=90, engine_blocks=11)
+    router.pick(a_standing("tight", kv_blocks=15), asked=a_question(key=7))
+    router.pick(a_standing("roomy", kv_blocks=90), asked=a_question(key=7, answer_tokens=10))
+
+    assert router.pick(tight, roomy, asked=a_question(640, key=9)) == "roomy"
+    assert router.pick(tight, asked=a_question(640, key=9)) == "tight"
+
+
+def test_what_preble_would_evict_weighs_by_requests_of_that_worker_alone():
+    """One of two requests of `full` had key 7, whatever others got: 320 ms x 1/2. Two of three of `busy` had it: 320 ms x 2/3."""
+    router = Router("preble", **TIMES)
+    full = a_standing("full", prompt_tokens=320, kv_blocks=20)
+    busy = a_standing("busy", prompt_tokens=320, kv_blocks=20)
+    for standing, keys in ((full, (7, 8)), (busy, (7, 8))):
+        for key in keys:
+            router.pick(standing, asked=a_question(key=key))
+    router.pick(a_standing("busy", prompt_tokens=320, kv_blocks=20, engine_blocks=10), asked=a_question(key=7))
+
+    assert parts(router, full, asked=a_question(key=9))["evicted"] == pytest.approx([0.320 / 2])
+    assert parts(router, busy, asked=a_question(key=9))["evicted"] == pytest.approx([0.320 / 3]), "8 is older there"
+    assert parts(router, busy, asked=a_question(640, key=9))["evicted"] == pytest.approx([0.320 / 3 + 0.320 * 2 / 3])
+
+
+def test_what_no_request_of_the_window_had_is_evicted_by_preble_for_nothing():
+    router = Router("preble", **TIMES)
+    full = a_standing("full", prompt_tokens=320, kv_blocks=20)
+    router.pick(full, asked=a_question())
+    router.pick(full, asked=a_question(seconds=100))
+
+    assert parts(router, full, asked=a_question(640))["evicted"] == pytest.approx([0.16 + 0.16])
+    router.pick(a_standing("other"), asked=a_question(seconds=181))
+    assert parts(router, full, asked=a_question(320))["evicted"] == [0], "the leaf of three minutes ago"
+    assert parts(router, full, asked=a_question(640))["evicted"] == pytest.approx([0.32])
+
+
+def a_queue(ahead: int, **fields) -> Router:
+    """Key 7 at `warm`, where 32 of its tokens are to be computed: nothing ahead of it in the first half, then so many tokens."""
+    router = Router("preble", **TIMES | fields)
+    for seconds, backlog in ((0, 0), (100, ahead)):
+        warm = a_standing("warm", prompt_tokens=320, engine_blocks=9, backlog_tokens=backlog)
+        router.pick(warm, asked=a_question(key=7, seconds=seconds, answer_tokens=10))
+    return router
+
+
+@pytest.mark.parametrize(("ahead", "chosen"), [(31, "warm"), (32, "cold")])
+def test_preble_copies_a_prefix_whose_queue_has_doubled(ahead, chosen):
+    """From 32 tokens to 64 and not to 63. To the least loaded of those that have it not."""
+    router = a_queue(ahead)
+    warm = a_standing("warm", prompt_tokens=320, engine_blocks=9)
+    some = a_standing("some", prompt_tokens=320)
+    router.pick(some, asked=a_question(320, seconds=100))
+
+    assert router.pick(warm, some, a_standing("cold"), asked=a_question(key=7, seconds=101)) == chosen
+
+
+def test_what_preble_copied_is_shared_out_by_cost_until_nobody_asks_for_the_copy():
+    """Warm has 2 x 0.132 s; the copy is 0.42 s, and has three blocks less of the prompt, 96 ms."""
+    router = a_queue(32)
+    warm = a_standing("warm", prompt_tokens=320, engine_blocks=9)
+    cold = a_standing("cold", prompt_tokens=320)
+    copy = a_standing("cold", prompt_tokens=320, engine_blocks=6)
+    question = a_question(key=7, seconds=101, answer_tokens=10)
+
+    assert router.pick(warm, cold, asked=question) == "cold"
+    assert [router.pick(warm, copy, asked=question) for _ in range(3)] == ["warm", "warm", "cold"]
+    assert router.pick(warm, copy, asked=a_question(key=8, seconds=101)) == "warm", "another prefix, the longest match"
+
+    router.pick(cold, asked=a_question(key=9, seconds=200))
+    late = a_question(key=7, seconds=282, answer_tokens=1000)
+    assert [router.pick(warm, copy, asked=late) for _ in range(2)] == ["warm", "warm"]
+
+
+def test_preble_looks_at_a_queue_afresh_after_a_copy():
+    router = a_queue(32)
+    warm = a_standing("warm", prompt_tokens=320, engine_blocks=9)
+    cold = [a_standing(name, prompt_tokens=320) for name in ("one", "two")]
+    question = a_question(key=7, seconds=101, answer_tokens=10)
+
+    assert router.pick(warm, *cold, asked=question) in ("one", "two")
+    assert router.pick(warm, *cold, asked=question) == "warm"
+
+
+def test_preble_copies_nothing_while_it_moves_load():
+    router = a_queue(320)
+    warm = a_standing("warm", prompt_tokens=320, engine_blocks=9)
+    some, cold = (a_standing(name, prompt_tokens=320) for name in ("some", "cold"))
+    for _ in range(148):
+        router.pick(warm, asked=a_question(key=8, seconds=100))
+
+    assert router.pick(warm, some, cold, asked=a_question(key=7, seconds=101)) in ("some", "cold")
+    assert not any(recent.prefixes[7].is_copy for recent in router.policy._window.recent.values())
+
+
+def test_preble_explores_where_decoding_prevails_if_told_from_when_on():
+    """Decoding is 1 s of 1.32 s of `talks`, 0.1 s of 0.42 s of `reads`."""
+    talks, reads = (a_standing(name, prompt_tokens=320) for name in ("talks", "reads"))
+
+    def chosen(**fields) -> str:
+        router = Router("preble", **TIMES | fields)
+        router.pick(talks, asked=a_question(answer_tokens=100))
+        router.pick(reads, asked=a_question(answer_tokens=10))
+        assert bool(parts(router, talks, reads, asked=a_question())) == (not fields or fields["decode_share"] > 0.76)
+        return router.pick(talks, reads, asked=a_question())
+
+    assert chosen() == "reads", "which has less load"
+    assert chosen(decode_share=0.77) == "reads"
+    assert chosen(decode_share=0.75) == "talks"
+
+
+def test_of_too_many_requests_preble_forgets_the_oldest(monkeypatch):
+    monkeypatch.setattr(preble_window, "MAX_REQUESTS", 2)
+    router = Router("preble", **TIMES)
+    one = a_standing("one", prompt_tokens=320)
+    for key in (7, 8, 9, 9):
+        router.pick(one, asked=a_question(key=key))
+
+    assert {key: prefix.requests for key, prefix in router.policy._window.recent["one"].prefixes.items()} == {
+        8: 1,
+        9: 2,
+    }
+    assert parts(router, one, asked=a_question())["load"] == pytest.approx([3 * 0.33])
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
         ("smg", {"match_threshold": 1.5}),
         ("aibrix", {"k": 1}),
         ("preble", {"imbalance": 0.5}),
+        ("preble", {"decode_share": 1.5}),
         ("preble", {"prefill_seconds_per_token": 1e308}),  # infinite with the tokens of a prompt
         ("infera", {"weight": -1e308}),
         ("dynamo", {"prefill_load_scale": float("inf")}),

@@ -178,7 +178,8 @@ def test_a_bad_recording_is_refused_by_line_and_field(lines, replay, number, cha
         (b'{"recording":1', "is empty, or cut off within its first line"),
         (b"hello\n", "line 1: JSON is malformed"),
         (b'{"timestamp":1}\n', "line 1: Object missing required field `recording`"),
-        (b"\x1f\x8b\x08\n", "line 1: JSON is malformed"),
+        (b"\x1f\x8a\x08\n", "line 1: JSON is malformed"),
+        (b"\x1f\x8b\x08\n", "Compressed file ended before the end-of-stream marker was reached"),
     ],
 )
 def test_what_is_no_recording_is_refused(replay, content, wrong):

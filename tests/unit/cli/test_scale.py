@@ -1,0 +1,123 @@
+"""What `fleet scale` makes of its command line, and of what it sees."""
+
+import json
+
+import pytest
+
+from fleet.adapters import local_pools
+from fleet.cli import scale
+from fleet.cli.main import run
+from fleet.errors import ConfigurationRefused
+from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget
+
+
+def target(*argv):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    scale.configure(parser)
+    return scale._target(parser.parse_args(argv))
+
+
+@pytest.fixture
+def plans(tmp_path):
+    """A folder whose orchestrator has taken up revision 0, and is gone."""
+    pools = {
+        "decode": {"asked": 2, "ready": 1, "draining": 1, "why": "failing", "message": "decode-1 does not start"},
+        "prefill": {"asked": 1, "ready": 1},
+    }
+    (tmp_path / "report.json").write_text(json.dumps({"pools": pools}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["decode"],
+        ["decode=-1"],
+        ["decode=10001"],
+        ["=1"],
+        ["decode=1", "--within", "0"],
+        ["decode=1", "--within", "nan"],
+        ["decode=1", "--within", "86401"],
+        ["--plans", "/a", "--deployment", "b"],
+    ],
+)
+def test_a_wrong_command_line_is_misuse(argv):
+    with pytest.raises(SystemExit, match="2"):
+        run(["scale", *argv])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["decode=1", "decode=2", "--plans", "/a"], "named twice"),
+        (["--deployment", "/dd"], "is not"),
+        (["--connector", "/nowhere.toml"], "No such file"),
+        (["--deployment", "dd", "--kubeconfig", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_what_names_nothing_is_refused(argv, message, capsys):
+    assert run(["scale", *argv]) == 3
+    assert message in capsys.readouterr().err
+
+
+def test_where_pools_are_is_said_in_three_ways(tmp_path):
+    settings = tmp_path / "connector.toml"
+    settings.write_text('[connector]\nkind = "etcd"\nendpoints = ["127.0.0.1:2379"]\n')
+
+    assert target("--plans", "/a") == FolderTarget(folder="/a")
+    assert target("--deployment", "dd", "--kubeconfig", "c") == KubernetesTarget(deployment="dd", kubeconfig="c")
+    assert target("--deployment", "ns/dd", "--kubeconfig", "c") == KubernetesTarget(
+        deployment="dd", namespace="ns", kubeconfig="c"
+    )
+    assert target("--connector", str(settings)) == EtcdTarget(endpoints=("127.0.0.1:2379",))
+    settings.write_text('[connector]\nkind = "etcd"\nendpoints = ["nobody"]\n')
+    with pytest.raises(ConfigurationRefused, match="endpoints"):
+        target("--connector", str(settings))
+
+
+def test_of_the_clusters_on_this_machine_the_only_one_is_meant(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_pools.tempfile, "gettempdir", lambda: str(tmp_path))
+    others = set(local_pools.local_plans())  # in /tmp, if somebody runs some
+
+    def start(name):
+        folder = tmp_path / name / "plans"
+        folder.mkdir(parents=True)
+        (folder / "report.json").write_text("{}")
+        return folder
+
+    (tmp_path / "fleet-that-begins" / "plans").mkdir(parents=True)
+    one = start("fleet-one")
+    assert set(local_pools.local_plans()) - others == {one}
+    monkeypatch.setattr(scale, "local_plans", lambda: [one])
+    assert target() == FolderTarget(folder=str(one))
+
+    for found, message in (([], "no cluster"), ([one, start("fleet-two")], "--plans names one of .*one.*two")):
+        monkeypatch.setattr(scale, "local_plans", lambda found=found: found)
+        with pytest.raises(ConfigurationRefused, match=message):
+            target()
+
+
+def test_pools_are_shown_with_why_they_are_not_as_wanted(plans, capsys):
+    assert run(["scale", "--plans", str(plans)]) == 0
+
+    assert capsys.readouterr().out.splitlines() == [
+        "decode   wanted 2  ready 1  draining 1  failing: decode-1 does not start",
+        "prefill  wanted 1  ready 1",
+    ]
+
+
+def test_what_does_not_come_in_time_is_taken_back_and_told(plans, capsys):
+    assert run(["scale", "prefill=2", "--plans", str(plans), "--within", "0.01"]) == 1
+
+    told = capsys.readouterr()
+    assert "prefill  wanted 1  ready 1" in told.out
+    assert "prefill  wanted 2  ready 1  not taken up" in told.err
+    assert "what did not is not wanted any more" in told.err
+    assert json.loads((plans / "plan.json").read_text())["pools"]["prefill"]["replicas"] == 1
+
+
+def test_a_cluster_that_is_gone_is_one_line(tmp_path, capsys):
+    assert run(["scale", "--plans", str(tmp_path / "away")]) == 1
+    assert capsys.readouterr().err == f"fleet: {tmp_path}/away: is not there; is the orchestrator running?\n"

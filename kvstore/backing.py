@@ -40,10 +40,19 @@ class _SharedBudget(WriteBudget):
 class Backing:
     """All tiers of a node, in the order in which they are asked."""
 
-    def __init__(self, tiers: Sequence[BackingTier], rules: Sequence[TierRule], codecs: Sequence[Codecs]):
+    def __init__(
+        self,
+        tiers: Sequence[BackingTier],
+        rules: Sequence[TierRule],
+        codecs: Sequence[Codecs],
+        settings: Sequence[AnyTier] = (),
+        spending: Sequence[Callable[[int], bool]] = (),
+    ):
         self.tiers = tiers
         self.rules = rules
         self._codecs = codecs
+        self._settings = settings
+        self._spending = spending
 
     @classmethod
     def open(
@@ -66,7 +75,7 @@ class Backing:
         Raises:
             StoreNotStarted: A tier cannot be had; the message begins with the setting, as in ``tiers[0].url: …``.
         """
-        tiers, rules, all_codecs = [], [], []
+        tiers, rules, all_codecs, spending = [], [], [], []
         for index, each in enumerate(settings):
             budget = _budget(each, clock)
             with _within(f"tiers[{index}].codec"):
@@ -78,7 +87,8 @@ class Backing:
             admission = _admission(each, budget)
             rules.append(TierRule(name=tier.name, admission=admission, finds_in_memory=tier.finds_in_memory))
             all_codecs.append(codecs)
-        return cls(tiers, rules, all_codecs)
+            spending.append(_rewriting(budget, clock))
+        return cls(tiers, rules, all_codecs, settings, spending)
 
     def open_namespace(self, namespace: Namespace) -> None:
         """Blocks of this kind may come.
@@ -88,6 +98,26 @@ class Backing:
         """
         for codecs in self._codecs:
             codecs.open(namespace)
+
+    def refuge(self, *, leaving: bool) -> int | None:
+        """Where blocks go that other nodes are to find; None: nowhere, or they need not (`kvstore.evacuation`).
+
+        A node that is leaving has left its peers from then on.
+        """
+        kinds: tuple[type[TierSettings], ...] = (RedisSettings, S3Settings)
+        if leaving:
+            kinds += (PeerSettings, SsdSettings)
+        for kind in kinds:
+            for index, settings in enumerate(self._settings):
+                if isinstance(settings, kind) and settings.keep is not Keep.NONE:
+                    if isinstance(tier := self.tiers[index], PeerTier):
+                        tier.leave()
+                    return index
+        return None
+
+    def may_write(self, tier: int, size_bytes: int) -> bool:
+        """Charge the tier's budget of writes; False where nothing is left of it."""
+        return self._spending[tier](size_bytes)
 
 
 @contextmanager
@@ -152,5 +182,5 @@ def _budget(settings: TierSettings, clock: Clock) -> WriteBudget | None:
 
 
 def _rewriting(budget: WriteBudget | None, clock: Clock) -> Callable[[int], bool]:
-    """Copying blocks out of a segment that goes costs writes as well."""
+    """Copying blocks out of a segment that goes costs writes as well; so does what is written for another reason than reuse."""
     return lambda num_bytes: budget is None or budget.take(num_bytes, clock.now())

@@ -31,6 +31,7 @@ from kvstore.messages import (
     NO_RESERVATION,
     Counters,
     DataPath,
+    Evacuated,
     Held,
     LeaseId,
     Match,
@@ -275,6 +276,32 @@ class StoreClient:
         """End a hold early; one that has ended is fine."""
         request = pb.ReleaseHoldRequest(digest=self._namespace.digest, session=session)
         self._link.call(lambda _, timeout: self._link.stub.ReleaseHold(request, timeout=timeout))
+
+    def evacuate(self, names: Sequence[ChainHash], *, leaving: bool) -> Evacuated | None:
+        """Have the node bring blocks to where other nodes find them, for about half of the time that a call may take.
+
+        Args:
+            names: Of any of its blocks, what is worth most first.
+            leaving: Whether the node goes as well.
+
+        Returns:
+            What has come of it; ask again for what is not `done`. None when the node does not answer.
+        """
+        asked = b"".join(names[: wire.MAX_EVACUATED])
+        if not asked:
+            return Evacuated()
+
+        def call(session: Session, timeout_seconds: float) -> Evacuated:
+            request = pb.EvacuateRequest(
+                digest=self._namespace.digest,
+                hashes=asked,
+                incarnation=session.incarnation,
+                timeout_ms=round(timeout_seconds * 500),
+                leaving=leaving,
+            )
+            return wire.parse_evacuation(self._link.stub.Evacuate(request, timeout=timeout_seconds))
+
+        return self._link.call(call)
 
     def write(
         self,

@@ -292,6 +292,36 @@ class Hierarchy:
                     tier.enqueue(key, size_bytes)
             self._keep(tier, now)
 
+    def hand_down(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> int:
+        """Have a tier keep blocks whatever its rule says, because the pool is given up.
+
+        Returns:
+            How many of these leading ones there was room for in its queue; call `commands()`.
+
+        Raises:
+            NamespaceUnknown: Theirs was never opened.
+        """
+        which = self._tiers[tier]
+        taken = keys[: max(0, which.rule.queue_blocks - len(which.queue))]
+        for key in taken:
+            which.enqueue(key, self._pool.block_bytes(key.digest))
+        self._keep(which, now)
+        return len(taken)
+
+    def going_down(self, tier: int) -> set[BlockKey]:
+        """What waits for a tier, or is on its way to it."""
+        moving = (each.key for copy in self._copies.values() if copy.tier == tier for each in copy.pinned.addresses)
+        return self._tiers[tier].queue.keys() | set(moving)
+
+    def has(self, tier: int, key: BlockKey) -> bool:
+        """Whether a tier is known to have a block."""
+        return key in self._tiers[tier].known
+
+    def is_fenced(self, tier: int) -> bool:
+        """Whether the last that was written to a tier has failed, and nothing is tried now."""
+        which = self._tiers[tier]
+        return not which.writing.closed and not which.copying
+
     def kept(self, copy_id: CopyId, answers: Sequence[bool], now: Nanos) -> None:
         """A `Keep` is through: what of it the tier has now."""
         copy = self._copies.pop(copy_id)

@@ -235,6 +235,17 @@ class Held(Struct, frozen=True, kw_only=True):
     refused: int = 0  # blocks after them that are there, but would exceed what holds may keep
 
 
+class Evacuated(Struct, frozen=True, kw_only=True):
+    """What has come of bringing blocks to where other nodes find them."""
+
+    tier: str = ""  # where to; empty: there is nowhere else, or no need
+    done: int = 0  # leading blocks of those asked for that need nothing more
+    moved: int = 0  # blocks that came there
+    there: int = 0  # that were there before
+    refused: int = 0  # that the tier has not taken
+    fenced: bool = False  # the tier fails
+
+
 class Counters(Struct, frozen=True, kw_only=True):
     """What one client did since it connected."""
 

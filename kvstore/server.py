@@ -141,7 +141,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         if offers_nixl:
             await _start(nixl, settings.nixl)
         service = BlockStoreService(
-            settings, identity, machine, tier, hierarchy, savings, backing.open_namespace, lambda: nixl.offer, clock
+            settings, identity, machine, tier, hierarchy, savings, backing, lambda: nixl.offer, clock
         )
         callers, guard = CallServer(service.acts), DecodingGuard()
         stack.callback(callers.close)

@@ -8,7 +8,7 @@ a slot before the slot is stamped.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -19,16 +19,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvstore import wire
+from kvstore.backing import Backing
 from kvstore.block import HASH_BYTES, ChainHash, split
 from kvstore.buffers import crc32c
 from kvstore.call_server import Act
 from kvstore.calls import Method
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import LayoutMismatch, NamespaceInUse, Restarted, StoreError
+from kvstore.evacuation import Evacuations
 from kvstore.hierarchy import Hierarchy
-from kvstore.layout import Namespace
 from kvstore.machine import BlockMachine
-from kvstore.messages import Claim, Discard, ReservationId, Slot, Stats
+from kvstore.messages import Claim, Discard, Evacuated, ReservationId, Slot, Stats
 from kvstore.metrics import Snapshot
 from kvstore.mover import Mover
 from kvstore.ports import MemoryTier
@@ -88,7 +89,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         tier: MemoryTier,
         hierarchy: Hierarchy,
         savings: Savings,
-        on_open: Callable[[Namespace], None],
+        backing: Backing,
         nixl_offer: Callable[[], NixlOffer | None],
         clock: Clock,
     ):
@@ -98,7 +99,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._tier = tier
         self._hierarchy = hierarchy
         self._savings = savings
-        self._on_open = on_open
+        self._on_open = backing.open_namespace
+        self._evacuations = Evacuations(machine, hierarchy, backing, self.settle, clock)
         self._nixl_offer = nixl_offer
         self._clock = clock
         self._shadows = Shadows(tier.capacity_bytes, settings.eviction)
@@ -176,6 +178,10 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Context) -> pb.ReleaseHoldResponse:  # noqa: N802 - named by the protocol
         return await self._answer(context, lambda now: self._release_hold(request, now))
+
+    async def Evacuate(self, request: pb.EvacuateRequest, context: Context) -> pb.EvacuateResponse:  # noqa: N802 - named by the protocol
+        begin = await self._answer(context, lambda now: self._evacuation(request, now))
+        return wire.evacuation_message(await begin)
 
     async def Condemn(self, request: pb.CondemnRequest, context: Context) -> pb.CondemnResponse:  # noqa: N802 - named by the protocol
         dropped = 0
@@ -274,6 +280,14 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     def _release_hold(self, request: pb.ReleaseHoldRequest, now: Nanos) -> pb.ReleaseHoldResponse:
         digest, session = wire.parse_digest(request.digest), wire.parse_session(request.session)
         return pb.ReleaseHoldResponse(released=self._machine.release_hold(digest, session, now))
+
+    def _evacuation(self, request: pb.EvacuateRequest, now: Nanos) -> Coroutine[Any, Any, Evacuated]:
+        """Nothing is done before it is awaited."""
+        self._require_incarnation(request.incarnation)
+        digest, names = wire.parse_digest(request.digest), wire.parse_evacuated(request.hashes)
+        deadline = Nanos(now + wire.parse_patience(request.timeout_ms))
+        self._machine.block_bytes(digest)  # refused before it begins
+        return self._evacuations.evacuate(digest, names, leaving=request.leaving, deadline=deadline)
 
     def _condemned(self, request: pb.CondemnRequest) -> list[list[tuple[ChainHash, int]]]:
         """What a client finds bad, each block once, as much at a time as is looked at in a turn."""

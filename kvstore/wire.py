@@ -24,6 +24,7 @@ from kvstore.messages import (
     NODE,
     SLOT,
     BlockChanges,
+    Evacuated,
     Held,
     Leased,
     LeaseId,
@@ -46,6 +47,9 @@ NOTHING_ROSE: Mapping[str, int] = MappingProxyType({})
 
 MAX_LEASES = 1024
 """Released in one request, each of many blocks perhaps: everybody else waits meanwhile."""
+
+MAX_EVACUATED = 4096
+"""Blocks that are brought away by one request: each is looked up before anything else happens."""
 
 MAX_TEXT = 512  # characters of a name
 MAX_PATIENCE_MS = 60_000
@@ -287,6 +291,25 @@ def hold_message(held: Held) -> pb.HoldResponse:
 
 def parse_hold(response: pb.HoldResponse) -> Held:
     return Held(blocks=response.held, refused=response.refused)
+
+
+def parse_evacuated(hashes: bytes) -> list[ChainHash]:
+    """What is to be brought away.
+
+    Raises:
+        InvalidArgument: None, too many at a time, or a torn name.
+    """
+    if len(hashes) > MAX_EVACUATED * HASH_BYTES:
+        raise InvalidArgument("hashes", f"more than {MAX_EVACUATED} at a time")
+    return parse_hashes(hashes)
+
+
+def evacuation_message(evacuated: Evacuated) -> pb.EvacuateResponse:
+    return pb.EvacuateResponse(**_fields(evacuated))
+
+
+def parse_evacuation(response: pb.EvacuateResponse) -> Evacuated:
+    return Evacuated(**_named(response, Evacuated))
 
 
 def changes_message(sequence: int, changes: BlockChanges) -> pb.BlockChanges:

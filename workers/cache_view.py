@@ -5,6 +5,7 @@ from itertools import islice
 from typing import assert_never
 
 from fleet.work import KvCleared, KvEvent, KvRemoved, KvStored
+from kvstore.block import ChainHash
 
 CHUNK = 4096
 """Hashes a message of a dump: 64 KiB, so that steps are not stuck behind a large one."""
@@ -36,6 +37,10 @@ class CacheView:
         while chunk := tuple(islice(names, CHUNK)):
             chunks.append((KvStored(chunk),))
         return chunks
+
+    def names(self) -> list[ChainHash]:
+        """In the order in which they were stored."""
+        return list(map(ChainHash, self._held))
 
     def __len__(self) -> int:
         return len(self._held)

@@ -3,8 +3,8 @@
 Rules:
 
 1. The process goes STARTING -> SERVING -> DRAINING -> GONE and never back (`NEXT`). Only SERVING takes new work;
-   DRAINING finishes what runs until its deadline, gives up the rest, and is GONE when the engine holds nothing more,
-   or `GRACE` after the deadline, whichever comes first.
+   DRAINING finishes what runs until its deadline, gives up the rest, and is GONE when the engine holds nothing more
+   (rule 7), or `GRACE` after the deadline, whichever comes first.
 2. A router is told exactly one end of each piece of work that it started: a step with a finish, or a rejection. After
    that it hears nothing more of it, whatever the engine still says. A router whose stream is gone is told nothing.
 3. Routers choose request ids, and two may choose the same; the engine needs them unique. A piece of work is known as
@@ -15,6 +15,10 @@ Rules:
    holds blocks: capacity counts it.
 5. A router has one stream. When it connects again, the older stream is cut: its work is lost to the router anyhow.
 6. At most `capacity` pieces of work are held, running and waiting together; the next is refused with QUEUE_FULL.
+7. Work that has ended may leave blocks behind that others still need. A drain waits for them until its deadline, and no
+   longer: for blocks that were lent to a decode worker, until the engine holds none any more; where the store goes with
+   this process, for what was handed off through it, `FETCHED_WITHIN`; and for warm blocks that are brought to where
+   other workers read them. That begins with the drain, and where work ran then, once more when it has ended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +31,16 @@ from msgspec import Struct
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import Reason
 from fleet.ids import RequestId
-from fleet.roles import Role
-from fleet.work import Draining, Progress, Rejected, Start, Step
+from fleet.roles import KvPath, Role
+from fleet.work import Draining, Handoff, Progress, Rejected, Start, Step
 from workers.acceptance import refusal
 from workers.messages import (
     CancelRequested,
     CancelWork,
     CutStream,
     DrainRequested,
+    Evacuate,
+    Evacuated,
     Gone,
     Ready,
     Requested,
@@ -51,6 +57,9 @@ from workers.messages import (
 from workers.ports import EngineFacts
 
 GRACE = Nanos(2 * SECOND)  # an engine ends cancelled work within a step; one that does not is stuck
+FETCHED_WITHIN = Nanos(5 * SECOND)
+"""That a decode worker has begun to fetch what was handed off through a store. Routers send it on within milliseconds; one that
+queues for longer computes what is gone by then."""
 
 
 class LifePhase(StrEnum):
@@ -107,29 +116,48 @@ class Work(Struct, kw_only=True):
 class WorkerMachine:
     """Books of one worker process; `check()` says whether they are in order."""
 
-    def __init__(self, *, role: Role, facts: EngineFacts, capacity: int) -> None:
+    def __init__(
+        self, *, role: Role, facts: EngineFacts, capacity: int, evacuates: bool = False, store_goes: bool = False
+    ) -> None:
+        """A worker that is starting.
+
+        Args:
+            role: What it takes.
+            facts: Of its engine.
+            capacity: Rule 6.
+            evacuates: Whether there is somebody to bring its warm blocks away.
+            store_goes: Whether its store's memory ends with this process.
+        """
         assert capacity >= 1, capacity
         self.phase = LifePhase.STARTING
         self._role = role
         self._facts = facts
         self._capacity = capacity
+        self._evacuates = evacuates
+        self._store_goes = store_goes
         self._streams: dict[StreamId, str] = {}
         self._work: dict[RequestId, Work] = {}  # by engine id
         self._heard: dict[tuple[StreamId, RequestId], Work] = {}  # work whose end is still to be told
         self._drain_deadline: Nanos | None = None
         self._given_up = 0
         self._suffix = 0
+        self._lent = 0
+        self._offered_until = Nanos(0)  # in a store that goes with this process
+        self._evacuating = False
+        self._evacuates_again = False
 
     def handle(self, event: WorkerEvent, now: Nanos) -> list[WorkerCommand]:
         match event:
             case Stepped():
-                return [*self._step(event.outputs), *self._leave_if_empty(now)]
+                self._lent = event.lent
+                return [*self._step(event.outputs, now), *self._leave_if_empty(now)]
             case Requested():
                 return self._request(event.stream, event.start, now)
             case CancelRequested():
                 work = self._heard.get((event.stream, event.request_id))
                 return list(self._cancel(work)) if work is not None else []
             case Ticked():
+                self._lent = event.lent
                 return [*self._expire(now), *self._leave_if_empty(now)]
             case RouterConnected():
                 return self._connect(event.stream, event.router_id)
@@ -137,6 +165,9 @@ class WorkerMachine:
                 return [*self._disconnect(event.stream), *self._leave_if_empty(now)]
             case DrainRequested():
                 return [*self._drain(event.deadline), *self._expire(now), *self._leave_if_empty(now)]
+            case Evacuated():
+                self._evacuating = False
+                return list(self._leave_if_empty(now))
             case Ready():
                 if self.phase is LifePhase.STARTING:  # else it was asked to drain before
                     self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
@@ -161,6 +192,8 @@ class WorkerMachine:
         assert all(work.cancelled for work in self._work.values() if work.hearing is Hearing.NOTHING)
         assert (self._drain_deadline is None) == (self.phase in (LifePhase.STARTING, LifePhase.SERVING))
         assert self.phase is not LifePhase.GONE or not self._work
+        assert self._lent >= 0, self._lent
+        assert self._evacuates or not self._evacuating
 
     # Routers.
 
@@ -228,7 +261,7 @@ class WorkerMachine:
             engine_id = RequestId(f"{request_id}~{self._suffix}")
         return engine_id
 
-    def _step(self, outputs: Sequence[Progress | Rejected]) -> list[WorkerCommand]:
+    def _step(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> list[WorkerCommand]:
         """Share one step of the engine out: one message a router."""
         progress: dict[StreamId, list[Progress]] = {}
         commands: list[WorkerCommand] = []
@@ -237,6 +270,8 @@ class WorkerMachine:
             if work is None:
                 continue  # ended before
             ended = isinstance(output, Rejected) or output.finish is not None
+            if isinstance(output, Progress) and output.handoff is not None:
+                self._handed_off(output.handoff, now)
             if work.hearing is Hearing.ALL:
                 if work.engine_id != work.request_id:
                     output = msgspec.structs.replace(output, request_id=work.request_id)  # noqa: PLW2901 - renamed
@@ -249,6 +284,10 @@ class WorkerMachine:
                 del self._work[work.engine_id]
         commands += [Tell(stream=stream, message=Step(progress=tuple(told))) for stream, told in progress.items()]
         return commands
+
+    def _handed_off(self, handoff: Handoff, now: Nanos) -> None:
+        if handoff.kv_path is KvPath.STORE and self._store_goes:
+            self._offered_until = Nanos(now + FETCHED_WITHIN)
 
     def _cancel(self, work: Work) -> Iterator[CancelWork]:
         if not work.cancelled:
@@ -279,11 +318,15 @@ class WorkerMachine:
         if self.phase is LifePhase.GONE:
             return
         announced = self.phase is LifePhase.DRAINING
+        serving = self.phase is LifePhase.SERVING
         self.phase = advance(self.phase, LifeEvent.DRAIN_ASKED)
         self._drain_deadline = deadline if self._drain_deadline is None else min(deadline, self._drain_deadline)
         if not announced:
             for stream in self._streams:
                 yield Tell(stream=stream, message=Draining())
+        if serving and self._evacuates:
+            self._evacuates_again = bool(self._work)
+            yield self._evacuate()
 
     def _leave_if_empty(self, now: Nanos) -> Iterator[WorkerCommand]:
         if self.phase is not LifePhase.DRAINING:
@@ -292,6 +335,21 @@ class WorkerMachine:
         stuck = not self._heard and now >= self._drain_deadline + GRACE
         if self._work and not stuck:
             return
+        if now < self._drain_deadline:
+            if self._evacuates_again and not self._evacuating:
+                self._evacuates_again = False
+                yield self._evacuate()
+            if self._is_needed(now):
+                return
         self._work.clear()
         self.phase = advance(self.phase, LifeEvent.EMPTIED)
-        yield Gone(cancelled=self._given_up)
+        yield Gone(cancelled=self._given_up, unfetched=self._lent)
+
+    def _evacuate(self) -> Evacuate:
+        assert self._drain_deadline is not None
+        self._evacuating = True
+        return Evacuate(deadline=self._drain_deadline)
+
+    def _is_needed(self, now: Nanos) -> bool:
+        """By rule 7."""
+        return self._lent > 0 or now < self._offered_until or self._evacuating

@@ -42,17 +42,26 @@ class Stepped(Struct, frozen=True, kw_only=True):
     """What the engine brought."""
 
     outputs: Sequence[Progress | Rejected]
+    lent: int = 0  # hand-offs whose blocks the engine holds now, those of these outputs included
 
 
 class DrainRequested(Struct, frozen=True, kw_only=True):
     deadline: Nanos
 
 
-class Ticked(Struct, frozen=True):
+class Ticked(Struct, frozen=True, kw_only=True):
     """Time passed: deadlines may have."""
 
+    lent: int = 0  # as of `Stepped`
 
-WorkerEvent = Ready | RouterConnected | RouterGone | Requested | CancelRequested | Stepped | DrainRequested | Ticked
+
+class Evacuated(Struct, frozen=True):
+    """Nothing more is brought away, be it that all has been or that it cannot."""
+
+
+WorkerEvent = (
+    Ready | RouterConnected | RouterGone | Requested | CancelRequested | Stepped | DrainRequested | Ticked | Evacuated
+)
 
 
 class Submit(Struct, frozen=True, kw_only=True):
@@ -78,10 +87,17 @@ class CutStream(Struct, frozen=True, kw_only=True):
     stream: StreamId
 
 
+class Evacuate(Struct, frozen=True, kw_only=True):
+    """Bring warm blocks to where other workers read them, and say `Evacuated` by the deadline."""
+
+    deadline: Nanos
+
+
 class Gone(Struct, frozen=True, kw_only=True):
     """Drained: the process may end. Nothing but refusals follows."""
 
     cancelled: int  # requests that did not finish in time
+    unfetched: int = 0  # hand-offs that nobody had fetched by the deadline
 
 
-WorkerCommand = Submit | CancelWork | Tell | CutStream | Gone
+WorkerCommand = Submit | CancelWork | Tell | CutStream | Evacuate | Gone

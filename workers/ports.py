@@ -1,7 +1,7 @@
 """What the worker's server needs of the world: an engine, and a place to say that it is here."""
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -9,8 +9,10 @@ from fleet.clock import Nanos
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.roles import KvPath
 from fleet.work import Adapter, KvEvent, Load, Progress, Rejected, Start, WorkerMessage
+from kvstore.block import ChainHash
 from kvstore.fingerprint import Fingerprint
 from workers.holds import Hold, Release
+from workers.worth import Prompt
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
@@ -72,6 +74,23 @@ class Engine(Protocol):
 
     def load(self) -> Load: ...
 
+    @property
+    def lent(self) -> int:
+        """Hand-offs whose blocks it holds until a decode engine has fetched them, or their lease ends."""
+        ...
+
+
+@runtime_checkable
+class Saving(Protocol):
+    """An engine that writes blocks of its own memory to the store when it is asked; others do so once, as they fill."""
+
+    async def save(self, names: Sequence[ChainHash], deadline: Nanos) -> int:
+        """Write those of these blocks that it holds and the store does not, within `deadline`; returns how many.
+
+        Never raises because of the store.
+        """
+        ...
+
 
 class EngineDied(Exception):
     """The engine stopped by itself; the worker process has to go, so that its supervisor starts another."""
@@ -99,6 +118,20 @@ class HoldKeeper(Protocol):
 
     def keep(self, asked: Iterable[Hold | Release]) -> None:
         """In the background, as far as it goes: nothing comes of it but blocks that are there later."""
+        ...
+
+
+class Evacuator(Protocol):
+    """Who brings warm blocks to where other workers read them."""
+
+    async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[ChainHash], deadline: Nanos) -> None:
+        """Return when all that is worth it has been brought away, or cannot be; by the deadline at the latest.
+
+        Args:
+            prompts: The latest ones, the very latest last.
+            cached: Names of the blocks in the engine's cache, in the order in which they came.
+            deadline: By the server's clock.
+        """
         ...
 
 

@@ -2,7 +2,7 @@
 
 Flow: routers -> `Session.receive` -> machine -> engine -> `outputs()` -> machine -> `Session.offer` -> routers, without
 a task in between but the one that reads `outputs()`. The engine's cache changes go to every router; a router that connects
-first hears all that the cache holds.
+first hears all that the cache holds. When the worker drains, a task beside all that brings warm blocks away.
 """
 
 import asyncio
@@ -24,6 +24,8 @@ from workers.messages import (
     CancelWork,
     CutStream,
     DrainRequested,
+    Evacuate,
+    Evacuated,
     Gone,
     Ready,
     RouterConnected,
@@ -36,9 +38,10 @@ from workers.messages import (
     WorkerCommand,
     WorkerEvent,
 )
-from workers.ports import Engine, EngineDied, HoldKeeper, Outlet
+from workers.ports import Engine, EngineDied, Evacuator, HoldKeeper, Outlet
 from workers.session import Session
 from workers.settings import WorkerSettings
+from workers.worth import LatestPrompts
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +58,21 @@ class WorkerServer:
         *,
         keeper: HoldKeeper | None = None,
         golden: Golden | None = None,
+        evacuator: Evacuator | None = None,
+        store_goes: bool = False,
     ) -> None:
-        """A worker that is still starting; `keeper` keeps the chains of sessions that wait."""
+        """A worker that is still starting.
+
+        Args:
+            settings: What it is told.
+            engine: That runs.
+            clock: Of deadlines.
+            incarnation: Of this process.
+            keeper: Of the chains of sessions that wait.
+            golden: What it makes of the golden prompts.
+            evacuator: Who brings warm blocks away when it drains.
+            store_goes: Whether its store's memory ends with this process.
+        """
         facts = engine.facts
         self.description = Description(
             worker_id=settings.worker_id,
@@ -85,14 +101,22 @@ class WorkerServer:
         self._engine = engine
         self._clock = clock
         self._machine = WorkerMachine(
-            role=settings.role, facts=facts, capacity=facts.max_running + settings.max_waiting
+            role=settings.role,
+            facts=facts,
+            capacity=facts.max_running + settings.max_waiting,
+            evacuates=evacuator is not None,
+            store_goes=store_goes,
         )
+        self._evacuator = evacuator
+        self._prompts = LatestPrompts()
         self._keeper = keeper
         self._holds = SessionHolds(Nanos(round(settings.hold_seconds * SECOND))) if keeper is not None else None
         self._cache = CacheView()
         self._sessions: dict[StreamId, Session] = {}
         self._streams = count()
         self._cancelled_by_drain: int | None = None
+        self._evacuate_by: Nanos | None = None
+        self._evacuation_asked = asyncio.Event()
         self._gone = asyncio.Event()
 
     @property
@@ -103,6 +127,11 @@ class WorkerServer:
     def held(self) -> int:
         """Requests that the engine has not ended."""
         return self._machine.held
+
+    @property
+    def warm_blocks(self) -> int:
+        """In the engine's cache: what it would cost to lose this worker."""
+        return len(self._cache)
 
     async def run(self) -> None:
         """Serve until drained.
@@ -118,6 +147,7 @@ class WorkerServer:
                     tasks.create_task(self._pump_outputs(), name="outputs"),
                     tasks.create_task(self._pump_cache(), name="cache"),
                     tasks.create_task(self._keep_time(), name="time"),
+                    tasks.create_task(self._bring_away(), name="evacuation"),
                 ]
                 await self._gone.wait()
                 for pump in pumps:
@@ -167,7 +197,7 @@ class WorkerServer:
 
     async def _pump_outputs(self) -> Never:
         async for outputs in self._engine.outputs():
-            self._absorb(Stepped(outputs=self._signed(outputs)))
+            self._absorb(Stepped(outputs=self._signed(outputs), lent=self._engine.lent))
             if self._keeper is not None and self._holds is not None:
                 self._keeper.keep(self._holds.heard(outputs, self._clock.now()))
         raise EngineDied("its outputs ended")
@@ -188,7 +218,7 @@ class WorkerServer:
         reported: Load | None = None
         reported_at = Nanos(0)
         while True:
-            self._absorb(Ticked())
+            self._absorb(Ticked(lent=self._engine.lent))
             load, now = self._engine.load(), self._clock.now()
             if load != reported or now - reported_at >= heartbeat:
                 reported, reported_at = load, now
@@ -196,6 +226,23 @@ class WorkerServer:
                     if not session.offer(load):
                         self._cut(session)
             await asyncio.sleep(interval / 1000)
+
+    async def _bring_away(self) -> Never:
+        """When the worker drains, beside whatever runs; as often as it is asked."""
+        while True:
+            await self._evacuation_asked.wait()
+            self._evacuation_asked.clear()
+            assert self._evacuator is not None
+            assert self._evacuate_by is not None
+            deadline = self._evacuate_by
+            try:
+                async with asyncio.timeout((deadline - self._clock.now()) / SECOND):
+                    await self._evacuator.evacuate(self._prompts.all(), self._cache.names(), deadline)
+            except TimeoutError:
+                log.warning("warm blocks were not all brought away in time")
+            except Exception:  # supervisor: what is not brought away is computed again, and nobody else's affair
+                log.exception("warm blocks could not be brought away")
+            self._absorb(Evacuated())
 
     def _signed(self, outputs: Sequence[Progress | Rejected]) -> Sequence[Progress | Rejected]:
         """Hand-offs name the worker that holds the blocks; engines do not know it."""
@@ -229,14 +276,19 @@ class WorkerServer:
                 case Submit(start=start):
                     if self._holds is not None:
                         self._holds.began(start, self._clock.now())
+                    if self._evacuator is not None:
+                        self._prompts.note(start.tokens, start.salt)
                     self._engine.submit(start)
                 case CancelWork(request_id=request_id):
                     self._engine.cancel(request_id)
                 case CutStream(stream=stream):
                     if (cut := self._sessions.pop(stream, None)) is not None:
                         cut.cut("the router connected again")
-                case Gone(cancelled=cancelled):
-                    log.info("drained", extra={"cancelled": cancelled})
+                case Evacuate(deadline=deadline):
+                    self._evacuate_by = deadline
+                    self._evacuation_asked.set()
+                case Gone(cancelled=cancelled, unfetched=unfetched):
+                    log.info("drained", extra={"cancelled": cancelled, "unfetched": unfetched})
                     self._cancelled_by_drain = cancelled
                     self._gone.set()
                 case unknown:

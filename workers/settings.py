@@ -8,7 +8,7 @@ from fleet.discovery import Discovery
 from fleet.hardware.latency import EngineLatency
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
-from kvstore.addresses import unix_path
+from kvstore.addresses import host_port, unix_path
 from kvstore.credentials import Credentials
 from kvstore.settings import StoreSettings
 from workers.kv_layout import KvLayout
@@ -98,6 +98,43 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"eos_token_ids: {self.eos_token_ids} are not all within the vocabulary")
         if len(set(self.eos_token_ids)) >= self.vocab_size:
             raise ValueError("eos_token_ids: no other token is left in the vocabulary")
+
+
+class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a worker whose one engine is spread over several nodes, with a process on each: see `workers.groups`."""
+
+    nodes: Annotated[int, Meta(ge=2, le=64)]
+    """Processes, one a node."""
+
+    rank: Annotated[int, Meta(ge=0)] = 0
+    """Of this one. The first (0) leads: it serves requests, and nothing is seen of the others. Everything else they are told alike."""
+
+    leader: Annotated[str, Meta(min_length=1)]
+    """host:port where the others find the first."""
+
+    listen: str = ""
+    """host:port where the first listens for them; empty: `leader`. Whoever can connect there can take part, and engines trust
+    each other: only the group's own nodes should reach it."""
+
+    engine_ports: tuple[Annotated[int, Meta(ge=1, le=65_535)], ...] = ()
+    """Two of the first's host, at which the engine's own ranks find each other; empty: any that are free."""
+
+    join_timeout_ms: Positive = 600_000
+    """How long all are waited for: nodes may have to be made, and images brought there."""
+
+    silence_ms: Annotated[int, Meta(ge=100)] = 15_000
+    """Who says nothing for so long is taken to be gone, and the whole group ends, to be started anew."""
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.nodes:
+            raise ValueError(f"rank: {self.rank} is none of {self.nodes} nodes, which are counted from 0")
+        for name, address in (("leader", self.leader), ("listen", self.listen or self.leader)):
+            try:
+                host_port(address)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if len(self.engine_ports) not in {0, 2} or len(set(self.engine_ports)) != len(self.engine_ports):
+            raise ValueError("engine_ports: names two different ports, or none")
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,6 +233,14 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     drain_timeout_ms: Annotated[int, Meta(ge=0)] = 30_000
     """How long running requests may go on after SIGTERM; Kubernetes kills after 30 s by default."""
+
+    evacuate_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
+    """What a worker that drains has brought at most to where other workers read it, warm blocks that are worth most first: to the tier
+    of its store that nodes share (Redis, S3); where the store is its own, else to the store's peers or disk. It ends with
+    `drain_timeout_ms` at the latest, and delays no answer. 0: nothing."""
+
+    group: GroupSettings | None = None
+    """Where its engine is spread over several nodes: which of them this is; absent: it has one."""
 
     vllm: VllmSettings = field(default_factory=VllmSettings)
 

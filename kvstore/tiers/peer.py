@@ -223,6 +223,14 @@ class PeerTier:
         """Their own nodes tell."""
         return []
 
+    def leave(self) -> None:
+        """This node goes: what goes down from now on goes to the peers' memory, and none of it to this node.
+
+        The others rank each other as before, so what would have been here is where they look next.
+        """
+        others = tuple(address for address in self._settings.peers if address != self._settings.own_address)
+        self._settings = replace(self._settings, peers=others, own_address="", push=True)
+
     def status(self) -> TierStatus:
         status = self._tally.status()
         return replace(status, corrupt=status.corrupt + sum(link.corrupt for link in self._all_links()))

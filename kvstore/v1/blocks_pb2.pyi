@@ -547,6 +547,81 @@ class ReleaseHoldResponse(_message.Message):
 Global___ReleaseHoldResponse: _TypeAlias = ReleaseHoldResponse  # noqa: Y015
 
 @_typing.final
+class EvacuateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    hashes: _builtins.bytes
+    """any blocks, 4096 at most; those that the node does not have are passed over"""
+    incarnation: _builtins.str
+    """as in MatchRequest"""
+    timeout_ms: _builtins.int
+    """when to answer at the latest"""
+    leaving: _builtins.bool
+    """the node goes as well: other nodes' memory and its disk are better than nothing"""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        hashes: _builtins.bytes = ...,
+        incarnation: _builtins.str = ...,
+        timeout_ms: _builtins.int = ...,
+        leaving: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "leaving", b"leaving", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvacuateRequest: _TypeAlias = EvacuateRequest  # noqa: Y015
+
+@_typing.final
+class EvacuateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    THERE_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """where they go, as in BlockChanges; empty: there is nowhere"""
+    done: _builtins.int
+    """leading blocks that need nothing more"""
+    moved: _builtins.int
+    """blocks that came there now"""
+    there: _builtins.int
+    """that were there before"""
+    fenced: _builtins.bool
+    """the tier fails: it is no use to ask again"""
+    refused: _builtins.int
+    """blocks that are dealt with, and that the tier has not taken"""
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        done: _builtins.int = ...,
+        moved: _builtins.int = ...,
+        there: _builtins.int = ...,
+        fenced: _builtins.bool = ...,
+        refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "fenced", b"fenced", "moved", b"moved", "refused", b"refused", "there", b"there", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvacuateResponse: _TypeAlias = EvacuateResponse  # noqa: Y015
+
+@_typing.final
 class CondemnRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

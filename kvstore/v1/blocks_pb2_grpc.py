@@ -69,6 +69,11 @@ class BlockStoreStub:
                 request_serializer=kvstore_dot_v1_dot_blocks__pb2.ReleaseHoldRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_blocks__pb2.ReleaseHoldResponse.FromString,
                 _registered_method=True)
+        self.Evacuate = channel.unary_unary(
+                '/kvstore.v1.BlockStore/Evacuate',
+                request_serializer=kvstore_dot_v1_dot_blocks__pb2.EvacuateRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_blocks__pb2.EvacuateResponse.FromString,
+                _registered_method=True)
         self.Condemn = channel.unary_unary(
                 '/kvstore.v1.BlockStore/Condemn',
                 request_serializer=kvstore_dot_v1_dot_blocks__pb2.CondemnRequest.SerializeToString,
@@ -138,6 +143,14 @@ class BlockStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Evacuate(self, request, context):
+        """Has blocks brought to where other nodes find them: a worker says it of its warm blocks, what is worth most first, before it goes.
+        Ask again for what is not dealt with when it answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Condemn(self, request, context):
         """Reports blocks whose bytes failed their checksum. The node looks for itself; bad ones are dropped and counted.
         """
@@ -195,6 +208,11 @@ def add_BlockStoreServicer_to_server(servicer, server):
                     servicer.ReleaseHold,
                     request_deserializer=kvstore_dot_v1_dot_blocks__pb2.ReleaseHoldRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_blocks__pb2.ReleaseHoldResponse.SerializeToString,
+            ),
+            'Evacuate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evacuate,
+                    request_deserializer=kvstore_dot_v1_dot_blocks__pb2.EvacuateRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_blocks__pb2.EvacuateResponse.SerializeToString,
             ),
             'Condemn': grpc.unary_unary_rpc_method_handler(
                     servicer.Condemn,
@@ -401,6 +419,33 @@ class BlockStore:
             '/kvstore.v1.BlockStore/ReleaseHold',
             kvstore_dot_v1_dot_blocks__pb2.ReleaseHoldRequest.SerializeToString,
             kvstore_dot_v1_dot_blocks__pb2.ReleaseHoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evacuate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.BlockStore/Evacuate',
+            kvstore_dot_v1_dot_blocks__pb2.EvacuateRequest.SerializeToString,
+            kvstore_dot_v1_dot_blocks__pb2.EvacuateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,10 @@ class BlockStoreStub:
     person). One hold a session: a new one replaces it. All holds of a node together have a share of its pool.
     """
     ReleaseHold: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.ReleaseHoldRequest, _blocks_pb2.ReleaseHoldResponse]
+    Evacuate: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.EvacuateRequest, _blocks_pb2.EvacuateResponse]
+    """Has blocks brought to where other nodes find them: a worker says it of its warm blocks, what is worth most first, before it goes.
+    Ask again for what is not dealt with when it answers.
+    """
     Condemn: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.CondemnRequest, _blocks_pb2.CondemnResponse]
     """Reports blocks whose bytes failed their checksum. The node looks for itself; bad ones are dropped and counted."""
     Watch: _grpc.UnaryStreamMultiCallable[_blocks_pb2.WatchRequest, _blocks_pb2.BlockChanges]
@@ -72,6 +76,10 @@ class BlockStoreAsyncStub(BlockStoreStub):
     person). One hold a session: a new one replaces it. All holds of a node together have a share of its pool.
     """
     ReleaseHold: _aio.UnaryUnaryMultiCallable[_blocks_pb2.ReleaseHoldRequest, _blocks_pb2.ReleaseHoldResponse]  # type: ignore[assignment]
+    Evacuate: _aio.UnaryUnaryMultiCallable[_blocks_pb2.EvacuateRequest, _blocks_pb2.EvacuateResponse]  # type: ignore[assignment]
+    """Has blocks brought to where other nodes find them: a worker says it of its warm blocks, what is worth most first, before it goes.
+    Ask again for what is not dealt with when it answers.
+    """
     Condemn: _aio.UnaryUnaryMultiCallable[_blocks_pb2.CondemnRequest, _blocks_pb2.CondemnResponse]  # type: ignore[assignment]
     """Reports blocks whose bytes failed their checksum. The node looks for itself; bad ones are dropped and counted."""
     Watch: _aio.UnaryStreamMultiCallable[_blocks_pb2.WatchRequest, _blocks_pb2.BlockChanges]  # type: ignore[assignment]
@@ -136,6 +144,16 @@ class BlockStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _blocks_pb2.ReleaseHoldRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_blocks_pb2.ReleaseHoldResponse, _abc.Awaitable[_blocks_pb2.ReleaseHoldResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Evacuate(
+        self,
+        request: _blocks_pb2.EvacuateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.EvacuateResponse, _abc.Awaitable[_blocks_pb2.EvacuateResponse]]:
+        """Has blocks brought to where other nodes find them: a worker says it of its warm blocks, what is worth most first, before it goes.
+        Ask again for what is not dealt with when it answers.
+        """
 
     @_abc_1.abstractmethod
     def Condemn(

@@ -43,15 +43,21 @@ class World(Protocol):
         """The record is gone, and nobody withdrew it."""
         ...
 
-    async def end_leases(self, clock: HandClock) -> None:
-        """Those that nobody renews."""
+    async def half_a_lease(self, *clocks: HandClock) -> None:
+        """Passes, for the directory itself and by these clocks."""
+        ...
+
+    async def shows(self, addresses: set[str]) -> None:
+        """Returns when all who learn of workers otherwise than by reading the directory, as clients of a Service do, see these and no others.
+        Where nobody does: at once."""
         ...
 
 
 class Router:
     """What one router makes of a directory. Its clock stands still until it is moved."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.clock = HandClock()
         self.registry = RegistryServer(ControlSettings(), self.clock)
 
@@ -69,19 +75,36 @@ class Router:
 
     async def has(self, **addresses: str) -> None:
         await self.until(lambda found: found == {name.replace("_", "-"): value for name, value in addresses.items()})
+        await self.world.shows(set(addresses.values()))
 
 
 @asynccontextmanager
-async def a_router(directory: AbstractAsyncContextManager[OpenedDirectory]) -> AsyncIterator[Router]:
-    router = Router()
-    async with directory as opened, asyncio.TaskGroup() as tasks:
+async def a_router(world: World, *, far: bool = False) -> AsyncIterator[Router]:
+    """Args:
+    world: That it looks at.
+    far: By the way that can be cut.
+    """
+    router = Router(world)
+    async with world.open_far() if far else world.open() as opened, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(router.registry.follow(opened))
         yield router
         following.cancel()
 
 
+async def registered(worker: OpenedDirectory) -> None:
+    """By a way that was just mended."""
+    async with asyncio.timeout(SECONDS):
+        while True:
+            try:
+                await worker.register(WORKER, OLD, ADDRESS)
+            except RegistryUnreachable:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
 async def test_a_router_that_watches_sees_who_is_published(a_world):
-    async with a_router(a_world.open()) as router, a_world.open() as worker:
+    async with a_router(a_world) as router, a_world.open() as worker:
         lease = await worker.register(WORKER, OLD, ADDRESS)
 
         await router.has(decode_0=ADDRESS)
@@ -93,13 +116,13 @@ async def test_a_router_that_starts_cold_finds_all_workers(a_world):
         await worker.register(WORKER, OLD, ADDRESS)
         await other.register(OTHER, OLD, ELSEWHERE)
 
-        async with a_router(a_world.open()) as router, a_router(a_world.open()) as another:
+        async with a_router(a_world) as router, a_router(a_world) as another:
             for each in (router, another):
                 await each.has(decode_0=ADDRESS, decode_1=ELSEWHERE)
 
 
 async def test_who_withdraws_is_gone_before_its_lease_ends(a_world):
-    async with a_router(a_world.open()) as router, a_world.open() as worker:
+    async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
 
@@ -109,7 +132,7 @@ async def test_who_withdraws_is_gone_before_its_lease_ends(a_world):
 
 
 async def test_a_lease_that_is_renewed_does_not_end(a_world):
-    async with a_router(a_world.open()) as router, a_world.open() as worker:
+    async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
         for _ in range(3):
@@ -120,17 +143,33 @@ async def test_a_lease_that_is_renewed_does_not_end(a_world):
 
 
 async def test_a_lease_that_nobody_renews_ends(a_world):
-    async with a_router(a_world.open()) as router:
+    async with a_router(a_world) as router:
         async with a_world.open() as worker:
             await worker.register(WORKER, OLD, ADDRESS)
             await router.has(decode_0=ADDRESS)
-        await a_world.end_leases(router.clock)
+        for _ in range(2):
+            await a_world.half_a_lease(router.clock)
 
         await router.has()
 
 
+async def test_who_was_cut_off_for_longer_than_a_lease_comes_back_with_its_renewal(a_world):
+    async with a_router(a_world) as router, a_world.open_far() as worker:
+        await worker.register(WORKER, OLD, ADDRESS)
+        await router.has(decode_0=ADDRESS)
+        await a_world.cut()
+        for _ in range(2):
+            await a_world.half_a_lease(router.clock)
+        await router.has()
+
+        await a_world.mend()
+        await registered(worker)
+
+        await router.has(decode_0=ADDRESS)
+
+
 async def test_a_new_address_of_a_worker_is_announced(a_world):
-    async with a_router(a_world.open()) as router, a_world.open() as worker:
+    async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
 
@@ -141,18 +180,17 @@ async def test_a_new_address_of_a_worker_is_announced(a_world):
 
 
 async def test_neither_goodbye_nor_lease_of_a_dead_incarnation_takes_its_successor_away(a_world):
-    async with a_router(a_world.open()) as router, a_world.open() as dead, a_world.open() as successor:
+    async with a_router(a_world) as router, a_world.open() as dead, a_world.open() as successor:
         await dead.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
         await successor.register(WORKER, NEW, ELSEWHERE)
         await router.has(decode_0=ELSEWHERE)
 
         await dead.deregister(WORKER, OLD)
-        async with a_router(a_world.open()) as cold:
+        async with a_router(a_world) as cold:
             await cold.has(decode_0=ELSEWHERE)
         for _ in range(2):
-            await a_world.end_leases(HandClock())  # theirs, where it is the directory that ends them
-            router.clock.move(a_world.lease // 2)
+            await a_world.half_a_lease(router.clock)
             await successor.register(WORKER, NEW, ELSEWHERE)
             renewed = router.clock.now() + a_world.lease
             await router.until(lambda found, renewed=renewed: found and router.lease_end(WORKER) == renewed)
@@ -161,7 +199,7 @@ async def test_neither_goodbye_nor_lease_of_a_dead_incarnation_takes_its_success
 
 
 async def test_who_was_replaced_is_told_so_when_it_renews(a_world):
-    async with a_router(a_world.open()) as router, a_world.open() as replaced, a_world.open() as successor:
+    async with a_router(a_world) as router, a_world.open() as replaced, a_world.open() as successor:
         await replaced.register(WORKER, OLD, ADDRESS)
         await successor.register(WORKER, NEW, ELSEWHERE)
 
@@ -173,7 +211,7 @@ async def test_who_was_replaced_is_told_so_when_it_renews(a_world):
 
 
 async def test_who_is_cut_off_keeps_what_it_knows_until_the_leases_end(a_world):
-    async with a_router(a_world.open_far()) as router, a_world.open() as worker:
+    async with a_router(a_world, far=True) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
         await a_world.cut()
@@ -191,7 +229,7 @@ async def test_who_is_cut_off_keeps_what_it_knows_until_the_leases_end(a_world):
 
 async def test_who_was_cut_off_catches_up(a_world):
     async with (
-        a_router(a_world.open_far()) as router,
+        a_router(a_world, far=True) as router,
         a_world.open() as leaving,
         a_world.open() as staying,
         a_world.open() as coming,
@@ -209,25 +247,19 @@ async def test_who_was_cut_off_catches_up(a_world):
 
 
 async def test_a_worker_that_is_cut_off_is_told_so_and_publishes_again(a_world):
-    async with a_router(a_world.open()) as router, a_world.open_far() as worker:
+    async with a_router(a_world) as router, a_world.open_far() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await a_world.cut()
         with pytest.raises(RegistryUnreachable):
             await worker.register(WORKER, OLD, ADDRESS)
 
         await a_world.mend()
-        async with asyncio.timeout(SECONDS):
-            while True:
-                try:
-                    await worker.register(WORKER, OLD, ADDRESS)
-                    break
-                except RegistryUnreachable:
-                    await asyncio.sleep(0.05)
+        await registered(worker)
         await router.has(decode_0=ADDRESS)
 
 
 async def test_a_record_that_got_lost_comes_back_with_its_renewal(a_world):
-    async with a_router(a_world.open()) as router, a_world.open() as worker:
+    async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
         await a_world.lose(WORKER)
@@ -242,7 +274,7 @@ async def test_a_record_that_got_lost_comes_back_with_its_renewal(a_world):
 
 @pytest.mark.parametrize("name", ["a/b c.d", "..", ".hidden", "Ä" * 128, "x" * 128], ids=repr)
 async def test_any_name_of_a_worker_will_do(a_world, name):
-    async with a_router(a_world.open()) as router, a_world.open() as worker:
+    async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WorkerId(name), OLD, ADDRESS)
         await router.until(lambda found: found == {name: ADDRESS})
 

@@ -45,8 +45,12 @@ class MemoryWorld:
     async def lose(self, worker_id) -> None:
         await self.near.deregister(worker_id, self.near._content.seen[worker_id].record.incarnation)
 
-    async def end_leases(self, clock) -> None:
-        clock.move(self.lease)
+    async def half_a_lease(self, *clocks) -> None:
+        for clock in clocks:
+            clock.move(self.lease // 2)
+
+    async def shows(self, addresses) -> None:
+        pass
 
 
 class FileWorld:
@@ -77,8 +81,12 @@ class FileWorld:
         [path] = self.folder.iterdir()
         path.unlink()
 
-    async def end_leases(self, clock) -> None:
-        clock.move(self.lease)
+    async def half_a_lease(self, *clocks) -> None:
+        for clock in clocks:
+            clock.move(self.lease // 2)
+
+    async def shows(self, addresses) -> None:
+        pass
 
 
 class EtcdWorld:
@@ -109,8 +117,13 @@ class EtcdWorld:
         async with Client(port=self.server.port) as client:
             await client.delete_prefix(b"/fleet/workers/")
 
-    async def end_leases(self, clock) -> None:
+    async def half_a_lease(self, *clocks) -> None:
+        for clock in clocks:
+            clock.move(self.lease // 2)
         await asyncio.sleep(LEASE_SECONDS / 2)  # etcd's clock is its own
+
+    async def shows(self, addresses) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ P1 = joined("p1", "10.0.1.1:8000", Role.PREFILL)
 
 
 @asynccontextmanager
-async def a_world(model_dir, *workers, picker=None, leads=lambda: True, tenants=None, connection_seconds=0, **settings):
+async def a_world(model_dir, *workers, picker=None, standing=None, tenants=None, connection_seconds=0, **settings):
     clock, threads = SystemClock(), TokenisingThreads()
     known = Tenants(tenants or {}, clock.now())
     selecting = SelectingWorkers(Untouched())
@@ -114,7 +114,7 @@ async def a_world(model_dir, *workers, picker=None, leads=lambda: True, tenants=
     )
     selection = SelectionService(router, selecting, tenant_secret=b"")
     limits = EndpointPickerSettings(**{"host": "127.0.0.1", "port": 0, **(picker or {})})
-    made = EndpointPicker(limits, router, selection, RoutersPrompts(generation, None, known, clock), leads)
+    made = EndpointPicker(limits, router, selection, RoutersPrompts(generation, None, known, clock), standing)
     async with (
         asyncio.timeout(60),
         open_endpoint_picker(limits, made, connection_seconds=connection_seconds),
@@ -400,9 +400,25 @@ async def test_workers_are_reached_on_the_port_where_they_speak_http(model_dir):
         assert sorted(picked.endpoints) == ["10.0.0.1:8080", "[fd00::2]:8080"]
 
 
+class Told:
+    """What the test says of the picker among others."""
+
+    def __init__(self) -> None:
+        self.leading, self.following, self.resigned = True, False, False
+
+    def leads(self):
+        return self.leading
+
+    def follows(self):
+        return self.following
+
+    async def resign(self):
+        self.resigned, self.leading, self.following = True, False, True
+
+
 async def test_health_says_who_lives_and_who_is_ready(model_dir):
-    leading = True
-    async with a_world(model_dir, leads=lambda: leading) as world:
+    told = Told()
+    async with a_world(model_dir, standing=told) as world:
 
         async def serving(service):
             answer = await HealthStub(world.gateway.channel).Check(health_pb2.HealthCheckRequest(service=service))
@@ -414,12 +430,18 @@ async def test_health_says_who_lives_and_who_is_ready(model_dir):
         assert await all_three() == [True, False, False], "without workers"
         world.router.hear(D1)
         assert await all_three() == [True, True, True]
-        leading = False
+        told.leading = False
+        assert await all_three() == [True, False, False], "who could not renew"
+        assert (await world.request().ask(a_completion())).endpoints, "but nobody else is known to lead"
+        told.following = True
         assert await all_three() == [True, False, False], "a follower"
-        assert (await world.request().ask(a_completion())).status == 503
-        leading = True
+        refused = await world.request().ask(a_completion())
+        assert (refused.status, refused.error["code"]) == (503, "draining")
+        told.leading, told.following = True, False
         await world.picker.drain(Nanos(SECOND))
         assert await all_three() == [True, False, False], "while it goes away"
+        assert told.resigned
+        assert (await world.request().ask(a_completion())).endpoints, "gateways hear of it later"
 
 
 async def test_who_watches_liveness_is_told_at_once(model_dir):

@@ -17,7 +17,7 @@ from fleet.adapters.clock import SystemClock
 from fleet.adapters.local_processes import ClusterFailed, LocalProcess, LocalProcesses, runtime_folder
 from fleet.clock import SECOND, Nanos
 from fleet.config import child_environment
-from fleet.control.supervision import Child
+from fleet.control.supervision import Child, Condition
 from fleet.errors import ConfigurationRefused
 from tests.shared_memory import abandoned_segments
 
@@ -34,9 +34,15 @@ def a_process(name: str, *how: str) -> LocalProcess:
     return LocalProcess(child=child, command=(sys.executable, str(CHILD), *how))
 
 
-def supervise(folder: Path, said: list[str], *processes: LocalProcess) -> LocalProcesses:
+def supervise(folder: Path, said: list[str], *processes: LocalProcess, drain=None) -> LocalProcesses:
     return LocalProcesses(
-        processes, folder=folder, logs=folder, environment=child_environment(), clock=SystemClock(), say=said.append
+        processes,
+        folder=folder,
+        logs=folder,
+        environment=child_environment(),
+        clock=SystemClock(),
+        say=said.append,
+        drain=drain,
     )
 
 
@@ -244,3 +250,44 @@ def test_nothing_survives_the_death_of_the_supervisor(tmp_path):
 
 async def never():
     raise AssertionError("the cluster was never ready")
+
+
+async def test_children_come_and_go_and_one_that_does_not_start_troubles_nobody(folder):
+    said: list[str] = []
+    processes = supervise(folder, said, a_process("a", "serve"))
+
+    async def body():
+        processes.add(a_process("b", "serve"))
+        processes.add(a_process("c", "exit", "1", "broken"))
+        await until(lambda: processes.conditions().get("b") is Condition.READY)
+        await until(lambda: "c" in processes.failing() and processes.conditions()["c"] is Condition.PAUSED)
+        for name in ("b", "c"):
+            processes.remove(name, Nanos(10 * SECOND))
+        await until(lambda: processes.names == {"a"})
+        processes.add(a_process("b", "serve"))
+        await until(lambda: processes.conditions().get("b") is Condition.READY)
+        assert set(processes.pids) == set(processes.endpoints) == {"a", "b"}
+
+    assert await processes.hold(body)
+    assert any(line.startswith("c ended with status") for line in said)
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_child_that_is_removed_is_asked_to_drain_and_stopped_where_it_does_not_listen(folder, told):
+    asked = []
+
+    async def drain(endpoints, within):
+        asked.append((endpoints, within))
+        if told:
+            os.kill(processes.pids["b"], signal.SIGKILL)  # its own end
+        return told
+
+    processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
+
+    async def body():
+        endpoints = processes.endpoints["b"]
+        processes.remove("b", Nanos(300 * SECOND))
+        await until(lambda: processes.names == {"a"})
+        assert asked == [(endpoints, 300 * SECOND)]
+
+    assert await processes.hold(body)

@@ -5,6 +5,7 @@ proves that it works and says nothing of its speed.
 """
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +76,23 @@ def test_blocks_go_from_engine_to_engine_and_the_tokens_are_those_of_one(pair, l
     assert bytes_from(decoded.kv, Source.DIRECT) == blocks * BLOCK_BYTES
     assert decoded.kv.cached_tokens == length - 1  # the last token is always computed
     assert pair.engines[1].told[decoded.request_id] == [decoded.kv, decoded.kv]  # with the first tokens, and at the end
+
+
+def test_what_was_handed_off_counts_as_lent_for_its_lease_and_what_went_through_the_store_does_not(pair):
+    prefill = pair.engines[0]
+
+    async def run():
+        await prefill.do(work(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        lent, leases = prefill.engine.lent, set(prefill.engine._lent_until)
+        await prefill.do(work(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.STORE))
+        more = set(prefill.engine._lent_until) - leases
+        prefill.engine._lent_until = deque([0.0])  # as if all had ended
+        return lent, more, prefill.engine.lent
+
+    lent, more, left = pair.run(run())
+
+    assert lent >= 1
+    assert (more, left) == (set(), 0)
 
 
 def test_blocks_that_the_decode_side_has_are_not_moved_again(pair):

@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 
-def a_namespace(*, cache_dtype: str = "auto", max_model_len: int = 4096, rope: Any = None, ranks: int = 1) -> Namespace:
+def a_namespace(
+    *, cache_dtype: str = "auto", max_model_len: int = 4096, rope: Any = None, ranks: int = 1, latent: bool = False
+) -> Namespace:
     model = SimpleNamespace(
         dtype=torch.bfloat16,
         max_model_len=max_model_len,
@@ -25,6 +27,7 @@ def a_namespace(*, cache_dtype: str = "auto", max_model_len: int = 4096, rope: A
         get_num_layers=lambda _: 4,
         get_total_num_kv_heads=lambda: 2,
         get_head_size=lambda: 64,
+        use_mla=latent,
     )
     config = SimpleNamespace(
         model_config=model,
@@ -50,3 +53,9 @@ def test_neither_is_the_longest_request_but_where_rotary_factors_depend_on_it():
 @pytest.mark.parametrize(("cache_dtype", "bytes_a_value"), [("auto", 2), ("float16", 2), ("fp8", 1), ("fp8_e5m2", 1)])
 def test_its_blocks_are_of_the_size_that_the_cache_has(cache_dtype, bytes_a_value):
     assert a_namespace(cache_dtype=cache_dtype).block_bytes == 4 * 2 * 32 * 128 * bytes_a_value
+
+
+def test_latent_kv_is_one_vector_a_token_whatever_the_heads():
+    latent = a_namespace(latent=True)
+
+    assert (latent.kv_heads, latent.head_dim, latent.block_bytes) == (1, 64, 4 * 32 * 64 * 2)

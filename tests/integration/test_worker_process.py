@@ -42,6 +42,10 @@ from workers.settings import SimulatedSettings, WorkerSettings
 pytestmark = pytest.mark.integration
 
 
+TICK_SECONDS = 0.02  # seconds between two looks of these workers at what they may still wait for
+LEASE_SECONDS = 30  # that handed-off blocks wait to be fetched
+
+
 def settings(worker_id: str = "w1", *, speedup: float = 20, kv_blocks: int = 1024, **fields) -> WorkerSettings:
     return WorkerSettings(
         **{
@@ -141,6 +145,30 @@ async def test_blocks_move_between_processes(folder):
         assert end.kv.origins[0].origin == "prefill"
         aggregated, _ = await to_decode.do(work(prompt, 10, salt=b"x" * 32))  # not from its own cache
         assert first + rest == aggregated
+
+
+async def test_a_prefill_worker_that_is_asked_to_end_stays_until_what_it_handed_off_is_fetched(folder):
+    roles = {role: settings(role.value, role=role) for role in (Role.PREFILL, Role.DECODE)}
+    async with (
+        a_worker_process(folder, roles[Role.PREFILL]) as prefill,
+        a_worker_process(folder, roles[Role.DECODE]) as decode,
+        a_stream(prefill.address) as to_prefill,
+        a_stream(decode.address) as to_decode,
+    ):
+        prompts = [fresh_prompt(300), fresh_prompt(300)]
+        handed = [await to_prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)) for prompt in prompts]
+
+        prefill.terminate()
+        await to_prefill.next(Draining)
+
+        for prompt, (first, end) in zip(prompts, handed, strict=True):
+            await asyncio.sleep(3 * TICK_SECONDS)  # in which a worker that does not wait is gone
+            assert prefill.process.returncode is None
+            after = work(prompt + token_bytes(first), 9, phase=Phase.DECODE, handoff=end.handoff)
+            _, answer = await to_decode.do(after)
+            assert blocks_from(answer.kv, Source.DIRECT) == 9
+        async with asyncio.timeout(LEASE_SECONDS / 2):
+            assert await prefill.ended() == 0
 
 
 async def test_cancelling_stops_the_engine_and_frees_its_blocks(folder):

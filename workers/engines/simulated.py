@@ -78,6 +78,17 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
             yield engine
 
 
+@contextlib.asynccontextmanager
+async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
+    """A rank that does not lead. It has nothing to compute: the leader keeps the books of all, and takes no longer for it.
+
+    Raises:
+        ConfigurationRefused: config.json of the model folder cannot be used.
+    """
+    _model(settings)
+    yield
+
+
 def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> Namespace:
     """What must be equal for two simulated engines to share blocks: the seed is to them what weights are to others."""
     return Namespace(

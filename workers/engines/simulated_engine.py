@@ -117,6 +117,18 @@ class SimulatedEngine:
     def load(self) -> Load:
         return self._batch.load
 
+    @property
+    def lent(self) -> int:
+        return self.lender.leases
+
+    async def save(self, names: Sequence[ChainHash], deadline: Nanos) -> int:
+        """See `workers.ports.Saving`."""
+        if self.store is None:
+            return 0
+        here = {name: found for name in names if (found := self.memory.find([name]))}
+        blocks = {name: bytes(self.memory.view(index)) for name, (index,) in here.items()}
+        return await self.store.publish(blocks, deadline)
+
     def check(self) -> None:
         """Assert that the books are in order."""
         self._batch.check()

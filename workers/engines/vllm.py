@@ -30,11 +30,12 @@ from kvstore.errors import StoreError, StoreUnreachable
 from kvstore.fingerprint import describe
 from kvstore.layout import Namespace
 from workers.acceptance import refusal
-from workers.engines import vllm_launch, vllm_requests
+from workers.engines import vllm_launch, vllm_requests, vllm_spread
 from workers.engines.cache_books import CacheBooks
 from workers.engines.event_health import NEVER, Alert, EventHealth
 from workers.engines.event_stream import Heard, read_events
 from workers.engines.vllm_adapters import AdapterFiles, UsedAdapters, adapters_of, lora_request
+from workers.engines.vllm_group import open_rank
 from workers.engines.vllm_launch import available
 from workers.engines.vllm_namespace import namespace_of, weights_revision
 from workers.engines.vllm_planning import Counts
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import PrefillStats
 
-__all__ = ["available", "open_engine"]
+__all__ = ["available", "open_engine", "open_rank"]
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,11 @@ async def _start(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM, En
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # vLLM cannot be interrupted while it starts, and must not be left behind: it ends as soon as it has started.
+        # vLLM cannot be interrupted while it starts, and must not be left behind: it ends as soon as it has started. Of a group that
+        # might be never, if a rank is gone; without its processes it gives up.
+        while settings.group is not None and not starting.done():
+            vllm_launch.end_processes()
+            await asyncio.wait([starting], timeout=HEALTH_SECONDS)
         with suppress(EngineDied, ConfigurationRefused):
             llm, _, _ = await starting
             await asyncio.to_thread(_stop, llm)
@@ -133,11 +138,11 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM,
         block_tokens=namespace.block_tokens,
         max_model_len=config.model_config.max_model_len,
         kv_blocks=config.cache_config.num_gpu_blocks or 0,
-        max_running=config.scheduler_config.max_num_seqs,
+        max_running=config.scheduler_config.max_num_seqs * vllm_spread.engines(settings),
         fingerprint=namespace.fingerprint,
         kv_paths=settings.kv_paths,
         store_id=store_id,
-        kv=describe(namespace, tp=config.parallel_config.tensor_parallel_size),
+        kv=describe(namespace, tp=1 if config.model_config.use_mla else config.parallel_config.tensor_parallel_size),
         keeps_forms=settings.vllm.keeps_forms,
         adapters=adapters_of(settings),
         adapter_slots=settings.adapter_slots if settings.adapters else 0,
@@ -223,6 +228,7 @@ class VllmEngine:
         self._steps: deque[EngineOutput] = deque()  # bounded by what the requests in flight may generate
         self._arrived = asyncio.Event()
         self._dead: str | None = None
+        self._lent_until: deque[float] = deque()  # by the event loop's clock
         self._prefilled = _keep_prefill_stats(llm)
 
     @property
@@ -255,6 +261,8 @@ class VllmEngine:
             await self._arrived.wait()
 
     async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        if not vllm_launch.tells_events(self._settings):
+            await asyncio.Event().wait()  # for ever: routers take its cache for empty
         books = CacheBooks(
             block_tokens=self._facts.block_tokens,
             algorithm=HashAlgorithm.SHA256_128,
@@ -287,6 +295,14 @@ class VllmEngine:
             kv_blocks_used=min(held, self._facts.kv_blocks),
             adapters=self._adapters.names,
         )
+
+    @property
+    def lent(self) -> int:
+        """Those whose lease may still run: vLLM tells nobody outside of its own processes that blocks were fetched."""
+        now = asyncio.get_running_loop().time()
+        while self._lent_until and self._lent_until[0] <= now:
+            self._lent_until.popleft()
+        return len(self._lent_until)
 
     async def watch(self) -> None:
         """Notice an engine that died while nothing was in flight."""
@@ -370,6 +386,8 @@ class VllmEngine:
             return _rejected(start, Reason.INTERNAL, "", f"the engine gave up: {completion.finish_reason}")
         if finish is Finish.CANCELLED:
             return Progress(request_id=start.request_id, finish=finish)
+        if start.phase is Phase.PREFILL and start.kv_path is KvPath.DIRECT:
+            self._lent_until.append(asyncio.get_running_loop().time() + vllm_launch.NIXL_LEASE_SECONDS)
         return Progress(
             request_id=start.request_id,
             token_ids=tuple(completion.token_ids),

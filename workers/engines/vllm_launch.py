@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import socket
 from pathlib import Path
@@ -16,7 +17,7 @@ import psutil
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath, Role
 from kvstore.block import blocks_for
-from workers.engines import vllm_adapters
+from workers.engines import vllm_adapters, vllm_spread
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ RANK_OVERHEAD_BYTES = GIB  # of each further rank
 
 CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs take multiples of this
 
+EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - nothing is bound by it
+
 NIXL_LEASE_SECONDS = 30  # how long a prefill engine keeps blocks that nobody fetched; vLLM's own default
 
 THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
@@ -37,8 +40,13 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The model beside the scheduler, as on one accelerator: a process less, and a third of an engine's start. By its short name vLLM
 takes it for "mp" on CPUs, since only a process of its own can have its threads bound to cores; ours are not (`_for_cpu`)."""
 
-UNSHARED = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size", "nnodes")
-"""Ways to spread an engine that leave no process with whole layers of some heads, or put ranks on other hosts."""
+UNSHARED = (
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "data_parallel_size",
+)
+"""Ways to spread an engine that leave no process with whole layers of some heads, or have several schedulers."""
 
 STORED_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Of KV caches that hold values and nothing else, such as scales of each token."""
@@ -99,6 +107,7 @@ def check(settings: WorkerSettings) -> None:
         raise ConfigurationRefused(f"max_model_len: {settings.max_model_len} exceeds the model's {limit}")
     if built_for_cpu():
         _check_for_cpu(settings)
+    vllm_spread.check(settings)
     if settings.store:
         _check_for_store(settings)
 
@@ -119,10 +128,7 @@ def _check_for_store(settings: WorkerSettings) -> None:
 
 def ranks_of(settings: WorkerSettings) -> int:
     """Tensor-parallel size of the engine."""
-    ranks = settings.vllm.extra_args.get("tensor_parallel_size", 1)
-    if not isinstance(ranks, int) or ranks < 1:
-        raise ConfigurationRefused(f"vllm.extra_args.tensor_parallel_size: must be at least 1, not {ranks!r}")
-    return ranks
+    return vllm_spread.degree(settings, "tensor_parallel_size")
 
 
 def check_model(config: "VllmConfig") -> None:
@@ -228,9 +234,12 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
     for name, value in wanted.items():
         environment.setdefault(name, value)
     environment["VLLM_RPC_BASE_PATH"] = str(scratch)  # Unix sockets, which vLLM leaves behind
+    address = settings.advertise or settings.listen
+    host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
+    if settings.group is not None and host not in EVERYWHERE:
+        # Where the other nodes find this one's processes.
+        environment.setdefault("VLLM_HOST_IP", host.removeprefix("[").removesuffix("]"))
     if KvPath.DIRECT in settings.kv_paths:
-        address = settings.advertise or settings.listen
-        host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
         environment.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
 
@@ -239,6 +248,12 @@ def _binds_threads() -> bool:
     """Whether the operator has vLLM bind its threads to cores."""
     told = os.environ.get(THREADS_BIND, NO_BIND)  # noqa: TID251 - see `prepare_environment`
     return told != NO_BIND
+
+
+def end_processes() -> None:
+    """Kill what vLLM has started from this process; what these have started sees it, and ends."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def end_quickly() -> None:
@@ -288,7 +303,7 @@ def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "A
         "skip_tokenizer_init": not settings.vllm.keeps_forms,  # the router has the tokenizer; grammars need it here as well
         "disable_log_stats": True,  # we count ourselves, and each step is cheaper without
         "kv_events_config": {
-            "enable_kv_cache_events": True,
+            "enable_kv_cache_events": tells_events(settings),
             "publisher": "zmq",
             "endpoint": events_endpoint(scratch),
             "replay_endpoint": replay_endpoint(scratch),
@@ -296,16 +311,25 @@ def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "A
     }
     if built_for_cpu():
         arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(settings)  # of each
-        if ranks_of(settings) == 1 and not _binds_threads():
+        if vllm_spread.ranks(settings) * vllm_spread.engines(settings) == 1 and not _binds_threads():
             arguments["distributed_executor_backend"] = IN_PROCESS
     if settings.store:
         arguments["disable_hybrid_kv_cache_manager"] = True  # the store holds blocks of one kind
     arguments |= vllm_adapters.engine_arguments(settings)
     arguments["kv_transfer_config"] = _transfer_config(settings, revision, scratch)
+    arguments |= vllm_spread.arguments(settings)
     try:
         return AsyncEngineArgs(**(arguments | settings.vllm.extra_args))
     except TypeError as error:
         raise ConfigurationRefused(f"vllm.extra_args: {error}") from error
+
+
+def tells_events(settings: WorkerSettings) -> bool:
+    """Whether the engine says what it caches.
+
+    Of several engines side by side vLLM itself chooses one for each request, so that nobody could make use of what one of them has.
+    """
+    return vllm_spread.engines(settings) == 1
 
 
 def events_endpoint(scratch: Path) -> str:

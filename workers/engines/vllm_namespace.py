@@ -39,8 +39,9 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> Namespac
     element_bytes = known.itemsize if known is not None else 1
     block_tokens = config.cache_config.block_size
     layers = model_config.get_num_layers(config.parallel_config)
-    kv_heads = model_config.get_total_num_kv_heads()
-    head_dim = 2 * model_config.get_head_size()  # keys and values together
+    # Keys and values together; of latent KV (MLA) one vector that is both, and that every rank has whole.
+    kv_heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
+    head_dim = model_config.get_head_size() * (1 if model_config.use_mla else 2)
     # Options that change the values without changing the weights.
     overrides = json.dumps(model_config.hf_overrides, sort_keys=True, default=str) if model_config.hf_overrides else ""
     quantization = model_config.quantization or ""

@@ -1,5 +1,6 @@
-"""Rules 1 to 6 of `workers.machine`."""
+"""Rules 1 to 7 of `workers.machine`."""
 
+import msgspec
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -13,12 +14,14 @@ from fleet.roles import KvPath, Phase, Role
 from fleet.work import Draining, Progress, Rejected, Step
 from tests.builders import FINGERPRINT, a_handoff, a_prompt, a_start, some_progress
 from workers.acceptance import TAKES
-from workers.machine import GRACE, NEXT, IllegalTransition, LifeEvent, LifePhase, WorkerMachine, advance
+from workers.machine import FETCHED_WITHIN, GRACE, NEXT, IllegalTransition, LifeEvent, LifePhase, WorkerMachine, advance
 from workers.messages import (
     CancelRequested,
     CancelWork,
     CutStream,
     DrainRequested,
+    Evacuate,
+    Evacuated,
     Gone,
     Ready,
     Requested,
@@ -46,8 +49,8 @@ FACTS = EngineFacts(
 )
 
 
-def a_machine(role: Role = Role.BOTH, capacity: int = 4) -> WorkerMachine:
-    machine = WorkerMachine(role=role, facts=FACTS, capacity=capacity)
+def a_machine(role: Role = Role.BOTH, capacity: int = 4, **fields) -> WorkerMachine:
+    machine = WorkerMachine(role=role, facts=FACTS, capacity=capacity, **fields)
     machine.handle(Ready(), START)
     machine.handle(RouterConnected(stream=STREAM, router_id="router"), START)
     return machine
@@ -164,6 +167,101 @@ def test_a_router_that_connects_to_a_draining_worker_is_told_so():
     assert machine.handle(RouterConnected(stream=StreamId(1), router_id="other"), START) == [
         Tell(stream=StreamId(1), message=Draining())
     ]
+
+
+# What ended work leaves behind.
+
+DEADLINE = Nanos(START + 20 * SECOND)
+
+
+def a_hand_off(path: KvPath):
+    last = some_progress(7, finish=Finish.LENGTH)
+    return msgspec.structs.replace(last, handoff=a_handoff(kv_path=path))
+
+
+def a_machine_that_handed_off(path: KvPath, lent: int, **fields) -> WorkerMachine:
+    machine = a_machine(**fields)
+    machine.handle(asked(a_start(phase=Phase.PREFILL, kv_path=KvPath.STORE)), START)
+    assert machine.held == 1
+    machine.handle(Stepped(outputs=[a_hand_off(path)], lent=lent), START)
+    assert machine.held == 0
+    return machine
+
+
+def test_a_drain_waits_for_blocks_that_were_handed_off_until_they_are_fetched():
+    machine = a_machine_that_handed_off(KvPath.DIRECT, lent=2)
+
+    assert machine.handle(DrainRequested(deadline=DEADLINE), START) == [Tell(stream=STREAM, message=Draining())]
+    assert machine.handle(Ticked(lent=1), Nanos(START + SECOND)) == []
+    assert machine.handle(RouterGone(stream=STREAM), Nanos(START + SECOND)) == []
+    assert machine.handle(Ticked(lent=0), Nanos(START + 2 * SECOND)) == [Gone(cancelled=0)]
+
+
+def test_work_that_ends_while_a_worker_drains_with_a_hand_off_keeps_it_until_that_is_fetched():
+    machine = a_machine()
+    machine.handle(asked(a_start(phase=Phase.PREFILL, kv_path=KvPath.STORE)), START)
+    machine.handle(DrainRequested(deadline=DEADLINE), START)
+
+    (told,) = machine.handle(Stepped(outputs=[a_hand_off(KvPath.DIRECT)], lent=1), START)
+
+    assert isinstance(told, Tell)
+    assert machine.handle(Ticked(lent=0), START) == [Gone(cancelled=0)]
+
+
+def test_blocks_that_nobody_fetches_keep_a_worker_until_the_deadline_and_are_told():
+    machine = a_machine_that_handed_off(KvPath.DIRECT, lent=3)
+    machine.handle(DrainRequested(deadline=DEADLINE), START)
+
+    assert machine.handle(Ticked(lent=3), Nanos(DEADLINE - 1)) == []
+    assert machine.handle(Ticked(lent=3), DEADLINE) == [Gone(cancelled=0, unfetched=3)]
+
+
+@pytest.mark.parametrize("goes", [False, True])
+def test_what_was_handed_off_through_a_store_keeps_only_a_worker_that_takes_the_store_along(goes):
+    machine = a_machine_that_handed_off(KvPath.STORE, lent=0, store_goes=goes)
+
+    commands = machine.handle(DrainRequested(deadline=DEADLINE), START)
+
+    assert (Gone(cancelled=0) in commands) is not goes
+    if goes:
+        assert machine.handle(Ticked(), Nanos(START + FETCHED_WITHIN - 1)) == []
+        assert machine.handle(Ticked(), Nanos(START + FETCHED_WITHIN)) == [Gone(cancelled=0)]
+
+
+def test_warm_blocks_are_brought_away_beside_what_runs_and_waited_for():
+    machine = a_machine(evacuates=True)
+    machine.handle(asked(a_start()), START)
+
+    _, evacuate = machine.handle(DrainRequested(deadline=DEADLINE), START)
+
+    assert evacuate == Evacuate(deadline=DEADLINE)
+    assert machine.handle(DrainRequested(deadline=DEADLINE), START) == []
+    (told,) = machine.handle(Stepped(outputs=[some_progress(7, finish=Finish.LENGTH)]), START)
+    assert isinstance(told, Tell), "the answer does not wait for it"
+    # What the work has added meanwhile goes too.
+    assert machine.handle(Evacuated(), Nanos(START + SECOND)) == [Evacuate(deadline=DEADLINE)]
+    assert machine.handle(Ticked(), Nanos(START + SECOND)) == []
+    assert machine.handle(Evacuated(), Nanos(START + 2 * SECOND)) == [Gone(cancelled=0)]
+
+
+def test_what_work_adds_that_runs_longer_than_the_evacuation_is_brought_away_when_it_has_ended():
+    machine = a_machine(evacuates=True)
+    machine.handle(asked(a_start()), START)
+    machine.handle(DrainRequested(deadline=DEADLINE), START)
+
+    assert machine.handle(Evacuated(), START) == []
+    _, again = machine.handle(Stepped(outputs=[some_progress(7, finish=Finish.LENGTH)]), START)
+    assert again == Evacuate(deadline=DEADLINE)
+    assert machine.handle(Evacuated(), START) == [Gone(cancelled=0)]
+
+
+def test_an_evacuation_that_hangs_keeps_no_worker_beyond_the_deadline():
+    machine = a_machine(evacuates=True)
+    machine.handle(DrainRequested(deadline=DEADLINE), START)
+
+    assert machine.handle(Ticked(), Nanos(DEADLINE - 1)) == []
+    assert machine.handle(Ticked(), DEADLINE) == [Gone(cancelled=0)]
+    assert machine.handle(Evacuated(), DEADLINE) == []
 
 
 # Work.
@@ -346,7 +444,10 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=3)
+        self.machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=3, evacuates=True)
+        self.lent = 0  # hand-offs that the engine holds
+        self.evacuating = False
+        self.deadline: Nanos | None = None  # of the drain
         self.now = START
         self.streams: dict[StreamId, str] = {}
         self.next_stream = 0
@@ -376,8 +477,13 @@ class AnyInterleaving(RuleBasedStateMachine):
                     pass
                 case CutStream(stream=stream):
                     self.lose(stream)
-                case Gone():
+                case Evacuate():
+                    assert not self.evacuating, "one at a time"
+                    self.evacuating = True
+                case Gone(unfetched=unfetched):
                     self.gone = True
+                    assert unfetched == self.lent
+                    assert self.now >= self.deadline or not (self.lent or self.evacuating)
 
     def told(self, stream, request_id, *, ended) -> None:
         assert self.waiting.get((stream, request_id), 0) >= 1, "nobody waits for this"
@@ -428,12 +534,24 @@ class AnyInterleaving(RuleBasedStateMachine):
             outputs.append(Progress(request_id=request_id, token_ids=(1,), finish=finish))
             if finish is not None:
                 del self.engine[request_id]
-        self.feed(Stepped(outputs=outputs))
+        self.feed(Stepped(outputs=outputs, lent=self.lent))
+
+    @rule(lent=st.integers(0, 2))
+    def hand_off_or_fetch(self, lent):
+        if not self.gone:
+            self.lent = lent
+            self.feed(Ticked(lent=lent))
+
+    @precondition(lambda self: self.evacuating)
+    @rule()
+    def bring_away(self):
+        self.evacuating = False
+        self.feed(Evacuated())
 
     @rule(pause_ms=st.sampled_from([1, 10, 3000]))
     def tick(self, pause_ms):
         self.now = Nanos(self.now + pause_ms * MILLISECOND)
-        self.feed(Ticked())
+        self.feed(Ticked(lent=self.lent))
 
     @rule(pause_ms=st.sampled_from([10, 3000]))
     def stall(self, pause_ms):
@@ -442,7 +560,10 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @rule(timeout_ms=st.sampled_from([0, 20, 5000]))
     def drain(self, timeout_ms):
-        self.feed(DrainRequested(deadline=Nanos(self.now + timeout_ms * MILLISECOND)))
+        deadline = Nanos(self.now + timeout_ms * MILLISECOND)
+        if not self.gone:
+            self.deadline = min(self.deadline or deadline, deadline)
+        self.feed(DrainRequested(deadline=deadline))
 
     @invariant()
     def the_books_are_in_order(self):
@@ -455,7 +576,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         """Let the engine end everything and the drain pass: nobody waits, nothing is held."""
         self.drain(0)
         self.now = Nanos(self.now + 2 * GRACE)
-        self.feed(Ticked())
+        self.feed(Ticked(lent=self.lent))
         for request_id in list(self.engine):
             self.feed(Stepped(outputs=[Progress(request_id=request_id, finish=Finish.CANCELLED)]))
         assert self.machine.held == 0

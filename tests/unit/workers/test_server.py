@@ -183,6 +183,20 @@ async def test_one_decode_step_is_one_message_for_all_requests_of_a_router():
         assert max(len(step.progress) for step in router.all(Step)) == 4
 
 
+async def test_blocks_that_nobody_fetches_keep_a_worker_no_longer_than_their_lease():
+    brief = SimulatedSettings(speedup=20, kv_blocks=64, direct_lease_ms=200)
+    async with a_worker(settings(role=Role.PREFILL, simulated=brief)) as worker, worker.router() as router:
+        start = work(fresh_prompt(40), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
+        router.session.receive(start)
+        await router.end_of(start.request_id)
+        lender = worker.server._engine.lender
+        assert lender.leases == 1
+
+        assert await worker.server.drain(Nanos(10 * SECOND)) == 0
+
+        assert (lender.leases, lender.expired) == (0, 1)
+
+
 async def test_steps_of_different_routers_do_not_mix():
     async with a_worker() as worker, worker.router("a") as a, worker.router("b") as b:
         same = work(fresh_prompt(20), 6)

@@ -1,0 +1,178 @@
+"""One real vLLM engine over two workers that stand for two nodes: it answers as on one node, and lives and dies as a whole.
+
+``python -m loadtests.vllm_group`` starts, for each way of spreading an engine, two worker processes on loopback, and asks: are its
+tokens those of an engine in one process? Does the further one end when its leader is killed, and the leader when it is killed? Do both
+end in order when only the further one is told to? Does the leader give up if the further one dies while it starts? Prints a JSON object for
+each life; fails (exit 1) if any of it is not so.
+
+What it does not show: pipeline stages, which end vLLM 0.32's engine for CPUs with its first request on one node, too; several hosts, and accelerators, whose collective operations (NCCL) vLLM sets up in other ways.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from fleet.adapters.tiny_model import build_tiny_model
+from fleet.ids import ModelName, WorkerId
+from tests.builders import token_bytes
+from tests.engine_driving import work
+from tests.worker_processes import a_stream
+from workers.settings import GroupSettings, VllmSettings, WorkerSettings
+
+START_SECONDS = 300
+END_SECONDS = 60
+ANSWER_SECONDS = 60
+PORT = 17_411
+ITS_PROCESSES = 2  # the resource tracker of multiprocessing, and the engine's scheduler
+TOKENS = 12
+PROMPTS = [[7 + 13 * number + place % 911 for place in range(90 + 40 * number)] for number in range(4)]
+WAYS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2},
+    "data": {"data_parallel_size": 2},
+}
+
+
+class Process:
+    """A worker; its log is in the folder."""
+
+    def __init__(self, folder: Path, settings: WorkerSettings) -> None:
+        self._config = folder / f"{settings.worker_id}.json"
+        self._config.write_bytes(msgspec.json.encode(settings))
+        self._log = self._config.with_suffix(".log")
+        self.endpoints: dict[str, str] = {}
+
+    async def start(self) -> None:
+        command = ("-m", "fleet.cli.main", "serve", "worker", "--config", str(self._config))
+        with self._log.open("wb") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=log
+            )
+
+    async def ready(self) -> None:
+        """Wait until it serves: vLLM says something on the same way before."""
+        assert self.process.stdout is not None
+        said, endpoints = [], b""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                while not endpoints and (line := await self.process.stdout.readline()):
+                    said.append(line.decode())
+                    endpoints = line[line.find(b'{"') :] if b'"grpc":' in line else b""
+        except TimeoutError:
+            said.append(f"nothing more in {START_SECONDS} s")
+        if not endpoints:
+            raise SystemExit(f"a worker is not ready:\n{self._log.read_text()[-3000:]}\n{''.join(said)[-3000:]}")
+        self.endpoints = json.loads(endpoints)
+
+    async def has_children(self) -> None:
+        """Wait until the engine has processes of its own."""
+        async with asyncio.timeout(START_SECONDS):
+            while len(psutil.Process(self.process.pid).children()) < ITS_PROCESSES:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.1)
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(END_SECONDS):
+            return await self.process.wait()
+
+    async def close(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+
+def a_worker(model: Path, name: str, extra: dict[str, Any], group: GroupSettings | None) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id=WorkerId(name),
+        model_dir=str(model),
+        model=ModelName("tiny"),
+        control_listen="127.0.0.1:0",
+        vllm=VllmSettings(kv_cache_gib=0.25, dtype="float32", extra_args=extra),
+        group=group,
+    )
+
+
+async def answers(stream_address: str) -> list[list[int]]:
+    async with a_stream(stream_address) as stream, asyncio.timeout(ANSWER_SECONDS):
+        return [list((await stream.do(work(token_bytes(prompt), TOKENS)))[0]) for prompt in PROMPTS]
+
+
+async def on_one_node(model: Path, folder: Path) -> list[list[int]]:
+    single = Process(folder, a_worker(model, "single", {}, None))
+    await single.start()
+    try:
+        await single.ready()
+        return await answers(single.endpoints["stream"])
+    finally:
+        await single.close()
+
+
+async def a_life(model: Path, folder: Path, way: str, how: str) -> dict[str, Any]:
+    """One group from its start to its end, which comes by `how`."""
+    both = [Process(folder, a_worker(model, f"{way}-{how}-{rank}", WAYS[way], a_group(rank))) for rank in range(2)]
+    async with AsyncExitStack() as held:
+        began = time.monotonic()
+        for each in both:
+            await each.start()
+            held.push_async_callback(each.close)
+        if how == EARLY:
+            await both[0].has_children()
+            return {"exits": await ended_by(both, how)}
+        for each in both:
+            await each.ready()
+        found: dict[str, Any] = {"start_seconds": round(time.monotonic() - began, 1)}
+        found["tokens"] = await answers(both[0].endpoints["stream"])
+        ended = time.monotonic()
+        found["exits"] = await ended_by(both, how)
+        return found | {"end_seconds": round(time.monotonic() - ended, 1)}
+
+
+async def ended_by(both: list[Process], how: str) -> list[int]:
+    victim, number = ENDS[how]
+    both[victim].process.send_signal(number)
+    return [await each.ended() for each in both]
+
+
+def a_group(rank: int) -> GroupSettings:
+    return GroupSettings(nodes=2, rank=rank, leader=f"127.0.0.1:{PORT}", silence_ms=10_000)
+
+
+EARLY = "rank killed while the engine starts"
+ENDS = {
+    "rank told": (1, signal.SIGTERM),
+    "rank killed": (1, signal.SIGKILL),
+    "leader killed": (0, signal.SIGKILL),
+    EARLY: (1, signal.SIGKILL),
+}
+EXITS = {"rank told": [0, 0], "rank killed": [1, -9], "leader killed": [-9, 1], EARLY: [1, -9]}
+
+
+async def main(ways: list[str]) -> int:
+    good = True
+    with tempfile.TemporaryDirectory(prefix="fleet-group-") as name:
+        folder = Path(name)
+        model = build_tiny_model(folder)
+        expected = await on_one_node(model, folder)
+        for way in ways:
+            for how, exits in EXITS.items():
+                found = await a_life(model, folder, way, how)
+                if how != EARLY:
+                    found["same_tokens"] = found.pop("tokens") == expected
+                found["as_it_should"] = found["exits"] == exits
+                good &= found["as_it_should"] and found.get("same_tokens", True)
+                print(json.dumps({"way": way, "end": how} | found), flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS) + "; all of them where none is named")
+    sys.exit(asyncio.run(main(parser.parse_args().ways or list(WAYS))))

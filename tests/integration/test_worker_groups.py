@@ -1,0 +1,285 @@
+"""The processes of one engine over several nodes: how they find each other, and how they end."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from pathlib import Path
+
+import grpc
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.worker_groups import following, leading
+from fleet.errors import ConfigurationRefused
+from fleet.requests import Finish
+from fleet.work import Description
+from tests.builders import token_bytes
+from tests.engine_driving import work
+from tests.worker_processes import a_stream
+from workers.ports import EngineDied
+from workers.settings import GroupSettings, SimulatedSettings, WorkerSettings
+
+pytestmark = pytest.mark.integration
+
+SECONDS = 30
+PROMPT = token_bytes(range(5, 105))
+
+
+def a_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def group():
+    def of_rank(rank=0, **fields):
+        told = {"nodes": 2, "rank": rank, "leader": f"127.0.0.1:{port}", "join_timeout_ms": 20_000, "silence_ms": 1000}
+        return GroupSettings(**told | fields)
+
+    port = a_port()
+    return of_rank
+
+
+@asynccontextmanager
+async def a_leader(group, **fields):
+    """One that listens; yields a future of its end of the group, which has formed then."""
+    ready = asyncio.get_running_loop().create_future()
+
+    async def lead():
+        async with leading(group(0, **fields), "same", SystemClock()) as lead:
+            ready.set_result(lead)
+            await asyncio.sleep(SECONDS)
+
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(lead())
+        await asyncio.sleep(0)  # it listens at once
+        async with asyncio.timeout(SECONDS):
+            yield ready
+        running.cancel()
+
+
+async def by_hand(group, words):
+    """A connection to the leader on which somebody has said this."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(group().leader.rpartition(":")[2]))
+    writer.write(words)
+    return reader, writer
+
+
+def died(group):
+    """The one reason for which a group ended."""
+    found = group.subgroup(EngineDied)
+    while isinstance(found, BaseExceptionGroup):
+        (found,) = found.exceptions
+    return str(found)
+
+
+async def follow(group, **fields):
+    async with following(group(1, **fields), "same", SystemClock()):
+        await asyncio.sleep(SECONDS)
+
+
+async def test_all_are_told_the_same_place_to_meet_and_when_it_serves_and_when_it_is_over(group):
+    async with (
+        a_leader(group, engine_ports=(6001, 6002)) as ready,
+        following(group(1), "same", SystemClock()) as follow,
+    ):
+        lead = await ready
+        assert lead.group.engine_ports == follow.group.engine_ports == (6001, 6002)
+        assert follow.group.leader == lead.group.leader
+        told = asyncio.Event()
+        follow.when_serving(told.set)
+        assert not follow.serving
+        lead.serving()
+        await told.wait()
+        assert not follow.over.is_set()
+        lead.end()
+        await follow.over.wait()
+
+
+async def test_a_leader_begins_when_its_ranks_are_there_and_others_do_not_count(group):
+    async with a_leader(group) as ready:
+        reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
+        assert "told other things" in await refusal(reader)
+        writer.close()
+        assert not ready.done()
+        async with following(group(1), "same", SystemClock()):
+            await ready
+            reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
+            assert "the group has formed" in await refusal(reader)
+            writer.close()
+
+
+async def refusal(reader):
+    """Why the leader sends somebody away."""
+    while "why" not in (said := json.loads(await reader.readline())):
+        pass
+    return said["why"]
+
+
+async def test_who_is_of_another_group_does_not_try_again(group):
+    async with a_leader(group):
+        with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 is told other things than its leader"):
+            async with following(group(1), "other", SystemClock()):
+                pass
+
+
+async def test_a_group_that_does_not_form_in_time_says_who_is_missing(group):
+    with pytest.raises(BaseExceptionGroup) as ended:
+        async with a_leader(group, join_timeout_ms=200) as ready:
+            await ready
+    assert died(ended.value) == "of its group of 2 nodes, rank 1 did not come within 0.2 s"
+
+    with pytest.raises(EngineDied, match=r"^its group did not form within 0.3 s: .*Connect"):
+        await follow(group, join_timeout_ms=300)
+
+
+@pytest.mark.parametrize("words", [b"\n", b'{"type":"begin"}\n', b"x" * 9000, b'{"type":"alive"}\n'])
+async def test_who_speaks_otherwise_is_not_taken_in_and_hurts_nobody(group, words):
+    async with a_leader(group) as ready:
+        reader, writer = await by_hand(group, words)
+        with suppress(ConnectionError):
+            assert b'"begin"' not in await reader.read()
+        writer.close()
+        assert not ready.done()
+        async with following(group(1), "same", SystemClock()):
+            await ready
+
+
+async def test_a_leader_that_says_nothing_is_none(group):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        with pytest.raises(EngineDied, match=r"the leader has said nothing for 0.2 s"):
+            await follow(group, leader=f"127.0.0.1:{port}", silence_ms=200, join_timeout_ms=600)
+
+
+async def test_a_rank_that_says_nothing_more_is_the_end_of_the_leader(group):
+    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while a rank is there
+        async with a_leader(group, silence_ms=300):
+            reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
+            with closing(writer):
+                await reader.read()  # without an answer
+    assert died(ended.value) == "rank 1 of its group has said nothing for 0.3 s"
+
+
+class Process:
+    """A worker of a group, as it runs."""
+
+    def __init__(self, folder, group, name):
+        self.log = folder / f"{name}.log"
+        self._config = folder / f"{name}.json"
+        settings = WorkerSettings(
+            worker_id=name,
+            engine="simulated",
+            model="tiny",
+            control_listen="127.0.0.1:0",
+            heartbeat_ms=100,
+            group=group,
+            simulated=SimulatedSettings(speedup=20),
+        )
+        self._config.write_bytes(msgspec.json.encode(settings))
+
+    async def start(self):
+        command = ("-m", "fleet.cli.main", "serve", "worker", "--config", str(self._config))
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=log
+            )
+
+    async def ready(self):
+        async with asyncio.timeout(SECONDS):
+            return json.loads(await self.process.stdout.readline())
+
+    async def ended(self):
+        async with asyncio.timeout(SECONDS):
+            return await self.process.wait()
+
+    def send(self, number):
+        os.kill(self.process.pid, number)
+
+    async def close(self):
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+
+@pytest.fixture
+async def started(group, tmp_path):
+    async with AsyncExitStack() as held:
+
+        async def start(rank):
+            process = Process(tmp_path, group(rank), f"rank-{rank}")
+            await process.start()
+            held.push_async_callback(process.close)
+            return process
+
+        yield start
+
+
+async def serves(address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_the_first_rank_serves_and_the_others_are_ready_with_it_and_drain_with_it(started):
+    leader, rank = await started(0), await started(1)
+    endpoints, others = await leader.ready(), await rank.ready()
+    assert list(others) == ["grpc"], "nobody sends requests there"
+    assert await serves(endpoints["grpc"])
+    assert await serves(others["grpc"])
+
+    async with a_stream(endpoints["stream"]) as stream:
+        await stream.next(Description)
+        asked = work(PROMPT, 200)
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(stream.do(asked))
+            await asyncio.sleep(0.05)
+            rank.send(signal.SIGTERM)
+        tokens, end = answer.result()
+        assert (len(tokens), end.finish) == (200, Finish.LENGTH)
+
+    assert [await leader.ended(), await rank.ended()] == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_who_is_told_to_end_while_the_group_forms_ends_at_once(started, rank):
+    alone = await started(rank)
+    async with asyncio.timeout(SECONDS):
+        while not await listens_to_signals(alone):
+            await asyncio.sleep(0.02)
+
+    alone.send(signal.SIGTERM)
+
+    assert await alone.ended() == 0
+
+
+async def listens_to_signals(process):
+    status = await asyncio.to_thread(Path(f"/proc/{process.process.pid}/status").read_text)
+    caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "said"),
+    [
+        (1, signal.SIGKILL, "EngineDied: rank 1 of its group has ended"),
+        (1, signal.SIGSTOP, "EngineDied: rank 1 of its group has said nothing for 1 s"),
+        (0, signal.SIGKILL, "EngineDied: the leader of its group has ended"),
+    ],
+)
+async def test_who_is_gone_takes_the_others_along(started, victim, number, said):
+    processes = [await started(0), await started(1)]
+    for each in processes:
+        await each.ready()
+
+    processes[victim].send(number)
+
+    assert await processes[1 - victim].ended() == 1
+    assert said in processes[1 - victim].log.read_text()

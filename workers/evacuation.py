@@ -1,0 +1,168 @@
+"""Bringing a worker's warm blocks to where others read them, beside its loop, when it drains.
+
+Rules:
+
+1. What dies hands over to what outlives it. Blocks of the engine's memory go to the store, where the engine can still write them; from
+   the store they go to a tier that other nodes read (`kvstore.evacuation`), and where the store ends with this process, to its peers
+   or its disk too.
+2. In the order of `workers.worth`, so that a drain that is short of time or of `most_bytes` takes the hottest prefixes along.
+3. Calls go out one after the other from one thread, each with the client's deadline, and none is begun after the drain's. The
+   engine and the routers never wait for any of it.
+4. What it came to is in the log: blocks and bytes that were brought, blocks that were there already, and those that were left. Where
+   requests still ran, a second time, with what these have added.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+from msgspec import Struct, structs
+
+from fleet.clock import SECOND, Clock, Nanos
+from kvstore.block import ChainHash
+from kvstore.client import StoreClient
+from kvstore.credentials import Credentials
+from kvstore.errors import StoreUnreachable
+from kvstore.fingerprint import Fingerprint
+from workers.ports import Saving
+from workers.worth import Prompt, by_worth
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+AT_ONCE = 1024
+"""Blocks a call: the node looks each up before it does anything else, in a few milliseconds."""
+
+SAVED_AT_ONCE = 64  # blocks that the engine copies in one turn of the loop
+SAVE_WITHIN = Nanos(2 * SECOND)
+
+Answer = TypeVar("Answer")
+
+
+class Brought(Struct, frozen=True, kw_only=True):
+    """What an evacuation came to."""
+
+    warm: int = 0  # blocks that there may have been
+    saved: int = 0  # from the engine's memory to the store
+    moved: int = 0  # from the store to where others find them
+    moved_bytes: int = 0  # as they are in the store
+    there: int = 0  # blocks that were there before
+    left: int = 0  # for want of time, of bytes, or because the tier fails
+    tier: str = ""  # where to; empty: nowhere, or no need
+
+
+class StoreEvacuator:
+    """Implements `workers.ports.Evacuator`; made by `open_evacuator`."""
+
+    def __init__(
+        self,
+        client: StoreClient,
+        thread: ThreadPoolExecutor,
+        engine: Saving | None,
+        clock: Clock,
+        *,
+        leaving: bool,
+        most_bytes: int,
+    ) -> None:
+        self.brought = Brought()
+        self._client = client
+        self._thread = thread
+        self._engine = engine
+        self._clock = clock
+        self._leaving = leaving
+        self._room = most_bytes // client.namespace.block_bytes  # blocks that may still be moved
+
+    async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[ChainHash], deadline: Nanos) -> None:
+        began = self._clock.now()
+        names = await self._call(lambda: self._by_worth(prompts, cached))
+        self.brought = Brought(warm=len(names), left=len(names))
+        try:
+            if self._engine is not None:
+                await self._save(self._engine, names[: self._room], deadline)
+            await self._move(names, deadline)
+        finally:
+            seconds = (self._clock.now() - began) / SECOND
+            log.info("warm blocks brought away", extra={**structs.asdict(self.brought), "seconds": round(seconds, 3)})
+
+    async def _save(self, engine: Saving, names: Sequence[ChainHash], deadline: Nanos) -> None:
+        for start in range(0, len(names), SAVED_AT_ONCE):
+            if (left := deadline - self._clock.now()) <= 0:
+                return
+            saved = await engine.save(names[start : start + SAVED_AT_ONCE], Nanos(min(left, SAVE_WITHIN)))
+            self.brought = structs.replace(self.brought, saved=self.brought.saved + saved)
+
+    async def _move(self, names: Sequence[ChainHash], deadline: Nanos) -> None:
+        done, refused, block_bytes = 0, 0, self._client.namespace.block_bytes
+        while done < len(names) and self._clock.now() < deadline and self._room > 0:
+            asked = names[done : done + min(AT_ONCE, self._room)]
+            answer = await self._call(partial(self._client.evacuate, asked, leaving=self._leaving))
+            if answer is None:
+                return
+            done += answer.done
+            refused += answer.refused
+            self._room -= answer.moved
+            moved = self.brought.moved + answer.moved
+            self.brought = structs.replace(
+                self.brought,
+                moved=moved,
+                moved_bytes=moved * block_bytes,
+                there=self.brought.there + answer.there,
+                left=len(names) - done + refused,
+                tier=answer.tier,
+            )
+            if answer.fenced:
+                return
+
+    def _by_worth(self, prompts: Sequence[Prompt], cached: Sequence[ChainHash]) -> list[ChainHash]:
+        namespace = self._client.namespace
+        return by_worth(prompts, cached, block_tokens=namespace.block_tokens, algorithm=namespace.hash_algorithm)
+
+    async def _call(self, call: Callable[[], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+@asynccontextmanager
+async def open_evacuator(
+    address: str,
+    kv: Fingerprint,
+    credentials: Credentials,
+    engine: Saving | None,
+    clock: Clock,
+    *,
+    leaving: bool,
+    most_bytes: int,
+) -> AsyncIterator[StoreEvacuator | None]:
+    """Brings blocks like `kv` away from the node at `address`; None when it does not answer any more.
+
+    Args:
+        address: Of the node's control plane.
+        kv: What the engine's blocks are.
+        credentials: For a node on another host.
+        engine: That can still write its own blocks there; None: it cannot.
+        clock: Of the deadlines.
+        leaving: Whether the node ends with this process.
+        most_bytes: To be moved, as blocks are in the store.
+
+    Raises:
+        LayoutMismatch: The node holds blocks of this model that are not like these.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="evacuation") as thread:
+        run = partial(asyncio.get_running_loop().run_in_executor, thread)
+        try:
+            client = await run(
+                lambda: StoreClient.connect(
+                    address, kv.at_rest, timeout_seconds=CONNECT_SECONDS, credentials=credentials
+                )
+            )
+        except StoreUnreachable as error:
+            log.warning("warm blocks will not be brought away", extra={"cause": str(error)})
+            yield None
+            return
+        try:
+            yield StoreEvacuator(client, thread, engine, clock, leaving=leaving, most_bytes=most_bytes)
+        finally:
+            await asyncio.shield(run(client.close))

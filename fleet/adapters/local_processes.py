@@ -30,7 +30,9 @@ from fleet.adapters.process_group import end_group, ending
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.control.supervision import (
     CONFIGURATION_REFUSED,
+    Added,
     AnnounceReady,
+    AskToDrain,
     AskToStop,
     BecameReady,
     Child,
@@ -39,8 +41,11 @@ from fleet.control.supervision import (
     Event,
     Exited,
     Finish,
+    Forget,
     Kill,
+    Removed,
     ReportFailure,
+    ReportRefusal,
     ReportRestart,
     Spawn,
     StopRequested,
@@ -57,6 +62,9 @@ SPAWN_FAILED = 127  # exit status of a child that could not be started, as shell
 
 Endpoints = Mapping[str, str]
 """Addresses that a child listens on, by protocol."""
+
+Drain = Callable[[Endpoints, Nanos], Awaitable[bool]]
+"""Has a child finish what it has within a time, and end; False: it was not told so."""
 
 
 class LocalProcess(Struct, frozen=True, kw_only=True):
@@ -92,6 +100,7 @@ class LocalProcesses:
         environment: Variables of the children.
         clock: Time.
         say: Shows one line to a person.
+        drain: How a child is told that it is removed; where that fails, or there is no way, it is stopped.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class LocalProcesses:
         environment: Mapping[str, str],
         clock: Clock,
         say: Callable[[str], None],
+        drain: Drain | None = None,
     ):
         self._processes = {process.child.name: process for process in processes}
         self._folder = folder
@@ -110,8 +120,9 @@ class LocalProcesses:
         self._environment = {**environment, "TMPDIR": str(folder / "tmp")}
         self._clock = clock
         self._say = say
+        self._drain = drain
         self._machine = Supervision([process.child for process in processes])
-        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: two events a child, and signals
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: a few events a child, and signals
         self._running: dict[str, Process] = {}
         self._unsent: dict[str, signal.Signals] = {}  # to children whose start is under way
         self._endpoints: dict[str, Endpoints] = {}
@@ -130,6 +141,29 @@ class LocalProcesses:
     def pids(self) -> dict[str, int]:
         """Of the children that run now, by name."""
         return {name: process.pid for name, process in self._running.items()}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all children; those that are on their way out are among them until they are gone."""
+        return frozenset(self._processes)
+
+    def conditions(self) -> Mapping[str, Condition]:
+        """By name; without those that were added a moment ago."""
+        return self._machine.conditions()
+
+    def failing(self) -> frozenset[str]:
+        """Children that do not get ready again and again, or never will."""
+        return self._machine.failing()
+
+    def add(self, process: LocalProcess) -> None:
+        """Run one more child. Only while a body is held; its name must be nobody's."""
+        assert process.child.name not in self._processes, process.child.name
+        self._processes[process.child.name] = process
+        self._events.put_nowait(Added(process.child))
+
+    def remove(self, name: str, within: Nanos) -> None:
+        """Ask a child to finish what it has and to end, within a time; it is gone when `names` does not have it any more."""
+        self._events.put_nowait(Removed(name, within))
 
     def request_stop(self) -> None:
         """Ask everything to end; the second time, kill it."""
@@ -205,6 +239,8 @@ class LocalProcesses:
             match command:
                 case Spawn(name):
                     tasks.create_task(self._run_child(self._processes[name]))
+                case AskToDrain(name, within):
+                    tasks.create_task(self._ask_to_drain(name, within))
                 case AskToStop(name):
                     self._send(name, signal.SIGTERM)
                 case Kill(name):
@@ -214,6 +250,12 @@ class LocalProcesses:
                 case ReportRestart(name, status, pause):
                     self._show_log(name)
                     self._say(f"{name} {_ending(status)}; starting it again in {pause / SECOND:.2g} s")
+                case ReportRefusal(name):
+                    self._show_log(name)
+                    self._say(f"{name} refused its settings; it is not started again")
+                case Forget(name):
+                    del self._processes[name]
+                    self._endpoints.pop(name, None)
                 case ReportFailure(name, reason, status):
                     self._failure = self._explain(name, reason, status)
                     if self._content is not None:
@@ -264,6 +306,12 @@ class LocalProcesses:
             self._tell_guardian("-", running.pid)
             del self._running[name]
         self._events.put_nowait(Exited(name, status))
+
+    async def _ask_to_drain(self, name: str, within: Nanos) -> None:
+        running = self._running.get(name)
+        told = self._drain is not None and await self._drain(self._endpoints[name], within)
+        if not told and self._running.get(name) is running:
+            self._send(name, signal.SIGTERM)
 
     async def _await_readiness(self, name: str, read_fd: int) -> None:
         """Read the child's line; no line means that it ended, or that it will not be ready in time."""

@@ -13,17 +13,19 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct, structs
 
 from fleet.adapters.local_processes import LocalProcess
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.config import SIMULATED, TINY, StorePlace, Topology, checked, save
+from fleet.config import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, Topology, checked, save
 from fleet.control.supervision import Child
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName, WorkerId
@@ -47,6 +49,20 @@ ROUTER = "router"
 STORE = "kvstore"
 
 
+class LocalPool(Struct, frozen=True, kw_only=True):
+    """Workers that are alike."""
+
+    name: str
+    """The role; with a number where several pools have it."""
+
+    role: Role
+    workers: tuple[WorkerId, ...]
+    settings: Callable[[WorkerId], WorkerSettings]
+    """Of a worker by that name. Raises ConfigurationRefused, of a pool without workers that can have none."""
+
+    ready_within: Nanos
+
+
 class Plan(Struct, frozen=True, kw_only=True):
     """What to run, and where it will be reached."""
 
@@ -57,8 +73,12 @@ class Plan(Struct, frozen=True, kw_only=True):
     grpc: str  # host:port
     control: str  # host:port or unix:/path: of the registry and `fleet.v1.Cluster`
     kserve: str  # host:port; empty: not served
-    workers: tuple[WorkerId, ...]
+    pools: tuple[LocalPool, ...]
     disaggregates: bool  # whether there are prefill workers
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        return tuple(worker for pool in self.pools for worker in pool.workers)
 
 
 def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName) -> Plan:
@@ -110,19 +130,16 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
             router,
         )
     )
-    workers = list(_workers(topology, folder, model_dir, model, registry=_dialled(control or grpc), store=store))
-    if is_embedded:
-        workers = [structs.replace(worker, store="", embedded_store=node) for worker in workers]
-    ready_within = SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN
-    for worker in workers:
-        child = Child(
-            name=worker.worker_id,
-            start_stage=START_WORKERS,
-            stop_stage=STOP_WORKERS,
-            ready_within=ready_within,
-            stop_within=Nanos(WORKER_DRAIN + STOP_WITHIN),
-        )
-        processes.append(_process(child, folder, worker))
+    pools = _pools(
+        topology,
+        folder,
+        model_dir=str(model_dir),
+        model=model,
+        registry=_dialled(control or grpc),
+        store="" if is_embedded else store,
+        embedded_store=node if is_embedded else None,
+    )
+    processes += [worker_process(pool, worker, folder) for pool in pools for worker in pool.workers]
     return Plan(
         processes=tuple(processes),
         model=model,
@@ -131,7 +148,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         grpc=_dialled(grpc),
         control=_dialled(control or grpc),
         kserve=_dialled(kserve),
-        workers=tuple(worker.worker_id for worker in workers),
+        pools=tuple(pools),
         disaggregates=topology.replicas(Role.PREFILL) > 0,
     )
 
@@ -164,37 +181,67 @@ def _store_process(folder: Path, settings: StoreSettings) -> LocalProcess:
     return _process(child, folder, settings)
 
 
-def _workers(
-    topology: Topology, folder: Path, model_dir: Path, model: ModelName, *, registry: str, store: str
-) -> Iterator[WorkerSettings]:
-    cluster = topology.cluster
-    length = min(cluster.max_model_len, _length_limit(model_dir))
+def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProcess:
+    """A worker of a pool, by that name; its settings file is written."""
+    child = Child(
+        name=name,
+        start_stage=START_WORKERS,
+        stop_stage=STOP_WORKERS,
+        ready_within=pool.ready_within,
+        stop_within=Nanos(WORKER_DRAIN + STOP_WITHIN),
+    )
+    return _process(child, folder, pool.settings(name))
+
+
+def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
+    """`fields`: settings that all workers have alike."""
+    fields["max_model_len"] = min(topology.cluster.max_model_len, _length_limit(Path(fields["model_dir"])))
     numbers = dict.fromkeys((pool.role for pool in topology.pools), 0)
-    for pool in topology.pools:
-        for _ in range(pool.replicas):
-            name = f"{pool.role}-{numbers[pool.role]}"
-            numbers[pool.role] += 1
-            yield checked(
-                WorkerSettings,
-                worker_id=WorkerId(name),
+    pools = []
+    for name, pool in zip(pool_names(topology), topology.pools, strict=True):
+        first = numbers[pool.role]
+        numbers[pool.role] += pool.replicas
+        pools.append(
+            LocalPool(
+                name=name,
                 role=pool.role,
-                engine=cluster.engine,
-                model_dir=str(model_dir),
-                model=model,
-                listen=f"unix:{folder / name}.sock",
-                control_listen=f"unix:{folder / name}-control.sock",
-                registry=registry,
-                store=store,
-                kv_paths=cluster.kv_paths,
-                block_tokens=cluster.block_tokens,
-                max_model_len=length,
-                max_running=pool.max_running,
-                adapters=cluster.adapters,
-                adapter_slots=cluster.adapter_slots,
-                drain_timeout_ms=WORKER_DRAIN // MILLISECOND,
-                vllm=_exact(pool.vllm) if cluster.model == TINY else pool.vllm,
-                simulated=pool.simulated,
+                workers=tuple(WorkerId(f"{pool.role}-{number}") for number in range(first, numbers[pool.role])),
+                settings=partial(_worker, topology.cluster, pool, folder, fields),
+                ready_within=SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN,
             )
+        )
+    return pools
+
+
+def _worker(
+    cluster: ClusterSection, pool: PoolSection, folder: Path, fields: Mapping[str, Any], name: WorkerId
+) -> WorkerSettings:
+    return checked(
+        WorkerSettings,
+        worker_id=name,
+        role=pool.role,
+        engine=cluster.engine,
+        listen=f"unix:{folder / name}.sock",
+        control_listen=f"unix:{folder / name}-control.sock",
+        kv_paths=cluster.kv_paths,
+        block_tokens=cluster.block_tokens,
+        max_running=pool.max_running,
+        adapters=cluster.adapters,
+        adapter_slots=cluster.adapter_slots,
+        drain_timeout_ms=WORKER_DRAIN // MILLISECOND,
+        vllm=_exact(pool.vllm) if cluster.model == TINY else pool.vllm,
+        simulated=pool.simulated,
+        **fields,
+    )
+
+
+def pool_names(topology: Topology) -> list[str]:
+    """Of the pools, in their order: the role, with a number behind it where several have the same one."""
+    roles = [pool.role for pool in topology.pools]
+    return [
+        f"{role}/{roles[: index + 1].count(role)}" if roles.count(role) > 1 else str(role)
+        for index, role in enumerate(roles)
+    ]
 
 
 def _exact(settings: VllmSettings) -> VllmSettings:

@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from fleet.adapters.clock import SystemClock
+from fleet.adapters.local_pools import LocalPools, drain
 from fleet.adapters.local_processes import ClusterFailed, LocalProcesses, runtime_folder
 from fleet.adapters.local_topology import Plan, plan
 from fleet.adapters.tiny_model import build_tiny_model
@@ -36,6 +37,7 @@ class Cluster(Struct, frozen=True):
 
     plan: Plan
     pids: dict[str, int]
+    pools: LocalPools
 
     def write_ready_file(self, path: Path) -> None:
         """Say as JSON how the cluster is reached and who it is; whoever sees the file sees all of it.
@@ -49,6 +51,7 @@ class Cluster(Struct, frozen=True):
             **({"control": self.plan.control} if self.plan.control != self.plan.grpc else {}),
             **({"kserve": self.plan.kserve} if self.plan.kserve else {}),
             "model": self.plan.model,
+            "plans": str(self.pools.folder),
             "pids": {"supervisor": os.getpid(), **self.pids},
         }
         complete = path.with_name(f".{path.name}.{os.getpid()}")
@@ -103,11 +106,13 @@ async def with_cluster(
             environment=child_environment(),
             clock=SystemClock(),
             say=say,
+            drain=drain,
         )
 
         async def when_ready() -> None:
             await _wait_until_serving(planned)
-            await body(Cluster(planned, processes.pids))
+            pools = LocalPools(topology, planned, processes, runtime, say)
+            await body(Cluster(planned, processes.pids, pools))
 
         return await hold(processes, when_ready)
 

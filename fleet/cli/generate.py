@@ -3,12 +3,14 @@
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.status import add_address
 from fleet.client import Client, FleetError, KvPath, Placement, Result
+from fleet.errors import ConfigurationRefused
 
 DEFAULT_TOKENS = 128
 LONGEST_TIMEOUT = 86_400  # seconds
@@ -17,7 +19,11 @@ LONGEST_TIMEOUT = 86_400  # seconds
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="text; - reads standard input")
     add_address(parser)
-    parser.add_argument("--api-key", default="", metavar="KEY", help="where the cluster knows its tenants by keys")
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument("--api-key", default="", metavar="KEY", help="where the cluster knows its tenants by keys")
+    keys.add_argument(
+        "--api-key-file", metavar="FILE", help="that holds the key, which nobody then sees among the running processes"
+    )
     parser.add_argument("--model", default="", help="one of several served models")
     parser.add_argument(
         "--max-tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help=f"default: {DEFAULT_TOKENS}"
@@ -36,9 +42,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    key = _key(arguments.api_key_file) if arguments.api_key_file else arguments.api_key
     try:
         with (
-            Client(arguments.address, api_key=arguments.api_key) as client,
+            Client(arguments.address, api_key=key) as client,
             client.generate(
                 [{"role": "user", "content": text}] if arguments.chat else text,
                 model=arguments.model,
@@ -63,6 +70,19 @@ def run(arguments: argparse.Namespace) -> int:
     for line in summary(result):
         print(line, file=sys.stderr)
     return DONE
+
+
+def _key(path: str) -> str:
+    """What a file holds, but for white space around it.
+
+    Raises:
+        ConfigurationRefused: It cannot be read.
+    """
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "is not a text"
+        raise ConfigurationRefused(f"--api-key-file: {path}: {cause}") from error
 
 
 def _seconds(text: str) -> float:

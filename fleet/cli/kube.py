@@ -4,18 +4,20 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
-from fleet.cli.exits import DONE
+from fleet.cli.exits import DONE, FAILED
 from fleet.errors import ConfigurationRefused, why_and_where
 from operators.children import Deployment, Images, revision, shared, workers
 from operators.consistency import contradictions
 from operators.crds import KINDS, definition
 from operators.imports.importing import imported
-from operators.resources import GROUP, VERSION, DisaggDeploymentSpec
+from operators.proposals import Infeasible, answer
+from operators.requested import proposed
+from operators.resources import GROUP, VERSION, DisaggDeploymentSpec, ServingRequestSpec
 
 IMAGES = Images(
     router="fleet-router:0.1.0",
@@ -36,6 +38,7 @@ _QUOTED = re.compile(r"""(['"])(?!<)..+\1""")
 FIELDS = ("apiVersion", "kind", "metadata", "spec", "status")
 
 Manifest = dict[str, Any]
+Spec = TypeVar("Spec", DisaggDeploymentSpec, ServingRequestSpec)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +55,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
             f"--{name.replace('_', '-')}", default=getattr(IMAGES, name), metavar="IMAGE", help="(default: %(default)s)"
         )
     _takes_form(render)
+    propose = commands.add_parser(
+        "propose",
+        help="print the DisaggDeployment that keeps what a ServingRequest asks for",
+        description="Print the DisaggDeployment that keeps what a ServingRequest asks for, as the operator would make it. What is predicted, "
+        "or why there is none, is on standard error.",
+    )
+    propose.add_argument("-f", "--file", required=True, type=Path, metavar="FILE", help="YAML; - is standard input")
+    _takes_form(propose)
     crds = commands.add_parser("crds", help="print the custom resource definitions")
     _takes_form(crds)
     imports = commands.add_parser(
@@ -72,12 +83,14 @@ def _takes_form(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0; 3 when the file is none that can be read so."""
+    """Exit status 0; 1 when nothing keeps what is asked for; 3 when the file is none that can be read so."""
     match arguments.kube_command:
         case "crds":
             _write([definition(kind) for kind in KINDS], arguments.output)
         case "import":
             _import(arguments)
+        case "propose":
+            return _propose(arguments)
         case _:
             images = Images(**{name: getattr(arguments, name) for name in Images.__struct_fields__})
             _write(_rendered(_read(arguments.file), arguments.namespace, images), arguments.output)
@@ -96,6 +109,29 @@ def _import(arguments: argparse.Namespace) -> None:
         line = msgspec.json.encode(note).decode() if arguments.json else f"fleet: warning: {note}"
         print(line, file=sys.stderr)
     _write(list(made.objects), arguments.output)
+
+
+def _propose(arguments: argparse.Namespace) -> int:
+    proposals, missing = [], False
+    for number, content in enumerate(_read(arguments.file), start=1):
+        try:
+            metadata, asked = _document(content, "ServingRequest", "default", ServingRequestSpec)
+        except ConfigurationRefused as refused:
+            raise ConfigurationRefused(f"document {number}: {refused}") from refused
+        found = answer(asked)
+        print(f"fleet: {metadata['name']}: {found.reason}: {found.message}", file=sys.stderr)
+        if isinstance(found, Infeasible):
+            missing = True
+            continue
+        print(f"fleet: {metadata['name']}: rests on {found.basis}", file=sys.stderr)
+        made = proposed(metadata["name"], found)
+        if "namespace" in content["metadata"]:
+            made["metadata"]["namespace"] = metadata["namespace"]
+        proposals.append(made)
+    if not proposals and not missing:
+        raise ConfigurationRefused("the file is empty")
+    _write(proposals, arguments.output)
+    return FAILED if missing else DONE
 
 
 def _rendered(objects: list[Any], namespace: str, images: Images) -> list[Manifest]:
@@ -123,9 +159,21 @@ def _deployment(content: Any, namespace: str) -> Deployment:
     Raises:
         ConfigurationRefused: It is no DisaggDeployment, with the field that is wrong.
     """
-    is_ours = isinstance(content, dict) and content.get("kind") == "DisaggDeployment"
+    named, spec = _document(content, "DisaggDeployment", namespace, DisaggDeploymentSpec)
+    for path, cause in contradictions(spec, named["name"]):
+        raise ConfigurationRefused(f"{path}: {cause}")
+    return Deployment(name=named["name"], namespace=named["namespace"], spec=spec)
+
+
+def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[dict[str, str], Spec]:
+    """Name and namespace of an object of one of our kinds, and its specification.
+
+    Raises:
+        ConfigurationRefused: It is none, with the field that is wrong.
+    """
+    is_ours = isinstance(content, dict) and content.get("kind") == kind
     if not is_ours or content.get("apiVersion") != f"{GROUP}/{VERSION}":
-        raise ConfigurationRefused(f"is no {GROUP}/{VERSION} DisaggDeployment")
+        raise ConfigurationRefused(f"is no {GROUP}/{VERSION} {kind}")
     if unknown := [name for name in content if name not in FIELDS]:
         raise ConfigurationRefused(f"{unknown[0]}: is not a known key")
     metadata = content.get("metadata")
@@ -136,12 +184,9 @@ def _deployment(content: Any, namespace: str) -> Deployment:
         if not isinstance(name, str) or not NAME.match(name):
             raise ConfigurationRefused(f"metadata.{field}: {_no_name()}")
     try:
-        spec = msgspec.convert(content.get("spec"), DisaggDeploymentSpec)
+        return named, msgspec.convert(content.get("spec"), of)
     except msgspec.ValidationError as error:
         raise ConfigurationRefused(_misfit(error)) from error
-    for path, cause in contradictions(spec, named["name"]):
-        raise ConfigurationRefused(f"{path}: {cause}")
-    return Deployment(name=named["name"], namespace=named["namespace"], spec=spec)
 
 
 def _misfit(error: msgspec.ValidationError) -> str:

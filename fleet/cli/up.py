@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _stay(cluster: Cluster, arguments: argparse.Namespace) -> None:
-    """Show how the cluster is reached, and wait to be cancelled."""
+    """Show how the cluster is reached, and keep its pools as large as plans say until cancelled."""
+    cluster.pools.step()  # so that whoever reads that it is ready can ask for the pools
     for line in addresses(cluster.plan):
         print(line)
     print("ready; Ctrl-C stops it", flush=True)
@@ -85,7 +86,7 @@ async def _stay(cluster: Cluster, arguments: argparse.Namespace) -> None:
             await _demonstrate(cluster, arguments.demo)
         except FleetError as error:
             say(f"the demo failed: {error.message}")
-    await asyncio.Event().wait()
+    await cluster.pools.follow()
 
 
 async def _demonstrate(cluster: Cluster, text: str) -> None:

@@ -11,6 +11,9 @@ Rules:
 4. A child that exits with `CONFIGURATION_REFUSED` is never started again: the same settings would be refused again.
 5. Stopping asks, waits for the grace, then kills; a second request to stop kills at once. The cluster is over when no
    child is left.
+6. When all have been ready, children come and go. One that is added starts alone, and nothing else ends with it: however often
+   it dies it is started again, after the longest pause at last; only where it refuses its settings it is not. One that is removed
+   is asked to drain within a time; what is left after it, or was not ready, is stopped like the others. It is forgotten when it is gone.
 """
 
 from collections.abc import Sequence
@@ -49,6 +52,19 @@ class Exited(Struct, frozen=True):
     status: int  # as `subprocess` counts: negative for the number of the signal
 
 
+class Added(Struct, frozen=True):
+    """A child that there was not; the name may be of one that has been forgotten."""
+
+    child: Child
+
+
+class Removed(Struct, frozen=True):
+    """A child that is wanted no more."""
+
+    name: str
+    within: Nanos  # for it to finish what it has
+
+
 class StopRequested(Struct, frozen=True):
     pass
 
@@ -57,7 +73,7 @@ class Ticked(Struct, frozen=True):
     """Time passed."""
 
 
-Event = BecameReady | Exited | StopRequested | Ticked
+Event = BecameReady | Exited | Added | Removed | StopRequested | Ticked
 
 
 class Spawn(Struct, frozen=True):
@@ -66,6 +82,13 @@ class Spawn(Struct, frozen=True):
 
 class AskToStop(Struct, frozen=True):
     name: str
+
+
+class AskToDrain(Struct, frozen=True):
+    """To finish what it has, to take nothing more, and to end."""
+
+    name: str
+    within: Nanos
 
 
 class Kill(Struct, frozen=True):
@@ -84,6 +107,18 @@ class ReportRestart(Struct, frozen=True):
     pause: Nanos
 
 
+class ReportRefusal(Struct, frozen=True):
+    """An added child has refused its settings; it is not started again."""
+
+    name: str
+
+
+class Forget(Struct, frozen=True):
+    """A removed child is gone."""
+
+    name: str
+
+
 class ReportFailure(Struct, frozen=True):
     """The cluster cannot go on; everything is being stopped because of this child."""
 
@@ -96,7 +131,18 @@ class Finish(Struct, frozen=True):
     """No child is left; nothing follows."""
 
 
-Command = Spawn | AskToStop | Kill | AnnounceReady | ReportRestart | ReportFailure | Finish
+Command = (
+    Spawn
+    | AskToDrain
+    | AskToStop
+    | Kill
+    | AnnounceReady
+    | ReportRestart
+    | ReportRefusal
+    | Forget
+    | ReportFailure
+    | Finish
+)
 
 
 class Condition(Enum):
@@ -106,6 +152,7 @@ class Condition(Enum):
     STARTING = auto()
     READY = auto()
     PAUSED = auto()  # died, will be started again
+    DRAINING = auto()  # was removed while it was ready
     STOPPING = auto()  # was asked to
     KILLED = auto()  # its exit is awaited
     GONE = auto()
@@ -123,6 +170,8 @@ class _Track:
         self.until: Nanos | None = None  # when the condition has lasted too long (or, of a pause, long enough)
         self.deaths = 0  # in a row
         self.been_ready = False
+        self.added = False  # after the start: its death is nobody else's
+        self.leaving = False  # was removed
 
     def become(self, condition: Condition, until: Nanos | None = None) -> None:
         self.condition, self.until = condition, until
@@ -158,15 +207,25 @@ class Supervision:
         """For progress shown to a person."""
         return {name: track.condition for name, track in self._tracks.items()}
 
+    def failing(self) -> frozenset[str]:
+        """Children that have died since they were last ready, or will not be started again."""
+        return frozenset(
+            name
+            for name, track in self._tracks.items()
+            if track.condition is Condition.GONE or (track.deaths and track.condition is not Condition.READY)
+        )
+
     def check(self) -> None:
         """Raise if a promise between calls is broken."""
         for track in self._tracks.values():
             timed = track.condition not in (Condition.HELD, Condition.READY, Condition.GONE, Condition.KILLED)
             healing = track.condition is Condition.READY and track.deaths > 0
             assert (track.until is not None) == (timed or healing), (track.child.name, track.condition)
-            assert track.deaths <= MAX_DEATHS
+            assert track.deaths <= MAX_DEATHS or track.added
             if self._stopping:
                 assert track.condition is not Condition.PAUSED
+            else:
+                assert track.condition is not Condition.GONE or track.added, track.child.name
 
     def _respond(self, event: Event, now: Nanos) -> list[Command]:
         match event:
@@ -174,6 +233,10 @@ class Supervision:
                 return self._on_ready(self._tracks[name], now)
             case Exited(name, status):
                 return self._on_exit(self._tracks[name], status, now)
+            case Added(child):
+                return self._add(child, now)
+            case Removed(name, within):
+                return self._remove(self._tracks[name], within, now) if name in self._tracks else []
             case StopRequested():
                 return self._kill_all() if self._stopping else self._stop(now)
             case Ticked():
@@ -198,15 +261,43 @@ class Supervision:
         track.become(Condition.GONE)
         if self._stopping:
             return self._stop_next(now)
+        if track.leaving:
+            return [self._forget(track)]
+        if track.added and status == CONFIGURATION_REFUSED:
+            return [ReportRefusal(name)]
         if not self._announced or status == CONFIGURATION_REFUSED:
             return [ReportFailure(name, "ended before the cluster was ready", status), *self._stop(now)]
         assert was in _RUNNING or was is Condition.KILLED, was
         track.deaths += 1
-        if track.deaths >= MAX_DEATHS:
+        if track.deaths >= MAX_DEATHS and not track.added:
             return [ReportFailure(name, f"died {MAX_DEATHS} times in a row", status), *self._stop(now)]
         pause = Nanos(min(FIRST_PAUSE * 2 ** (track.deaths - 1), LONGEST_PAUSE))
         track.become(Condition.PAUSED, Nanos(now + pause))
         return [ReportRestart(name, status, pause)]
+
+    def _add(self, child: Child, now: Nanos) -> list[Command]:
+        assert self._announced, "children are added to a cluster that is ready"
+        assert child.name not in self._tracks, child.name
+        if self._stopping:
+            return [Forget(child.name)]
+        track = self._tracks[child.name] = _Track(child)
+        track.added = True
+        return [self._spawn(track, now)]
+
+    def _remove(self, track: _Track, within: Nanos, now: Nanos) -> list[Command]:
+        if self._stopping or track.leaving:
+            return []
+        track.leaving = True
+        if track.condition is Condition.READY:
+            track.become(Condition.DRAINING, Nanos(now + within))
+            return [AskToDrain(track.child.name, within)]
+        if track.condition is Condition.STARTING:
+            return [self._ask_to_stop(track, now)]
+        return [] if track.condition is Condition.KILLED else [self._forget(track)]
+
+    def _forget(self, track: _Track) -> Forget:
+        del self._tracks[track.child.name]
+        return Forget(track.child.name)
 
     def _on_time(self, now: Nanos) -> list[Command]:
         commands: list[Command] = []
@@ -221,6 +312,8 @@ class Supervision:
                     track.until = None
                 case Condition.PAUSED:
                     commands.append(self._spawn(track, now))
+                case Condition.DRAINING:
+                    commands.append(self._ask_to_stop(track, now))
                 case Condition.STOPPING:
                     commands.append(self._kill(track))
                 case Condition.HELD | Condition.KILLED | Condition.GONE:
@@ -257,7 +350,7 @@ class Supervision:
         return [
             self._kill(track)
             for track in self._tracks.values()
-            if track.condition in _RUNNING or track.condition is Condition.STOPPING
+            if track.condition in (*_RUNNING, Condition.DRAINING, Condition.STOPPING)
         ]
 
     def _stop(self, now: Nanos) -> list[Command]:
@@ -271,12 +364,15 @@ class Supervision:
         """Ask the earliest stage that still runs, once the stages before it are gone."""
         left = [track for track in self._tracks.values() if track.condition is not Condition.GONE]
         stage = min((track.child.stop_stage for track in left), default=0)
-        commands: list[Command] = []
-        for track in left:
-            if track.child.stop_stage == stage and track.condition in _RUNNING:
-                track.become(Condition.STOPPING, Nanos(now + track.child.stop_within))
-                commands.append(AskToStop(track.child.name))
-        return commands
+        return [
+            self._ask_to_stop(track, now)
+            for track in left
+            if track.child.stop_stage == stage and track.condition in (*_RUNNING, Condition.DRAINING)
+        ]
+
+    def _ask_to_stop(self, track: _Track, now: Nanos) -> AskToStop:
+        track.become(Condition.STOPPING, Nanos(now + track.child.stop_within))
+        return AskToStop(track.child.name)
 
     def _finish_if_over(self) -> list[Command]:
         if not self._stopping or any(track.condition is not Condition.GONE for track in self._tracks.values()):

@@ -9,8 +9,11 @@ from fleet.control.supervision import (
     CONFIGURATION_REFUSED,
     FIRST_PAUSE,
     HEALTHY_AFTER,
+    LONGEST_PAUSE,
     MAX_DEATHS,
+    Added,
     AnnounceReady,
+    AskToDrain,
     AskToStop,
     BecameReady,
     Child,
@@ -19,8 +22,11 @@ from fleet.control.supervision import (
     Event,
     Exited,
     Finish,
+    Forget,
     Kill,
+    Removed,
     ReportFailure,
+    ReportRefusal,
     ReportRestart,
     Spawn,
     StopRequested,
@@ -44,6 +50,7 @@ def a_child(name: str, start_stage: int = 0, stop_stage: int = 0) -> Child:
 STORE = a_child("store", start_stage=0, stop_stage=2)
 ROUTER = a_child("router", start_stage=1, stop_stage=0)
 WORKER = a_child("worker", start_stage=1, stop_stage=1)
+ANOTHER = a_child("another", start_stage=1, stop_stage=1)
 
 
 def a_running_cluster() -> Supervision:
@@ -179,6 +186,83 @@ def test_stopping_forgets_a_pending_restart():
     assert machine.handle(Ticked(), Nanos(START + FIRST_PAUSE)) == []
 
 
+def test_a_child_that_is_added_starts_alone_and_stops_with_its_stage():
+    machine = a_running_cluster()
+
+    assert machine.handle(Added(ANOTHER), START) == [Spawn("another")]
+    assert machine.handle(BecameReady("another"), START) == []
+    assert machine.handle(StopRequested(), START) == [AskToStop("router")]
+    assert machine.handle(Exited("router", 0), START) == [AskToStop("worker"), AskToStop("another")]
+
+
+def test_an_added_child_dies_as_often_as_it_likes_and_nothing_else_ends():
+    machine = a_running_cluster()
+    machine.handle(Added(ANOTHER), START)
+    now = START
+    for _ in range(3 * MAX_DEATHS):
+        [report] = machine.handle(Exited("another", 1), now)
+        assert isinstance(report, ReportRestart)
+        assert machine.failing() == {"another"}
+        now = Nanos(now + report.pause)
+        assert machine.handle(Ticked(), now) == [Spawn("another")]
+
+    assert report.pause == LONGEST_PAUSE
+    machine.handle(BecameReady("another"), now)
+    assert machine.failing() == frozenset()
+
+
+def test_an_added_child_that_refuses_its_settings_is_not_started_again_and_may_be_removed():
+    machine = a_running_cluster()
+    machine.handle(Added(ANOTHER), START)
+
+    assert machine.handle(Exited("another", CONFIGURATION_REFUSED), START) == [ReportRefusal("another")]
+    assert machine.next_instant() is None
+    assert machine.failing() == {"another"}
+    assert machine.handle(Removed("another", Nanos(SECOND)), START) == [Forget("another")]
+    assert machine.handle(Added(ANOTHER), START) == [Spawn("another")]
+
+
+def test_a_child_that_is_removed_drains_in_its_time_then_is_stopped_then_killed_then_forgotten():
+    machine = a_running_cluster()
+    within = Nanos(100 * SECOND)
+
+    assert machine.handle(Removed("worker", within), START) == [AskToDrain("worker", within)]
+    assert machine.handle(Removed("worker", within), START) == []
+    assert machine.handle(Ticked(), Nanos(START + within - 1)) == []
+    assert machine.handle(Ticked(), Nanos(START + within)) == [AskToStop("worker")]
+    assert machine.handle(Ticked(), Nanos(START + within + 5 * SECOND)) == [Kill("worker")]
+    assert machine.handle(Exited("worker", -9), START) == [Forget("worker")]
+    assert set(machine.conditions()) == {"store", "router"}
+
+
+@pytest.mark.parametrize(
+    ("before", "commands"),
+    [
+        ([], [AskToStop("another")]),
+        ([Exited("another", 1)], [Forget("another")]),
+        ([Ticked()], []),  # was not ready in time, and is being killed
+    ],
+    ids=["starting", "paused", "killed"],
+)
+def test_a_child_that_is_removed_before_it_is_ready_is_not_waited_for(before, commands):
+    machine = a_running_cluster()
+    machine.handle(Added(ANOTHER), START)
+    late = Nanos(START + 10 * SECOND)
+    for event in before:
+        machine.handle(event, late)
+
+    assert machine.handle(Removed("another", Nanos(100 * SECOND)), late) == commands
+
+
+def test_who_stops_all_does_not_wait_for_drains():
+    machine = a_running_cluster()
+    machine.handle(Removed("worker", Nanos(100 * SECOND)), START)
+
+    assert machine.handle(StopRequested(), START) == [AskToStop("router")]
+    assert machine.handle(Exited("router", 0), START) == [AskToStop("worker")]
+    assert machine.handle(Ticked(), Nanos(START + 5 * SECOND)) == [Kill("worker")]
+
+
 def test_names_must_differ():
     with pytest.raises(AssertionError):
         Supervision([STORE, STORE])
@@ -200,8 +284,10 @@ class World:
                 case Spawn(name):
                     assert name not in self.alive, "started twice"
                     self.alive.add(name)
-                case AskToStop(name) | Kill(name):
+                case AskToStop(name) | AskToDrain(name) | Kill(name):
                     assert name in self.alive, "signalled a dead process"
+                case Forget(name):
+                    assert name not in self.alive, "forgot a child that runs"
                 case Finish():
                     assert not self.alive, "finished with children left"
                     self.finished = True
@@ -223,14 +309,18 @@ class World:
                 self.tell(Exited(name, number % 4))
             case "tick":
                 self.tell(Ticked())
+            case "add" if self.machine.announced and ANOTHER.name not in self.machine.conditions():
+                self.tell(Added(ANOTHER))
+            case "remove" if self.machine.announced:
+                self.tell(Removed(name, Nanos(number * SECOND)))
             case "stop":
                 self.tell(StopRequested())
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["ready", "ready", "ready", "exit", "tick", "stop"]),
-        st.sampled_from([child.name for child in (STORE, ROUTER, WORKER)]),
+        st.sampled_from(["ready", "ready", "ready", "exit", "tick", "add", "remove", "stop"]),
+        st.sampled_from([child.name for child in (STORE, ROUTER, WORKER, ANOTHER)]),
         st.integers(0, 60),
     ),
     max_size=60,

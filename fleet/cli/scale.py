@@ -1,0 +1,158 @@
+"""`fleet scale`: how large pools are, and should be, wherever they run."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fleet.adapters.clock import SystemClock, unix_milliseconds
+from fleet.adapters.connectors import connector_of
+from fleet.adapters.local_pools import local_plans
+from fleet.cli.exits import DONE, FAILED
+from fleet.clock import SECOND, Nanos
+from fleet.config import load
+from fleet.errors import ConfigurationRefused
+from fleet.planner.execution import Outcome
+from fleet.planner.messages import Observation, Plan, PlanId, PoolName, PoolSeen, Writer
+from fleet.planner.ports import Connector, ConnectorError
+from fleet.planner.server import carry_out
+from fleet.planner.settings import ConnectorSettings, FolderTarget, KubernetesTarget, Target
+
+MOST_REPLICAS = 10_000
+LONGEST_SECONDS = 86_400
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "pools", nargs="*", type=_wish, metavar="POOL=N", help="workers that a pool is to have; without any: show all"
+    )
+    parser.add_argument(
+        "--within",
+        type=_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="what is not there by then is not wanted any more (default: 600)",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--plans", metavar="DIR", help="of the cluster on this machine, where several run (its ready file says it)"
+    )
+    where.add_argument(
+        "--deployment", metavar="[NAMESPACE/]NAME", help="a DisaggDeployment on Kubernetes, in place of this machine"
+    )
+    where.add_argument(
+        "--connector", type=Path, metavar="FILE", help="settings that say where: a folder, keys in etcd, or Kubernetes"
+    )
+    parser.add_argument(
+        "--kubeconfig",
+        metavar="FILE",
+        default=str(Path("~/.kube/config").expanduser()),
+        help="with --deployment (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status 0: the pools are as they should be; 1: not all of it came, or nobody answered."""
+    wishes = dict(arguments.pools)
+    if len(wishes) != len(arguments.pools):
+        raise ConfigurationRefused("POOL=N: a pool is named twice")
+    try:
+        return asyncio.run(_scale(_target(arguments), wishes, arguments.within))
+    except ConnectorError as error:
+        _say(str(error))
+        return FAILED
+
+
+async def _scale(target: Target, wishes: dict[PoolName, int], seconds: float) -> int:
+    async with connector_of(target, Writer.PERSON) as connector:
+        before = await connector.observe()
+        outcome, seen = Outcome.SETTLED, before
+        if wishes:
+            outcome, seen = await _change(connector, wishes, before, seconds)
+    for line in _table(seen):
+        print(line)
+    return DONE if outcome is Outcome.SETTLED else FAILED
+
+
+async def _change(
+    connector: Connector, wishes: dict[PoolName, int], before: Observation, seconds: float
+) -> tuple[Outcome, Observation]:
+    plan = Plan(
+        id=PlanId(f"scale-{unix_milliseconds()}-{os.getpid()}"), replicas=wishes, within=Nanos(round(seconds * SECOND))
+    )
+
+    def tell(seen: Observation) -> None:
+        for each in seen.pools:
+            if each.name in wishes and not each.settled:
+                _say(_line(each))
+
+    outcome, seen = await carry_out(connector, plan, before, SystemClock(), tell)
+    match outcome:
+        case Outcome.ROLLED_BACK:
+            _say("not all of it came; what did not is not wanted any more")
+        case Outcome.UNSETTLED:
+            _say("not settled by now; it goes on by itself")
+        case Outcome.SETTLED:
+            pass
+    return outcome, seen
+
+
+def _target(arguments: argparse.Namespace) -> Target:
+    if arguments.connector is not None:
+        return load(arguments.connector, ConnectorSettings).connector
+    if arguments.deployment is not None:
+        namespace, slash, name = arguments.deployment.rpartition("/")
+        if not name or (slash and not namespace):
+            raise ConfigurationRefused(f"--deployment: {arguments.deployment!r} is not [NAMESPACE/]NAME")
+        return KubernetesTarget(deployment=name, namespace=namespace or "default", kubeconfig=arguments.kubeconfig)
+    return FolderTarget(folder=arguments.plans or str(_only_local()))
+
+
+def _only_local() -> Path:
+    found = local_plans()
+    if not found:
+        raise ConfigurationRefused(
+            "no cluster of fleet up runs on this machine; --deployment names one on Kubernetes, --connector any other"
+        )
+    if len(found) > 1:
+        raise ConfigurationRefused(
+            f"several clusters run on this machine: --plans names one of {', '.join(map(str, found))}"
+        )
+    return found[0]
+
+
+def _table(seen: Observation) -> Iterator[str]:
+    width = max((len(each.name) for each in seen.pools), default=0)
+    return (_line(each, width) for each in seen.pools)
+
+
+def _line(pool: PoolSeen, width: int = 0) -> str:
+    parts = [f"{pool.name:{width}}  wanted {pool.wanted}  ready {pool.ready}"]
+    if pool.draining:
+        parts.append(f"draining {pool.draining}")
+    if pool.why is not None:
+        parts.append(pool.why.replace("_", " ") + (f": {pool.message}" if pool.message else ""))
+    return "  ".join(parts)
+
+
+def _say(line: str) -> None:
+    print(f"fleet: {line}", file=sys.stderr, flush=True)
+
+
+def _wish(text: str) -> tuple[PoolName, int]:
+    name, _, number = text.rpartition("=")
+    if not name or not number.isdecimal() or int(number) > MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not POOL=N, with N from 0 to {MOST_REPLICAS}")
+    return PoolName(name), int(number)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, up to a day")
+    return seconds

@@ -1,0 +1,94 @@
+"""Plans, and what there is of them.
+
+Rules:
+
+1. A plan says how many replicas some pools are to have. Who carries it out is somebody else: an operator, a supervisor, an
+   orchestrator. Between the two stand connectors (`fleet.planner.ports`), and all of them tell the same with these words.
+2. The last one to write a pool's number owns it. A planner leaves alone what a person has written (or an HPA, on Kubernetes):
+   the pool is pinned.
+3. A plan rests on what was seen before. What has changed since is not overwritten: who comes late changes nothing.
+"""
+
+from enum import StrEnum
+from typing import Annotated, NewType
+
+from msgspec import Meta, Struct
+
+from fleet.clock import Nanos
+
+PoolName = NewType("PoolName", str)
+PlanId = NewType("PlanId", str)
+Replicas = Annotated[int, Meta(ge=0, le=10_000)]
+
+
+class Writer(StrEnum):
+    """On whose behalf numbers are written; the values are what Kubernetes calls a field manager."""
+
+    PLANNER = "fleet-planner"
+    PERSON = "fleet-scale"
+
+
+class Why(StrEnum):
+    """Why a pool has other replicas than are wanted."""
+
+    NOT_TAKEN_UP = "not_taken_up"  # nobody has acted on the plan yet
+    UNDER_WAY = "under_way"
+    NO_ROOM = "no_room"  # no node, device or quota is left for them
+    FAILING = "failing"  # they begin, and end
+    LIMITED = "limited"  # bounds, budget or ratio forbid it
+
+
+class PoolSeen(Struct, frozen=True, kw_only=True):
+    """One pool."""
+
+    name: PoolName
+    wanted: int
+    """Replicas, as last written."""
+
+    ready: int
+    """That serve, and have not been told to go."""
+
+    draining: int = 0
+    """That finish what they have, and hold their devices meanwhile."""
+
+    plan: PlanId = PlanId("")
+    """By which the number was written; empty: by none."""
+
+    version: str = ""
+    """Differs whenever somebody has written the number."""
+
+    pinned: str = ""
+    """Why the number is not for this writer to change; empty: it is."""
+
+    why: Why | None = None
+    """It has not as many as wanted; None where it has."""
+
+    message: str = ""
+    """For a person: more about that."""
+
+    @property
+    def pending(self) -> int:
+        """Replicas that are wanted and do not serve."""
+        return max(0, self.wanted - self.ready)
+
+    @property
+    def settled(self) -> bool:
+        return self.wanted == self.ready and not self.draining
+
+
+class Observation(Struct, frozen=True):
+    """All pools, in the order of their names."""
+
+    pools: tuple[PoolSeen, ...]
+
+    def pool(self, name: PoolName) -> PoolSeen | None:
+        return next((each for each in self.pools if each.name == name), None)
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What some of the pools are to be."""
+
+    id: PlanId
+    replicas: dict[PoolName, Replicas]
+    within: Nanos
+    """For the replicas to serve, from when the plan is written; the intent is given up then."""

@@ -1,0 +1,78 @@
+"""Carries out one plan: writes it, looks how it is going, and takes back what may not be, or has not come by its deadline."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fleet.clock import SECOND, Clock, Nanos
+from fleet.planner.execution import Outcome, forbidden, rollback, settled
+from fleet.planner.messages import Observation, Plan
+from fleet.planner.ports import Connector, Refused, Stale, Unreachable
+
+T = TypeVar("T")
+
+LOOK_EVERY = 0.25  # seconds
+TAKE_BACK_WITHIN = Nanos(60 * SECOND)  # where nobody answers just then
+
+
+async def carry_out(
+    connector: Connector, plan: Plan, before: Observation, clock: Clock, tell: Callable[[Observation], None]
+) -> tuple[Outcome, Observation]:
+    """Write a plan and wait until it is settled, or its deadline has passed. Nobody waits for the rest of one of which a part is forbidden.
+
+    Args:
+        connector: To whoever obeys it.
+        plan: What is wanted.
+        before: What it was made by.
+        clock: Time.
+        tell: Is told what there is, whenever that has changed.
+
+    Returns:
+        How it went, and what was seen last.
+
+    Raises:
+        Stale: Somebody has changed a pool since; plan again.
+        Refused: A pool cannot be changed.
+        Unreachable: Nobody answered, up to the deadline, or then for a minute. What is written stays.
+    """
+    deadline = clock.now() + plan.within
+    await _patiently(lambda: connector.apply(plan, before), deadline, clock)
+    last = before
+    while True:
+        seen = await _patiently(connector.observe, deadline, clock)
+        if seen != last:
+            tell(seen)
+            last = seen
+        if settled(plan, seen):
+            return Outcome.SETTLED, seen
+        if clock.now() >= deadline:
+            return await _give_up(connector, plan, before, seen, clock)
+        if (part := forbidden(plan, seen)) is not None:
+            return await _give_up(connector, part, before, seen, clock)
+        await asyncio.sleep(LOOK_EVERY)
+
+
+async def _give_up(
+    connector: Connector, plan: Plan, before: Observation, seen: Observation, clock: Clock
+) -> tuple[Outcome, Observation]:
+    """Take back what has not come. Whoever writes at the same moment decides."""
+    less = rollback(plan, before, seen)
+    if less is None:
+        return Outcome.UNSETTLED, seen
+    deadline, outcome = clock.now() + TAKE_BACK_WITHIN, Outcome.ROLLED_BACK
+    try:
+        await _patiently(lambda: connector.apply(less, seen), deadline, clock)
+    except (Stale, Refused):
+        outcome = Outcome.UNSETTLED
+    return outcome, await _patiently(connector.observe, deadline, clock)
+
+
+async def _patiently(call: Callable[[], Awaitable[T]], deadline: int, clock: Clock) -> T:
+    """What a call gives, tried again until the deadline while nobody answers."""
+    while True:
+        try:
+            return await call()
+        except Unreachable:
+            if clock.now() >= deadline:
+                raise
+        await asyncio.sleep(LOOK_EVERY)

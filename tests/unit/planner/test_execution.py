@@ -1,0 +1,213 @@
+"""What becomes of a plan, without anybody at the other end."""
+
+import asyncio
+from datetime import UTC, datetime
+
+import pytest
+
+from fleet.adapters import connector_virtual
+from fleet.adapters.connector_virtual import Intent, Kept, PoolReport, Report, VirtualConnector
+from fleet.clock import SECOND, Nanos
+from fleet.planner import server
+from fleet.planner.execution import Outcome, forbidden, rollback, settled, to_write
+from fleet.planner.messages import Observation, Plan, PlanId, PoolName, PoolSeen, Why, Writer
+from fleet.planner.ports import Refused, Stale, Unreachable
+from fleet.planner.server import carry_out
+from tests.kv_builders import HandClock
+
+WITHIN = Nanos(10 * SECOND)
+
+
+def a_plan(name: str = "plan", **replicas: int) -> Plan:
+    return Plan(id=PlanId(name), replicas={PoolName(pool): count for pool, count in replicas.items()}, within=WITHIN)
+
+
+def a_pool(name: str = "decode", wanted: int = 2, ready: int = 2, **fields) -> PoolSeen:
+    return PoolSeen(name=PoolName(name), wanted=wanted, ready=ready, **fields)
+
+
+def seen(*pools: PoolSeen) -> Observation:
+    return Observation(pools)
+
+
+def test_a_plan_is_settled_when_all_of_its_pools_are_as_it_says_and_nothing_drains():
+    plan = a_plan(decode=2, prefill=1)
+    prefill = a_pool("prefill", wanted=1, ready=1)
+
+    assert settled(plan, seen(a_pool(), prefill, a_pool("other", wanted=5, ready=1)))
+    assert not settled(plan, seen(a_pool()))
+    for decode in (a_pool(wanted=3, ready=3), a_pool(ready=1), a_pool(ready=3), a_pool(draining=1)):
+        assert not settled(plan, seen(decode, prefill))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept"),
+    [
+        (a_pool(wanted=1, ready=1), {"wanted": 4, "ready": 2}, 2),
+        (a_pool(wanted=3, ready=1), {"wanted": 4, "ready": 2}, 3),
+        (a_pool(wanted=4, ready=1), {"wanted": 4, "ready": 2}, None),
+        (a_pool(wanted=4, ready=4), {"wanted": 1, "ready": 1, "draining": 3}, None),
+        (a_pool(wanted=4, ready=4), {"wanted": 1, "ready": 4, "why": Why.NOT_TAKEN_UP}, None),
+        (a_pool(wanted=4, ready=4), {"wanted": 0, "ready": 2, "why": Why.LIMITED}, 2),
+        (a_pool(wanted=1, ready=1), {"wanted": 9, "ready": 1, "why": Why.LIMITED}, 1),
+        (a_pool(wanted=1, ready=1), {"wanted": 4, "ready": 2, "plan": PlanId("another")}, None),
+        (None, {"wanted": 4, "ready": 2}, None),
+    ],
+    ids=["grew", "not_below", "as_before", "drains", "shrinks", "may_not_shrink", "may_not_grow", "not_ours", "new"],
+)
+def test_what_has_not_come_is_taken_back_and_no_more(before, now, kept):
+    pool = a_pool(**({"plan": PlanId("plan")} | now))
+
+    less = rollback(a_plan(decode=pool.wanted), seen(*([before] if before else [])), seen(pool))
+
+    assert (less.replicas["decode"] if less else None) == kept
+
+
+def test_only_what_is_forbidden_is_taken_back_before_the_deadline():
+    plan = a_plan(decode=2, prefill=9)
+
+    assert forbidden(plan, seen(a_pool(why=Why.NO_ROOM), a_pool("prefill"))) is None
+    part = forbidden(plan, seen(a_pool(why=Why.NO_ROOM), a_pool("prefill", why=Why.LIMITED)))
+    assert part.replicas == {"prefill": 9}
+
+
+def test_pools_that_shrink_are_written_first_and_what_is_done_is_not_written_again():
+    pools = seen(
+        a_pool("a", wanted=1, ready=1, version="1"),
+        a_pool("b", wanted=3, ready=3, version="1"),
+        a_pool("c", wanted=2, ready=2, version="5", plan=PlanId("plan")),
+        a_pool("d", wanted=2, ready=2, version="1"),
+    )
+    before = seen(*(a_pool(each.name, version="1") for each in pools.pools))
+
+    left = to_write(a_plan(a=2, b=1, c=2, d=2), before, pools)
+
+    assert [each.name for each in left] == ["b", "d", "a"]
+
+
+def test_who_comes_late_or_must_not_writes_nothing():
+    was = seen(a_pool(version="1"))
+    with pytest.raises(Stale, match="decode"):
+        to_write(a_plan(decode=1), was, seen(a_pool(version="2")))
+    with pytest.raises(Stale, match="decode"):
+        to_write(a_plan(decode=1), seen(), seen(a_pool(version="1")))
+    with pytest.raises(Refused, match="decode: by hand"):
+        to_write(a_plan(decode=1), was, seen(a_pool(version="2", pinned="by hand")))
+    with pytest.raises(Refused, match="vision: there is no such pool; there are decode"):
+        to_write(a_plan(vision=1), was, was)
+
+
+class Memory:
+    """Both records; every third call fails."""
+
+    def __init__(self, **pools: PoolReport) -> None:
+        self.intent = Intent()
+        self.report = Report(pools={PoolName(name): pool for name, pool in pools.items()})
+        self.calls = 0
+
+    async def read(self) -> Kept:
+        self._stumble()
+        return Kept(intent=self.intent, report=self.report, token=self.intent.revision)
+
+    async def write(self, intent: Intent, over: Kept) -> bool:
+        if over.token != self.intent.revision:
+            return False
+        self.intent = intent
+        self._stumble()
+        return True
+
+    def _stumble(self) -> None:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise Unreachable("for once")
+
+    def says(self, **pools: PoolReport) -> None:
+        self.report = Report(
+            revision=self.intent.revision, pools={PoolName(name): pool for name, pool in pools.items()}
+        )
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(server, "LOOK_EVERY", 0)
+
+
+async def carried_out(records: Memory, replicas: int, then) -> tuple[Outcome, list[tuple[int, int]], int]:
+    clock = HandClock()
+    connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    before = await connector.observe()
+    told: list[tuple[int, int]] = []
+
+    def tell(there: Observation) -> None:
+        told.append((there.pools[0].wanted, there.pools[0].ready))
+        then(clock)
+
+    outcome, _ = await carry_out(connector, a_plan(decode=replicas), before, clock, tell)
+    return outcome, told, records.intent.pools[PoolName("decode")].replicas
+
+
+async def test_a_plan_is_written_although_nobody_answers_now_and_then_and_is_waited_for():
+    records = Memory(decode=PoolReport(asked=1, ready=1))
+
+    outcome, told, wanted = await carried_out(
+        records, 2, lambda clock: records.says(decode=PoolReport(asked=2, ready=2))
+    )
+
+    assert (outcome, told, wanted) == (Outcome.SETTLED, [(2, 1), (2, 2)], 2)
+    assert records.intent.revision == 1
+    assert records.intent.settle_by == "2030-01-01T00:00:10+00:00"
+
+
+async def test_a_plan_that_is_forbidden_is_taken_back_at_once():
+    records = Memory(decode=PoolReport(asked=1, ready=1))
+
+    outcome, _, wanted = await carried_out(
+        records, 9, lambda clock: records.says(decode=PoolReport(asked=1, ready=1, why=Why.LIMITED))
+    )
+
+    assert (outcome, wanted) == (Outcome.ROLLED_BACK, 1)
+
+
+async def test_at_the_deadline_what_another_has_written_stays():
+    records = Memory(decode=PoolReport(asked=1, ready=1))
+
+    def another(clock: HandClock) -> None:
+        clock.move(WITHIN)
+        intent = records.intent.pools[PoolName("decode")]
+        theirs = {PoolName("decode"): type(intent)(replicas=7, plan=PlanId("theirs"), writer="x", revision=5)}
+        records.intent = Intent(revision=5, pools=theirs)
+
+    outcome, _, wanted = await carried_out(records, 3, another)
+
+    assert (outcome, wanted) == (Outcome.UNSETTLED, 7)
+
+
+class Hasty(HandClock):
+    """A second passes whenever somebody looks."""
+
+    def now(self) -> Nanos:
+        self.move(SECOND)
+        return super().now()
+
+
+async def test_who_does_not_answer_until_the_deadline_is_given_up():
+    records = Memory(decode=PoolReport(asked=1, ready=1))
+    connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    before = await connector.observe()
+    records.report = None
+
+    with pytest.raises(Unreachable):
+        await carry_out(connector, a_plan(decode=3), before, Hasty(), lambda there: None)
+
+
+@pytest.mark.parametrize("deaf", ["read", "write"])
+async def test_records_that_do_not_answer_are_unreachable_in_time(deaf, monkeypatch):
+    monkeypatch.setattr(connector_virtual, "CALL_SECONDS", 0.01)
+    records = Memory(decode=PoolReport(asked=1, ready=1))
+    connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    before = await connector.observe()
+    monkeypatch.setattr(records, deaf, lambda *_: asyncio.Event().wait())
+
+    async with asyncio.timeout(1):
+        with pytest.raises(Unreachable, match="in time"):
+            await connector.apply(a_plan(decode=2), before)

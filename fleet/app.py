@@ -9,14 +9,15 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from importlib.metadata import entry_points
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.adapters.clock import SystemClock, utc_now
 from fleet.clock import MILLISECOND, SECOND, Nanos
@@ -28,13 +29,15 @@ from fleet.telemetry import configure_logging
 from kvstore.errors import LayoutMismatch, NodeEnded, StoreUnreachable
 from kvstore.settings import StoreSettings
 from operators.settings import OperatorSettings
+from workers.groups import common_of
+from workers.machine import GRACE
 from workers.ports import Engine, EngineDied, EngineFacts
-from workers.settings import WorkerSettings
+from workers.settings import GroupSettings, WorkerSettings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from fleet.adapters.endpoint_picker import EndpointPicker
+    from fleet.adapters.endpoint_picker import EndpointPicker, Standing
     from fleet.adapters.expected_workers import LiveExpectations
     from fleet.adapters.flight_recorder import FlightRecorder
     from fleet.adapters.grpc_frontend import GrpcFrontend
@@ -45,16 +48,19 @@ if TYPE_CHECKING:
     from fleet.adapters.redis_tenants import RedisTenants
     from fleet.adapters.relay import Relay
     from fleet.adapters.replicas import Replicas
+    from fleet.adapters.worker_groups import Lead
     from fleet.adapters.worker_streams import WorkerStreams
     from fleet.control.ports import Directory
     from fleet.control.server import RegistryServer
     from fleet.router.generation import Generation
     from fleet.router.machine import RouterMachine
+    from fleet.router.picker_settings import EndpointPickerSettings
     from fleet.router.ports import TextCodec
     from fleet.router.server import RouterServer
     from fleet.router.tenants import Tenants
     from fleet.router.tokenising import TokenisingThreads
     from fleet.telemetry import Metrics
+    from workers.evacuation import StoreEvacuator
     from workers.ports import Registry
     from workers.store_holds import StoreHoldKeeper
 
@@ -406,7 +412,7 @@ async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> Asy
     """What gateways ask where to send requests; None where they are not to.
 
     Raises:
-        ConfigurationRefused: Its address is in use.
+        ConfigurationRefused: Its address is in use, or its Lease needs what is not installed or not there.
     """
     if settings.endpoint_picker is None:
         yield None
@@ -418,11 +424,36 @@ async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> Asy
     )
 
     prompts = RoutersPrompts(parts.generation, parts.relay, parts.tenants, parts.clock)
-    picker = EndpointPicker(settings.endpoint_picker, parts.router, parts.selection, prompts)
-    async with open_endpoint_picker(
-        settings.endpoint_picker, picker, shared=settings.share_ports, connection_seconds=settings.connection_seconds
-    ):
-        yield picker
+    async with _standing(settings.endpoint_picker, parts.clock) as standing:
+        picker = EndpointPicker(settings.endpoint_picker, parts.router, parts.selection, prompts, standing)
+        async with open_endpoint_picker(
+            settings.endpoint_picker,
+            picker,
+            shared=settings.share_ports,
+            connection_seconds=settings.connection_seconds,
+        ):
+            yield picker
+
+
+@asynccontextmanager
+async def _standing(settings: "EndpointPickerSettings", clock: SystemClock) -> "AsyncIterator[Standing | None]":
+    """Of the endpoint picker among others; None where it is the only one.
+
+    Raises:
+        ConfigurationRefused: Its Lease needs what is not installed, or is not there.
+    """
+    if settings.lease is None:
+        yield None
+        return
+    try:
+        from fleet.adapters.picker_lease import open_candidate  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ConfigurationRefused(
+            "endpoint_picker.lease: needs the package kubernetes: pip install 'fleet-serving[kubernetes]'"
+        ) from error
+
+    async with open_candidate(settings.lease, clock, utc_now) as candidate:
+        yield candidate
 
 
 def _shared_limits(url: str, tenants: "Tenants", clock: SystemClock) -> "RedisTenants":
@@ -542,6 +573,7 @@ async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
         from prometheus_client import CollectorRegistry  # noqa: PLC0415 - each process loads its own part only
 
         from fleet.adapters.router_registrations import RouterRegistrations  # noqa: PLC0415
+        from fleet.adapters.served_probes import ServedProbes  # noqa: PLC0415
         from operators.process import serve_operator  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ConfigurationRefused(
@@ -550,7 +582,8 @@ async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
 
     async with _stop_requested() as stop:
         routers = RouterRegistrations() if settings.ask_routers else None
-        await serve_operator(settings, routers, SystemClock(), utc_now, CollectorRegistry(), announce, stop)
+        clients = ServedProbes(settings.probe.keys, settings.probe.deadline_seconds)
+        await serve_operator(settings, routers, clients, SystemClock(), utc_now, CollectorRegistry(), announce, stop)
 
 
 async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
@@ -588,18 +621,39 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     from workers.registration import Presence, Registration  # noqa: PLC0415
     from workers.server import WorkerServer  # noqa: PLC0415
 
+    if settings.group is not None and settings.group.rank:
+        await _run_rank(settings, settings.group, announce)
+        return
     tls = of_worker("credentials", settings.credentials)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
+        lead: Lead | None = None
+        if settings.group is not None:
+            from fleet.adapters.worker_groups import leading  # noqa: PLC0415 - few workers have a group
+
+            await held.enter_async_context(_giving_up_when_asked())
+            lead = await held.enter_async_context(leading(settings.group, common_of(settings), SystemClock()))
+            settings = structs.replace(settings, group=lead.group)
         furnished = await held.enter_async_context(with_store(settings, uvloop.new_event_loop))
         settings = furnished.settings
         try:
             engine = await held.enter_async_context(_open_engine(settings))
             keeper = await held.enter_async_context(_hold_keeper(settings, engine.facts))
+            own_store = furnished.node is not None
+            evacuator = await held.enter_async_context(_evacuator(settings, engine, leaving=own_store))
         except LayoutMismatch as error:
             raise ConfigurationRefused(f"{error.field}: {error}") from error
         golden = await asyncio.to_thread(golden_of_folder, settings.model_dir, engine.facts.block_tokens)
-        worker = WorkerServer(settings, engine, SystemClock(), incarnation, keeper=keeper, golden=golden)
+        worker = WorkerServer(
+            settings,
+            engine,
+            SystemClock(),
+            incarnation,
+            keeper=keeper,
+            golden=golden,
+            evacuator=evacuator,
+            store_goes=own_store,
+        )
         listening = await held.enter_async_context(serve_routers(worker, settings.listen, tls))
         endpoints = {"stream": listening}
         if furnished.node is not None:
@@ -612,7 +666,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
                     incarnation=incarnation,
                     address=settings.advertise or listening,
                 )
-                for registry in _registries(settings)
+                for registry in _registries(settings, lambda: worker.warm_blocks)
             ]
         )
         if settings.control_listen:
@@ -622,13 +676,52 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             serving = tasks.create_task(worker.run())  # ends with a drain, by whomever, or with the engine
             serving.add_done_callback(lambda _: stop.set())
             announce(endpoints)
+            if lead is not None:
+                lead.when_asked_to_end(stop.set)
+                lead.serving()
             await stop.wait()
             tasks.create_task(presence.leave())
             await worker.drain(Nanos(settings.drain_timeout_ms * MILLISECOND))
+            if lead is not None:
+                lead.end()
 
 
-def _registries(settings: WorkerSettings) -> "list[AbstractAsyncContextManager[Registry]]":
-    """Where a worker is to say that it is here.
+async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: Announce) -> None:
+    """A node's part of an engine that another node leads: it serves nobody, and is there as long as the leader is.
+
+    Raises:
+        ConfigurationRefused: The leader is of another group, or the engine cannot be spread or refuses its settings.
+        EngineDied: Its part of the engine ended by itself, or the leader is gone.
+    """
+    from fleet.adapters.grpc_worker import serve_rank  # noqa: PLC0415 - few workers have a group
+    from fleet.adapters.worker_groups import following  # noqa: PLC0415
+
+    open_rank = _rank_opener(settings.engine)
+    async with AsyncExitStack() as held:
+        await held.enter_async_context(_giving_up_when_asked())
+        follow = await held.enter_async_context(following(group, common_of(settings), SystemClock()))
+        stop = await held.enter_async_context(_stop_requested())
+        settings = structs.replace(settings, group=follow.group)
+        endpoints: dict[str, str] = {}
+        if settings.control_listen:
+            ready = serve_rank(settings.control_listen, lambda: follow.serving)
+            endpoints["grpc"] = await held.enter_async_context(ready)
+        follow.when_serving(lambda: announce(endpoints))
+        await held.enter_async_context(open_rank(settings))
+        async with asyncio.TaskGroup() as tasks:
+            over = tasks.create_task(follow.over.wait())
+            over.add_done_callback(lambda _: stop.set())
+            await stop.wait()
+            follow.leave()
+            # A leader that drains for longer than it may is no reason to stay.
+            await asyncio.wait([over], timeout=settings.drain_timeout_ms / 1000 + GRACE / SECOND)
+            over.cancel()
+
+
+def _registries(
+    settings: WorkerSettings, warm_blocks: Callable[[], int]
+) -> "list[AbstractAsyncContextManager[Registry]]":
+    """Where a worker is to say that it is here, and, where that can be told, how many blocks it would take along.
 
     Raises:
         ConfigurationRefused: `discovery` needs what is not installed, or names what is not there.
@@ -641,7 +734,7 @@ def _registries(settings: WorkerSettings) -> "list[AbstractAsyncContextManager[R
     if settings.discovery is not None:
         from fleet.adapters.discovery import directory_of  # noqa: PLC0415
 
-        registries.append(directory_of(settings.discovery))
+        registries.append(directory_of(settings.discovery, warm_blocks))
     return registries
 
 
@@ -657,13 +750,81 @@ async def _hold_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIte
         yield keeper
 
 
+@asynccontextmanager
+async def _evacuator(
+    settings: WorkerSettings, engine: Engine, *, leaving: bool
+) -> AsyncIterator["StoreEvacuator | None"]:
+    """What brings warm blocks away when the worker drains; None where there is no store, or it is not to."""
+    from workers.evacuation import open_evacuator  # noqa: PLC0415 - each process loads its own part only
+    from workers.ports import Saving  # noqa: PLC0415
+
+    facts = engine.facts
+    if facts.store_id is None or facts.kv is None or not settings.evacuate_bytes:
+        yield None
+        return
+    async with open_evacuator(
+        settings.store,
+        facts.kv,
+        settings.store_credentials,
+        engine if isinstance(engine, Saving) else None,
+        SystemClock(),
+        leaving=leaving,
+        most_bytes=settings.evacuate_bytes,
+    ) as evacuator:
+        yield evacuator
+
+
 def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine]:
-    found = entry_points(group="workers.engines", name=settings.engine)
+    if settings.group is not None:
+        _rank_opener(settings.engine)  # the other nodes need it
+    open_engine: Callable[[WorkerSettings], AbstractAsyncContextManager[Engine]] = _engine(settings.engine).load()
+    return open_engine(settings)
+
+
+def _rank_opener(engine: str) -> Callable[[WorkerSettings], AbstractAsyncContextManager[None]]:
+    """An engine's `open_rank`, which stands beside what opens it where it can be spread over nodes."""
+    module = import_module(_engine(engine).module)
+    found: Callable[[WorkerSettings], AbstractAsyncContextManager[None]] | None = getattr(module, "open_rank", None)
+    if found is None:
+        raise ConfigurationRefused(f"group: the engine {engine!r} runs on one node; leave `group` out")
+    return found
+
+
+def _engine(name: str) -> EntryPoint:
+    found = entry_points(group="workers.engines", name=name)
     if not found:
         known = ", ".join(sorted(entry_points(group="workers.engines").names))
-        raise ConfigurationRefused(f"engine: {settings.engine!r} is not installed; there is: {known}")
-    open_engine: Callable[[WorkerSettings], AbstractAsyncContextManager[Engine]] = next(iter(found)).load()
-    return open_engine(settings)
+        raise ConfigurationRefused(f"engine: {name!r} is not installed; there is: {known}")
+    return next(iter(found))
+
+
+@asynccontextmanager
+async def _giving_up_when_asked() -> AsyncIterator[None]:
+    """End the context at a signal, for as long as nobody else listens to it: until a process of a group serves, that may be minutes.
+
+    Nothing would end it there by itself: signals that nobody listens to do nothing to the first process of a container.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    asked = False
+
+    def ask() -> None:
+        nonlocal asked
+        asked = True
+        task.cancel()
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, ask)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not asked:
+            raise
+        task.uncancel()
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 @asynccontextmanager

@@ -78,8 +78,9 @@ class KubernetesDiscovery(
 ):
     """A Lease (coordination.k8s.io) for each worker.
 
-    Workers need the verbs get, create, update and delete on leases there, routers list and watch; with `service`, workers also
-    create, patch and delete on endpointslices.
+    Workers need the verbs get, create, update and delete on leases there, routers list, watch and delete; with `service`, workers also
+    create, patch and delete on endpointslices. Routers delete Leases that nobody has renewed in time; without the verb, these stay
+    until their pods go.
     """
 
     cluster: LabelValue
@@ -100,10 +101,12 @@ class KubernetesDiscovery(
     """Of a worker: more labels for its Lease."""
 
     service: str = ""
-    """Of a worker: name of a Service without a selector for which the worker keeps an EndpointSlice; empty: none."""
+    """Of a worker: name of a Service without a selector for which the worker keeps an EndpointSlice; empty: none. It belongs to the
+    worker's Lease, and goes with it."""
 
     pod: str = ""
-    """Of a worker: name of its pod, which then owns what is written here, so that it goes when the pod goes."""
+    """Of a worker: name of its pod, which owns the worker's Lease, so that this goes when the pod goes. Empty: the one that the service
+    account's token was made for, if this is a pod."""
 
     pod_uid: str = ""
     """Of a worker: that pod's uid."""

@@ -43,7 +43,7 @@ def _of(kind: Kind, verbs: tuple[str, ...], part: str = "", *, own_namespace: bo
 
 
 ACCESS: tuple[Access, ...] = (
-    _of(kinds.DISAGG_DEPLOYMENT, READ),
+    _of(kinds.DISAGG_DEPLOYMENT, (*READ, "create", "patch")),
     _of(kinds.ROLE_SCALER, (*READ, "create", "delete")),
     _of(kinds.SERVING_PLAN, READ),
     _of(kinds.SERVING_REQUEST, READ),
@@ -53,5 +53,6 @@ ACCESS: tuple[Access, ...] = (
     _of(kinds.POD, (*READ, "patch", "delete")),
     _of(kinds.LEASE, READ),
     _of(kinds.LEASE, ("get", "create", "update"), own_namespace=True),
+    _of(kinds.DEPLOYMENT, ("get",), own_namespace=True),
     _of(kinds.EVENT, ("create",)),
 )

@@ -6,7 +6,9 @@ Rules:
 2. What a write answers goes into the cache at once (`operators.cache`, rule 1).
 3. A write that comes late, sent before the Lease was lost, does no harm: replicas are changed only where they are what was seen, removals name
    the uid, and what is applied late is applied again by the next leader, which sees another digest.
-4. What the API server will not do is remembered as a refusal, and the rest is done all the same. Any other failure ends the pass.
+4. What is not known to be there is made only if its name is free, and what is there is changed only if it is the one that is known, by its uid:
+   a cache that lags behind takes nothing from anybody. A name that turns out to be taken is asked for, and then looked at like everything else.
+5. What the API server will not do is remembered as a refusal, and the rest is done all the same. Any other failure ends the pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,7 @@ from operators import happenings, kinds
 from operators.happenings import Happening
 from operators.kinds import Kind
 from operators.observe import DELETION_COST, Store
-from operators.ports import Cluster, Denied, Manifest, Missing, Stale
+from operators.ports import Cluster, Denied, Manifest, Missing, Stale, Taken
 from operators.reconcile import Action, Apply, End, Remove, Scale, Value
 from operators.seen import Refusal
 from operators.telemetry import Metrics
@@ -90,14 +92,13 @@ class Hand:
             self._permit("event")
             try:
                 await self._cluster.create(kinds.EVENT, Named, about.metadata.namespace, made)
-            except (Denied, Missing):
+            except (Denied, Missing, Taken):
                 continue
 
     async def _perform(self, action: Action, namespace: str) -> None:
         match action:
             case Apply(manifest):
-                kind = kinds.BY_NAME[manifest["kind"]]
-                await self._apply(kind, self._held(kind, manifest))
+                await self._apply(kinds.BY_NAME[manifest["kind"]], manifest)
             case Scale(name, child, replicas, was):
                 await self._scale(kinds.BY_NAME[name], namespace, child, replicas, was)
             case Value(pod, cost):
@@ -109,30 +110,38 @@ class Hand:
             case _:
                 assert_never(action)
 
-    def _held(self, kind: Kind, manifest: Manifest) -> Manifest:
-        """With the uid of the object that it is for, if there is one: no other one of that name is changed."""
-        metadata = manifest["metadata"]
-        found = self._store.any(kind).get(metadata["namespace"], metadata["name"])
-        return manifest if found is None else manifest | {"metadata": metadata | {"uid": found.metadata.uid}}
-
     async def _apply(self, kind: Kind, manifest: Manifest) -> None:
-        view = OF_KIND[kind]
-        if kind == kinds.ROLE_SCALER:
-            await self._create(kind, view, manifest)
-            return
-        self._permit("apply")
-        self._store.of(kind, view).put(await self._cluster.apply(kind, view, manifest))
+        """Make it, or bring it up to date: see rule 4.
 
-    async def _create(self, kind: Kind, view: type[Named], manifest: Manifest) -> None:
-        """Of what somebody else writes from then on: what is there already, and was not told yet, is as that somebody wants it."""
+        Raises:
+            Stale: It is not the one that is known, or the name was taken by one that is known from now on.
+        """
+        view, metadata = OF_KIND[kind], manifest["metadata"]
+        cache = self._store.of(kind, view)
+        found = cache.get(metadata["namespace"], metadata["name"])
+        if found is None or kind == kinds.ROLE_SCALER:
+            await self._make(kind, view, manifest)
+            return
+        owners = {each["uid"] for each in metadata.get("ownerReferences", ()) if each.get("controller")}
+        if owners and found.metadata.owner_uid not in owners:
+            raise Taken(f"{kind.name} {metadata['name']} is somebody else's since it was decided on")
+        self._permit("apply")
+        held = manifest | {"metadata": metadata | {"uid": found.metadata.uid}}
+        cache.put(await self._cluster.apply(kind, view, held))
+
+    async def _make(self, kind: Kind, view: type[Named], manifest: Manifest) -> None:
+        """A RoleScaler is created and not applied: somebody else writes it from then on, and nothing of it is ours."""
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        cache = self._store.of(kind, view)
+        make = self._cluster.create if kind == kinds.ROLE_SCALER else self._cluster.make
         self._permit("create")
         try:
-            made = await self._cluster.create(kind, view, manifest["metadata"]["namespace"], manifest)
-        except Denied as error:
-            if error.reason == "AlreadyExists":
-                raise Stale(f"{kind.name} {manifest['metadata']['name']} is there already") from error
-            raise
-        self._store.of(kind, view).put(made)
+            made = await make(kind, view, namespace, manifest)
+        except Taken as error:
+            if (found := await self._cluster.find(kind, view, namespace, name)) is not None:
+                cache.put(found)
+            raise Taken(f"{kind.name} {name} is there already") from error
+        cache.put(made)
 
     async def _scale(self, kind: Kind, namespace: str, name: str, replicas: int, was: int | None) -> None:
         cache = self._store.of(kind, Scaled)

@@ -37,6 +37,9 @@ from operators.resources import (
 Manifest = dict[str, Any]
 
 HTTP, GRPC, CONTROL, WORKER, WORKER_CONTROL = 8000, 50051, 50052, 50060, 50061
+GROUP_PORT = 50063
+"""Where the first pod of a replica of several nodes hears the others."""
+
 PICKER = 9002
 """Where gateways ask for an endpoint, by custom."""
 
@@ -51,9 +54,13 @@ REVISION = f"{GROUP}/revision"
 GROUP_LABEL = f"{GROUP}/group"
 """Of the StatefulSet and the pods of one replica that has several nodes: which one it is."""
 
+LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
+"""Variables of a group's pods, as a LeaderWorkerSet calls them; commands have them put in."""
+
 SETTINGS = "/etc/fleet/settings.json"
 SCRATCH = "/tmp"  # noqa: S108 - an emptyDir of the pod's own
 MODELS = "/models"
+REDIS_FOLDER = "/etc/fleet-redis"
 SHARED_MEMORY = "4Gi"
 SERVED = Served()
 GRACE_SECONDS = 30
@@ -129,6 +136,16 @@ def grouped(role: Role, served: Served) -> bool:
     return role.nodes_per_replica > 1 and not served.leader_worker_sets
 
 
+def is_foreign(role: Role) -> bool:
+    """Whether a user's own command runs in its pods, of which nobody knows whether it ends when another pod of its group does."""
+    pod = _mapping(role.pod_template.get("spec"))
+    containers = pod.get("containers")
+    mains = (
+        [each for each in containers if _mapping(each).get("name") == "main"] if isinstance(containers, list) else []
+    )
+    return any(_mapping(each).get("command") for each in mains)
+
+
 def child_name(deployment: Deployment, role: str, of_revision: str) -> str:
     """Of the settings of a role in a revision, of its child, and at the beginning of each of its StatefulSets."""
     return f"{deployment.name}-{role}-{of_revision}"
@@ -195,6 +212,9 @@ def workers(
         return [config]
     template = _pod(deployment, role, images, of_revision)
     if role.nodes_per_replica > 1:
+        # The leader's address is put in by its controller; of the rank only newer ones say it.
+        rank = _field(RANK, "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']")
+        template["spec"] = merged(template["spec"], {"containers": [{"name": "main", "env": [rank]}]})
         spec: Manifest = {
             "leaderWorkerTemplate": {
                 "size": role.nodes_per_replica,
@@ -219,9 +239,9 @@ def group(deployment: Deployment, role: Role, of_revision: str, index: int, imag
     template = _pod(deployment, role, images, of_revision)
     template["metadata"]["labels"] = template["metadata"]["labels"] | {GROUP_LABEL: str(index)}
     own = [
-        {"name": "LWS_LEADER_ADDRESS", "value": f"{name}-0.{_child(deployment, role)}.{deployment.namespace}"},
+        {"name": LEADER, "value": f"{name}-0.{_child(deployment, role)}.{deployment.namespace}"},
         {"name": "LWS_GROUP_SIZE", "value": str(role.nodes_per_replica)},
-        _field("LWS_WORKER_INDEX", "metadata.labels['apps.kubernetes.io/pod-index']"),
+        _field(RANK, "metadata.labels['apps.kubernetes.io/pod-index']"),
     ]
     template["spec"] = merged(template["spec"], {"containers": [{"name": "main", "env": own}]})
     if role.topology.domain:
@@ -245,9 +265,9 @@ def role_scaler(deployment: Deployment, role: Role) -> Manifest:
     return _object(deployment, api, "RoleScaler", _child(deployment, role), _labels(deployment, role), spec)
 
 
-def control_service(deployment: str, router: str = "router") -> str:
-    """Where workers register and operators ask; `router` is the name of the role of routers."""
-    return f"{deployment}-{router}-control"
+def router_service(deployment: Deployment) -> str:
+    """Where clients bring their requests."""
+    return _child(deployment, deployment.router)
 
 
 def pod_selector(deployment: Deployment, role: str) -> str:
@@ -275,6 +295,12 @@ def _worker_settings(deployment: Deployment, role: Role) -> Manifest:
             "shm_socket": f"{SCRATCH}/store-memory.sock",
             "capacity_bytes": in_bytes(spec.kv_transfer.store_memory),
         }
+        if spec.kv_transfer.redis:
+            secret = {"password_file": f"{REDIS_FOLDER}/password"} if spec.kv_transfer.redis_secret else {}
+            settings["embedded_store"]["tiers"] = [{"kind": "redis", "url": spec.kv_transfer.redis} | secret]
+    if role.nodes_per_replica > 1:
+        # Its rank and where the first is, only the pod knows.
+        settings["group"] = {"nodes": role.nodes_per_replica, "listen": f"0.0.0.0:{GROUP_PORT}"}
     degree = role.parallelism
     if spec.engine is EngineKind.VLLM:
         given = {
@@ -285,8 +311,6 @@ def _worker_settings(deployment: Deployment, role: Role) -> Manifest:
         extra: Manifest = {key: value for key, value in given.items() if value > 1}
         if degree.expert > 1:
             extra["enable_expert_parallel"] = True
-        if role.nodes_per_replica > 1:
-            extra["nnodes"] = role.nodes_per_replica
         settings["vllm"] = {"enforce_eager": not role.gpus.per_replica, "extra_args": extra}
     return settings
 
@@ -317,6 +341,8 @@ def _pod(
         own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", "generation=$(REVISION)"]
     if "picker" in ports:
         own.append(f"endpoint_picker.router_endpoint=$(POD_IP):{HTTP}")
+    if not routes and role.nodes_per_replica > 1:
+        own += [f"group.rank=$({RANK})", f"group.leader=$({LEADER}):{GROUP_PORT}"]
     if not routes and KvPath.STORE in deployment.spec.kv_transfer.paths:
         own.append("embedded_store.store_id=$(POD_NAME)")
     container: Manifest = {
@@ -367,6 +393,9 @@ def _pod(
     if claim := deployment.spec.model.claim:
         volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
         container["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})
+    if not routes and (secret := deployment.spec.kv_transfer.redis_secret):
+        volumes.append({"name": "redis", "secret": {"secretName": secret}})
+        container["volumeMounts"].append({"name": "redis", "mountPath": REDIS_FOLDER, "readOnly": True})
     if secret := deployment.spec.model.token_secret:
         reference = {"secretKeyRef": {"name": secret, "key": "token"}}
         container["env"].append({"name": "HF_TOKEN", "valueFrom": reference})

@@ -5,7 +5,10 @@ Rules:
 1. Objects are decoded straight into views (`operators.views`). The client's models would make 50 objects of each, and its watch hands on a
    broken line as if it were an event.
 2. A watch ends after WATCH_SECONDS, by the server's hand, or by ours a little later: a connection that fell silent is noticed.
-3. What a server says when it refuses goes through `operators.refusals` before anybody reads it.
+3. What is made is applied with a resourceVersion that no object ever has: a server makes what is not there, whatever version is named, and
+   refuses to change what is. A POST would say the same, but leave its fields in the hands of a second manager (`Update` beside `Apply`), so that
+   nothing that a later manifest leaves out would ever be removed. (Services of Kubernetes before 1.24 refuse it.)
+4. What a server says when it refuses goes through `operators.refusals` before anybody reads it.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -24,7 +27,7 @@ from msgspec import Struct
 
 from operators import kinds
 from operators.kinds import Kind, Served
-from operators.ports import ClusterError, Denied, Listed, Manifest, Missing, Stale, Told, Unreachable
+from operators.ports import ClusterError, Denied, Listed, Manifest, Missing, Stale, Taken, Told, Unreachable
 from operators.refusals import Status, refuse
 from operators.views import Named, View
 
@@ -32,6 +35,9 @@ MANAGER = "fleet-operator"
 CALL_SECONDS = 30.0
 WATCH_SECONDS = 300
 WATCH_GRACE_SECONDS = 15
+NEVER_BORN = "1"
+"""No object's version: the first revision of the store is the empty store's."""
+
 PAGE = 500
 MOST_CONNECTIONS = 64
 LONGEST_EVENT = 8 << 20
@@ -66,8 +72,9 @@ class _Resources(Struct, frozen=True):
 class ApiServer:
     """Implements `operators.ports.Cluster`."""
 
-    def __init__(self, client: ApiClient) -> None:
+    def __init__(self, client: ApiClient, manager: str = MANAGER) -> None:
         self._client = client
+        self._manager = manager
 
     async def served(self) -> Served:
         found = {}
@@ -122,25 +129,45 @@ class ApiServer:
     async def get(self, kind: Kind, of: type[View], namespace: str, name: str) -> View:
         return _decoded(await self._call("GET", kind.path(namespace, name)), of)
 
+    async def find(self, kind: Kind, of: type[View], namespace: str, name: str) -> View | None:
+        accept = NAMES_ONLY.format(list="List") if of is Named else "application/json"
+        content = await self._call(
+            "GET", kind.path(namespace), {"fieldSelector": f"metadata.name={name}"}, accept=accept
+        )
+        return next((_decoded(each, of) for each in _decoded(content, _Page).items or ()), None)
+
     async def create(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View:
-        query = {"fieldManager": MANAGER}
-        return _decoded(await self._call("POST", kind.path(namespace), query, body=manifest), of)
+        query = {"fieldManager": self._manager}
+        try:
+            return _decoded(await self._call("POST", kind.path(namespace), query, body=manifest), of)
+        except Denied as error:
+            if error.reason == "AlreadyExists":
+                raise Taken("there is one of that name already") from error
+            raise
+
+    async def make(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View:
+        """See rule 3."""
+        unborn = manifest | {"metadata": manifest["metadata"] | {"namespace": namespace, "resourceVersion": NEVER_BORN}}
+        try:
+            return await self.apply(kind, of, unborn)
+        except Stale as error:
+            raise Taken("there is one of that name already") from error
 
     async def replace(self, kind: Kind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View:
-        query = {"fieldManager": MANAGER}
+        query = {"fieldManager": self._manager}
         return _decoded(await self._call("PUT", kind.path(namespace, name), query, body=manifest), of)
 
     async def apply(self, kind: Kind, of: type[View], manifest: Manifest, part: str = "") -> View:
         metadata = manifest["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"], part)
-        query = {"fieldManager": MANAGER, "force": "true"}
+        query = {"fieldManager": self._manager, "force": "true"}
         content = await self._call("PATCH", path, query, body=manifest, media="application/apply-patch+yaml")
         return _decoded(content, of)
 
     async def patch(
         self, kind: Kind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
     ) -> View:
-        query = {"fieldManager": MANAGER}
+        query = {"fieldManager": self._manager}
         path = kind.path(namespace, name)
         try:
             content = await self._call("PATCH", path, query, body=list(operations), media="application/json-patch+json")
@@ -219,12 +246,13 @@ class _Bookmark(Struct, frozen=True):
 
 
 @asynccontextmanager
-async def open_api_server(kubeconfig: str, agent: str) -> AsyncIterator[ApiServer]:
+async def open_api_server(kubeconfig: str, agent: str, manager: str = MANAGER) -> AsyncIterator[ApiServer]:
     """A client of it, while the context is open.
 
     Args:
         kubeconfig: A file; empty: the service account of the pod that this runs in.
         agent: How the server's log calls us.
+        manager: How an object's `managedFields` do.
 
     Raises:
         ClusterError: There is no such configuration, or it cannot be used.
@@ -244,7 +272,7 @@ async def open_api_server(kubeconfig: str, agent: str) -> AsyncIterator[ApiServe
     configuration.connection_pool_maxsize = MOST_CONNECTIONS
     async with ApiClient(configuration) as client:
         client.user_agent = agent
-        yield ApiServer(client)
+        yield ApiServer(client, manager)
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

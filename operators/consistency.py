@@ -29,8 +29,13 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
     if budget and any(role.replicas * role.gpus.per_replica > budget for role in spec.roles):
         yield "spec", "balance.gpuBudget: a role alone needs more"
     stored = spec.engine is EngineKind.VLLM and KvPath.STORE in spec.kv_transfer.paths
-    if stored and any(role.nodes_per_replica > 1 or role.parallelism.pipeline > 1 for role in spec.roles):
-        yield "spec", "kvTransfer.paths: a store takes blocks of engines on one node and without pipeline stages"
+    if stored and any(role.nodes_per_replica > 1 or not role.parallelism.by_heads for role in spec.roles):
+        why = "a store takes blocks of engines on one node, without pipeline stages and data parallelism"
+        yield "spec", f"kvTransfer.paths: {why}"
+    transfer = spec.kv_transfer
+    if KvPath.STORE not in transfer.paths if transfer.redis else transfer.redis_secret:
+        why = "takes blocks of stores, so 'store' must be among kvTransfer.paths; and redisSecret is for redis only"
+        yield "spec", f"kvTransfer.redis: {why}"
     if any(len(name) + len(role.name) > (38 if role.nodes_per_replica > 1 else 54) for role in spec.roles):
         why = "too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1"
         yield "metadata.name", why
@@ -44,6 +49,8 @@ def _of_role(role: Role) -> Iterator[str]:
         yield "parallelism: tensor x pipeline x data must be gpus.perReplica"
     if gpus % role.nodes_per_replica:
         yield "nodesPerReplica: must divide gpus.perReplica"
+    if not degree.fits(role.nodes_per_replica):
+        yield "nodesPerReplica: each node takes whole data parallel engines, or each such engine whole nodes"
     if not role.rollout.max_surge + role.rollout.max_unavailable:
         yield "rollout: maxSurge and maxUnavailable are both 0, so nothing could ever be updated"
     if role.type is RoleType.ROUTER and gpus:

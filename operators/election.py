@@ -8,6 +8,8 @@ Rules:
    anybody may take the Lease. What it has sent by then may still arrive late: writes are made so that this does no harm
    (`operators.server`, rule 3).
 3. A leader that ends gives the Lease back: the next one need not wait.
+4. Processes with one identity lead together. Whoever of them finds that the Lease was renewed since it looked last need not have done so itself, and
+   whether it was a renewal of its own, of which no answer came, is all the same.
 """
 
 from enum import StrEnum
@@ -40,20 +42,25 @@ class Election:
     """One candidate's view of the Lease."""
 
     def __init__(self, identity: str, renew_within: Nanos) -> None:
-        """`identity` is nobody else's; `renew_within` is shorter than the duration that we write into the Lease."""
+        """`identity` is no other candidate's; `renew_within` is shorter than the duration that we write into the Lease."""
         self._identity = identity
         self._renew_within = renew_within
         self._seen: tuple[str, str] | None = None
         self._seen_at = Nanos(0)
         self._held_since: Nanos | None = None
+        self._ours: tuple[str, Nanos] | None = None
+        """The version in which we last found it to be ours, and when that was."""
 
     def step(self, found: Found | None, now: Nanos) -> Step:
         """What to do with the Lease that was just read; None: there is none."""
         if found is None:
             return Step.CREATE
         if found.holder == self._identity:
+            if self._ours is not None and self._ours[0] != found.version:
+                self._held_since = max(self._ours[1], self._held_since or self._ours[1])
+            self._ours = found.version, now
             return Step.RENEW
-        self._held_since = None  # somebody has taken it, or it was given back
+        self._held_since = self._ours = None  # somebody has taken it, or it was given back
         if not found.holder:
             return Step.TAKE
         if self._seen != (found.holder, found.version):
@@ -65,7 +72,7 @@ class Election:
         self._held_since = began
 
     def gave_back(self) -> None:
-        self._held_since = None
+        self._held_since = self._ours = None
 
     def leads(self, now: Nanos) -> bool:
         return (ends := self.ends()) is not None and now < ends

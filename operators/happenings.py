@@ -21,10 +21,17 @@ from operators.reconcile import Action, End, Remove, Scale
 from operators.resources import GROUP, Condition
 from operators.views import Named
 
-TOLD = ("Ready", "Degraded", "Scheduled", "RolesRegistered", "ScalingLimited")
+TOLD = ("Ready", "Degraded", "Scheduled", "RolesRegistered", "ScalingLimited", "Feasible")
 """Conditions whose turns are recorded."""
 
-WELL = {"Ready": "True", "Degraded": "False", "Scheduled": "True", "RolesRegistered": "True", "ScalingLimited": "False"}
+WELL = {
+    "Ready": "True",
+    "Degraded": "False",
+    "Scheduled": "True",
+    "RolesRegistered": "True",
+    "ScalingLimited": "False",
+    "Feasible": "True",
+}
 MOST_CHARACTERS = 1000
 CONTROLLER = f"{GROUP}/operator"
 

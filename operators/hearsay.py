@@ -1,18 +1,17 @@
 """What routers say of their workers, asked for again and again: more often while something is not as it should be."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Never
 
 from msgspec import Struct
 
-from operators.children import control_service
+from operators.children import CONTROL
 from operators.keys import Key, key_of
 from operators.observe import conditions_of
 from operators.ports import Routers
-from operators.registrations import Registration
-from operators.resources import RoleType
-from operators.views import Custom
+from operators.registrations import Registration, Told
+from operators.views import Custom, Pod
 
 MISSED_ANSWERS = 3
 """Of a router, until what it said before is not believed any more."""
@@ -21,7 +20,7 @@ CALM = 6
 """Rounds after which those are asked that are as they should be."""
 
 
-class Told(Struct, frozen=True):
+class Word(Struct, frozen=True):
     """What a router said, and how often it has not answered since."""
 
     workers: tuple[Registration, ...] | None = None
@@ -29,17 +28,25 @@ class Told(Struct, frozen=True):
 
 
 class Hearsay:
-    def __init__(self, routers: Routers, seconds: float, at_once: int, heard: Callable[[Key], None]) -> None:
-        """`seconds` pass between two rounds; `heard` is told whose workers are others than before."""
+    def __init__(
+        self,
+        routers: Routers,
+        pods: Callable[[Key], Iterable[Pod]],
+        seconds: float,
+        at_once: int,
+        heard: Callable[[Key], None],
+    ) -> None:
+        """`pods` are a deployment's routers; `seconds` pass between two rounds; `heard` is told whose workers are others than before."""
         self._routers = routers
+        self._pods = pods
         self._seconds = seconds
         self._asking = asyncio.Semaphore(at_once)
         self._heard = heard
-        self._told: dict[Key, Told] = {}
+        self._words: dict[Key, dict[str, Word]] = {}
 
-    def of(self, key: Key) -> tuple[Registration, ...] | None:
-        """None where the router has not said anything, or not for a while."""
-        return self._told.get(key, Told()).workers
+    def of(self, key: Key) -> Told | None:
+        """By router; none that has not said anything, or not for a while. None where that goes for all."""
+        return _told(self._words.get(key, {})) or None
 
     async def run(self, deployments: Callable[[], Iterable[Custom]]) -> Never:
         """Ask the routers of all there are at the moment; until cancelled."""
@@ -53,28 +60,41 @@ class Hearsay:
             await asyncio.sleep(self._seconds)
 
     def forget(self, key: Key) -> None:
-        self._told.pop(key, None)
+        self._words.pop(key, None)
 
     async def _ask(self, custom: Custom) -> None:
         key = key_of(custom.metadata.namespace, custom.metadata.name)
-        async with self._asking:
-            workers = await self._routers.workers(key.namespace, control_service(key.name, _router_role(custom)))
-        before = self._told.get(key, Told())
-        missed = 0 if workers is not None else before.missed + 1
-        kept = workers if workers is not None or missed >= MISSED_ANSWERS else before.workers
-        self._told[key] = Told(kept, missed)
-        if _names(kept) != _names(before.workers):
+        routers = {pod.metadata.name: address_of(pod) for pod in self._pods(key) if pod.status.pod_ip}
+        before = self._words.get(key, {})
+        async with asyncio.TaskGroup() as tasks:
+            asked = {
+                name: tasks.create_task(self._word(address, before.get(name, Word())))
+                for name, address in routers.items()
+            }
+        after = self._words[key] = {name: task.result() for name, task in asked.items()}
+        if _names(after) != _names(before):
             self._heard(key)
 
+    async def _word(self, address: str, before: Word) -> Word:
+        async with self._asking:
+            workers = await self._routers.workers(address)
+        missed = 0 if workers is not None else before.missed + 1
+        return Word(workers if workers is not None or missed >= MISSED_ANSWERS else before.workers, missed)
 
-def _router_role(custom: Custom) -> str:
-    roles = custom.spec.get("roles", [])
-    return next((str(role.get("name")) for role in roles if role.get("type") == RoleType.ROUTER), "router")
+
+def address_of(router: Pod) -> str:
+    """Where it is asked."""
+    host = router.status.pod_ip
+    return f"[{host}]:{CONTROL}" if ":" in host else f"{host}:{CONTROL}"
 
 
 def _is_ready(custom: Custom) -> bool:
     return any(each.type == "Ready" and each.status == "True" for each in conditions_of(custom))
 
 
-def _names(workers: tuple[Registration, ...] | None) -> frozenset[str] | None:
-    return None if workers is None else frozenset(each.pod for each in workers)
+def _told(words: Mapping[str, Word]) -> Told:
+    return {router: word.workers for router, word in words.items() if word.workers is not None}
+
+
+def _names(words: Mapping[str, Word]) -> dict[str, frozenset[str]]:
+    return {router: frozenset(each.pod for each in workers) for router, workers in _told(words).items()}

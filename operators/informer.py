@@ -5,7 +5,8 @@ Rules:
 1. A watch that ends, breaks off or falls silent goes on from the version that was told last, bookmarks included. Only where the server does not
    remember that version any more is everything listed again.
 2. After a failure a pause, doubled each time up to LONGEST, or as long as the server says; a watch that told anything makes it short again.
-3. Nothing that fails here ends the operator, and nothing is lost by it: until the cache has been filled once, nobody decides by it.
+3. What differs from what was told before is news; what a first list tells is not. Whoever reckons with ages can tell by it (`heard`).
+4. Nothing that fails here ends the operator, and nothing is lost by it: until the cache has been filled once, nobody decides by it.
 """
 
 import asyncio
@@ -38,8 +39,12 @@ class Informer(Generic[View]):
         *,
         namespace: str,
         selector: str = "",
+        heard: Callable[[View, View | None, bool], View] | None = None,
     ) -> None:
-        """`changed` is told what differs, before and after; `namespace` empty: all of them."""
+        """`changed` is told what differs, before and after; `namespace` empty: all of them.
+
+        `heard` makes of what was told what is kept, from that, what is known of it, and whether it is news; None: it is kept as it is.
+        """
         self.filled = asyncio.Event()
         self.restarts = 0
         """Lists and watches after the first."""
@@ -51,6 +56,7 @@ class Informer(Generic[View]):
         self._changed = changed
         self._namespace = namespace
         self._selector = selector
+        self._heard = heard
         self._version = ""
         self._pause = SHORTEST_SECONDS
 
@@ -79,7 +85,7 @@ class Informer(Generic[View]):
 
     async def _list(self) -> None:
         listed = await self._cluster.list(self._kind, self._view, self._namespace, self._selector)
-        self._tell(self._cache.fill(listed.items, listed.version, self._namespace))
+        self._tell(self._cache.fill(map(self._listed, listed.items), listed.version, self._namespace))
         self._version = listed.version
         self.filled.set()
 
@@ -92,8 +98,21 @@ class Informer(Generic[View]):
                 told_any, self._pause = True, SHORTEST_SECONDS
                 self._version = told.version
                 if told.item is not None:
-                    self._tell(self._cache.end(told.item) if told.gone else self._cache.put(told.item))
+                    self._tell(
+                        self._cache.end(told.item) if told.gone else self._cache.put(self._kept(told.item, news=True))
+                    )
         return told_any
+
+    def _listed(self, item: View) -> View:
+        known = self._cache.get(item.metadata.namespace, item.metadata.name)
+        if known is not None and known.metadata.resource_version == item.metadata.resource_version:
+            return known
+        return self._kept(item, news=known is not None)
+
+    def _kept(self, item: View, *, news: bool) -> View:
+        if self._heard is None:
+            return item
+        return self._heard(item, self._cache.get(item.metadata.namespace, item.metadata.name), news)
 
     def _tell(self, changes: Sequence[View]) -> None:
         if changes:

@@ -30,6 +30,8 @@ def concerned(kind: Kind, view: Named, store: Store) -> Iterator[Key]:
         return
     if kind == kinds.DISAGG_DEPLOYMENT:
         yield key_of(metadata.namespace, metadata.name)
+        if store.any(kinds.SERVING_REQUEST).get(metadata.namespace, metadata.name) is not None:
+            yield Key(kinds.SERVING_REQUEST.name, metadata.namespace, metadata.name)
         return
     names = {deployment_of(view)} - {""}
     names |= {each.name for each in metadata.owner_references if each.kind == kinds.DISAGG_DEPLOYMENT.name}

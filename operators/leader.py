@@ -1,4 +1,13 @@
-"""Reads and writes the Lease, as `operators.election` says."""
+"""Reads and writes the Lease, as `operators.election` says.
+
+Rules:
+
+1. The Lease belongs to the operator's Deployment, where that is named: whoever collects garbage takes it when that has gone, whichever of the two
+   is removed first, and also if a pod that is on its way out has made it anew. Every write says so again, so that a Lease of an
+   older operator, or of a Deployment that was since made anew, is taken over too.
+2. Where that Deployment is not there, nobody leads: what would be written then would stay for ever.
+3. `renewTime` is for people. Nobody's clock is compared with it (`operators.election`, rule 1).
+"""
 
 import asyncio
 import logging
@@ -8,9 +17,9 @@ from typing import Any, Never
 from fleet.clock import SECOND, Clock, Nanos
 from operators import kinds
 from operators.election import Election, Found, Step
-from operators.ports import Cluster, ClusterError, Missing, Stale, Wall
+from operators.ports import Cluster, ClusterError, Denied, Missing, Stale, Wall
 from operators.settings import LeaseSettings
-from operators.views import Lease
+from operators.views import Lease, Named
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +35,9 @@ class Leader:
         self.changed = asyncio.Event()
         """Set when it begins to act; cleared by whoever waits for it."""
 
+        self.waits = False
+        """Whether somebody else held the Lease when it was last read."""
+
         self._cluster = cluster
         self._settings = settings
         self._namespace = namespace
@@ -33,6 +45,7 @@ class Leader:
         self._clock = clock
         self._wall = wall
         self._election = Election(identity, Nanos(int(settings.renew_within_seconds * SECOND)))
+        self._owner_uid: str | None = None
         self._led = False
 
     def leads(self) -> bool:
@@ -72,15 +85,29 @@ class Leader:
         lease = await self._read()
         began = self._clock.now()
         step = self._election.step(None if lease is None else _found(lease), began)
-        if step is not Step.WAIT:
-            await self._write(lease, step, holder=self._identity)
-            self._election.wrote(began)
+        self.waits = step is Step.WAIT
+        if self.waits:
+            return
+        if step is not Step.RENEW or self._owner_uid is None:
+            self._owner_uid = await self._owner()
+        await self._write(lease, step, holder=self._identity)
+        self._election.wrote(began)
 
     async def _read(self) -> Lease | None:
         try:
             return await self._cluster.get(kinds.LEASE, Lease, self._namespace, self._settings.name)
         except Missing:
             return None
+
+    async def _owner(self) -> str:
+        """Its uid; empty where none is named, or where somebody else's roles do not let us read it."""
+        if not (name := self._settings.owner):
+            return ""
+        try:
+            return (await self._cluster.get(kinds.DEPLOYMENT, Named, self._namespace, name)).metadata.uid
+        except Denied as error:
+            log.warning("the lease will stay behind", extra={"owner": name, "cause": str(error)})
+            return ""
 
     async def _write(self, lease: Lease | None, step: Step, holder: str) -> None:
         now = self._wall().astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
@@ -93,6 +120,9 @@ class Leader:
             "leaseTransitions": ((before.lease_transitions or 0) if before is not None else 0) + (step is Step.TAKE),
         }
         metadata: dict[str, Any] = {"name": self._settings.name, "namespace": self._namespace}
+        if self._owner_uid:
+            owner = {"apiVersion": kinds.DEPLOYMENT.api_version, "kind": kinds.DEPLOYMENT.name}
+            metadata["ownerReferences"] = [owner | {"name": self._settings.owner, "uid": self._owner_uid}]
         manifest: dict[str, Any] = {
             "apiVersion": kinds.LEASE.api_version,
             "kind": kinds.LEASE.name,

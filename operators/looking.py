@@ -1,26 +1,28 @@
 """One look at one key: from the caches to decisions, from decisions to writes, and when to look again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 
 from fleet.clock import SECOND, Clock, Nanos
-from operators import happenings, kinds, others
+from operators import happenings, kinds, others, requested
 from operators.acting import Hand
 from operators.children import Deployment, Images
-from operators.keys import Key
+from operators.keys import Key, key_of
 from operators.kinds import Kind, Served
 from operators.leader import rfc3339
 from operators.observe import Store, conditions_of, observe, scalers_of
 from operators.pace import Pace
 from operators.ports import Wall
+from operators.prober import Prober
+from operators.proposals import answer
 from operators.queue import AT_ONCE
 from operators.reconcile import reconcile
-from operators.registrations import SKEW_SECONDS, Registration
-from operators.resources import Condition, DisaggDeploymentSpec, DisaggDeploymentStatus
-from operators.status import misread
+from operators.registrations import SKEW_SECONDS, Told
+from operators.resources import Condition, DisaggDeploymentSpec, DisaggDeploymentStatus, ServingRequestSpec
+from operators.status import PASSING, TRUE, misread
 from operators.telemetry import Outcome
 from operators.views import Custom, Lease
 
@@ -30,6 +32,13 @@ RESTLESS = 20
 TROUBLED = Nanos(15 * SECOND)
 """Between two looks at what does not come up: time alone may call for something."""
 
+FOLLOWING = frozenset({"Progressing", "RolesRegistered", "Rebalancing"})
+"""Conditions that follow from replicas that are asked for, and from whether it is Ready."""
+
+UNDER_WAY = frozenset({"RolesNotReady", "RollingOut", "Suspending", "RegistrationUnknown", "NotRegistered"})
+"""Reasons of Ready one after the other while a change goes on: which it is at the moment is told in no hurry."""
+
+NOTHING = Condition(type="Ready", status="Unknown", reason="")
 AFTER_THE_END = Nanos(SECOND // 10)
 
 
@@ -42,25 +51,25 @@ class Look:
         clock: Clock,
         wall: Wall,
         again: Callable[[Key, Nanos], None],
+        prober: Prober | None = None,
     ) -> None:
-        """`again` has a key looked at after so long, at the latest."""
+        """`again` has a key looked at after so long, at the latest. `prober` None: nothing is asked of deployments."""
         self._store = store
         self._hand = hand
         self._images = images
         self._clock = clock
         self._wall = wall
         self._again = again
+        self._prober = prober
         self._pace: Pace[Key] = Pace()
         self._restless: dict[Key, int] = {}
 
-    async def at(
-        self, key: Key, told: Iterable[Registration] | None, served: Served, *, afresh: bool = False
-    ) -> Outcome:
+    async def at(self, key: Key, told: Told | None, served: Served, *, afresh: bool = False) -> Outcome:
         """How it ended.
 
         Args:
             key: At what.
-            told: By its router; None: nothing.
+            told: By its routers; None: nothing.
             served: Which kinds there may be.
             afresh: Apply everything, also what seems to be as it should: somebody may have edited it.
 
@@ -69,10 +78,13 @@ class Look:
             NotLeading: It must not.
         """
         if key.kind == kinds.SERVING_REQUEST.name:
-            return await self._at_request(key)
+            return await self._at_request(key, afresh=afresh)
         custom = self._store.of(kinds.DISAGG_DEPLOYMENT, Custom).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
             self._restless.pop(key, None)
+            self._pace.rests(key)
+            if self._prober is not None:
+                self._prober.forget(key)
             await self._at_others(key, None, None)
             return Outcome.SETTLED
         try:
@@ -81,13 +93,17 @@ class Look:
             await self._misread(key, custom, error)
             return Outcome.SETTLED
         wish = Deployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
-        seen = observe(self._store, custom, spec, told, self._wall(), served)
+        shown = None if self._prober is None else self._prober.of(key)
+        seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
         decided = reconcile(wish, msgspec.structs.replace(seen, afresh=afresh), self._images, self._now())
         refusals = await self._hand.perform(decided.actions, key.namespace)
-        status = decided.status
+        status, wanted = decided.status, decided.wanted
         if decided.actions:  # what was ready before them need not be now
-            seen = observe(self._store, custom, spec, told, self._wall(), served)
-            status = reconcile(wish, msgspec.structs.replace(seen, refusals=refusals), self._images, self._now()).status
+            seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
+            after = reconcile(wish, msgspec.structs.replace(seen, refusals=refusals), self._images, self._now())
+            status, wanted = after.status, after.wanted
+        if self._prober is not None:
+            self._prober.want(key, wanted)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
         await self._at_others(key, wish, status)
         acted = len(decided.actions) > len(refusals)
@@ -97,12 +113,26 @@ class Look:
         self._look_again(key, acted and not afresh, troubled=bool(seen.troubles))
         return Outcome.REFUSED if refusals else Outcome.ACTED if acted else Outcome.SETTLED
 
-    async def _at_request(self, key: Key) -> Outcome:
+    async def _at_request(self, key: Key, *, afresh: bool) -> Outcome:
         custom = self._store.of(kinds.SERVING_REQUEST, Custom).get(key.namespace, key.name)
-        if custom is not None:
-            said = others.request_status(conditions_of(custom), custom.metadata.generation, self._now())
+        if custom is None or custom.metadata.deleted:
+            return Outcome.SETTLED
+        try:
+            asked = msgspec.convert(custom.spec, ServingRequestSpec)
+        except msgspec.ValidationError as error:
+            said = requested.misread(custom, _where(error), self._now())
             await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
-        return Outcome.SETTLED
+            return Outcome.SETTLED
+        deployments, answered = self._store.of(kinds.DISAGG_DEPLOYMENT, Custom), answer(asked)
+        there = deployments.get(key.namespace, key.name)
+        actions = requested.actions(custom, asked, answered, there, afresh=afresh)
+        refusals = await self._hand.perform(actions, key.namespace)
+        if actions and not refusals:  # what a write answered is known, so that no watch wakes it
+            self._again(key_of(key.namespace, key.name), AT_ONCE)
+        there = deployments.get(key.namespace, key.name)
+        said = requested.status(custom, asked, answered, there, refusals, self._now())
+        await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
+        return Outcome.REFUSED if refusals else Outcome.ACTED if actions else Outcome.SETTLED
 
     async def _at_others(self, key: Key, wish: Deployment | None, status: DisaggDeploymentStatus | None) -> None:
         """RoleScalers and plans of a deployment, whether it is there or not."""
@@ -135,10 +165,12 @@ class Look:
             there = msgspec.convert(custom.status, type(said))
         except msgspec.ValidationError:
             there = None
+        written = Key(kind.name, custom.metadata.namespace, custom.metadata.name)
         if there == said:
+            self._pace.rests(written)
             return
-        now, written = self._clock.now(), Key(kind.name, custom.metadata.namespace, custom.metadata.name)
-        due = self._pace.due(written, now, urgent=_urgent(there, said))
+        now = self._clock.now()
+        due = self._pace.due(written, now, urgent=_urgent(there, said), brief=_brief(there, said))
         if due > now:
             self._again(key, Nanos(due - now))
             return
@@ -147,6 +179,9 @@ class Look:
         await self._hand.write_status(kind, custom, content)
         self._pace.wrote(written, now)
         await self._hand.record(kind, custom, tuple(happenings.turns(before, said.conditions)), self._wall())
+        if kind == kinds.DISAGG_DEPLOYMENT and self._store.any(kinds.SERVING_REQUEST).get(key.namespace, key.name):
+            # What we write wakes nobody (`operators.cache`, rule 1), and a request is as ready as its deployment.
+            self._again(Key(kinds.SERVING_REQUEST.name, key.namespace, key.name), AT_ONCE)
 
     def _look_again(self, key: Key, acted: bool, *, troubled: bool) -> None:
         if acted:
@@ -178,12 +213,32 @@ def _urgent(there: Any, said: Any) -> bool:
     return True
 
 
+def _brief(there: Any, said: Any) -> bool:
+    """Whether it says of what is not Ready what is on its way, and will be over in a moment."""
+    if there is None or not isinstance(said, DisaggDeploymentStatus):
+        return False
+    return (
+        there.observed_generation == said.observed_generation
+        and _ready(said).reason in PASSING
+        and _ready(there).status != TRUE
+    )
+
+
+def _ready(status: DisaggDeploymentStatus) -> Condition:
+    return next((each for each in status.conditions if each.type == "Ready"), NOTHING)
+
+
 def _told(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[tuple[str, str, str]]]:
     return [(each.name, each.desired) for each in status.roles], _turns(status.conditions)
 
 
 def _turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
-    return [(each.type, each.status, each.reason) for each in conditions]
+    """Without those that say what others say too, and without how far a change has come."""
+    return [
+        (each.type, each.status, "" if each.reason in UNDER_WAY else each.reason)
+        for each in conditions
+        if each.type not in FOLLOWING
+    ]
 
 
 def _where(error: msgspec.ValidationError) -> str:

@@ -11,7 +11,7 @@ Rules:
 4. A pod that is gone from the API server is gone. One that is marked as deleted still has its GPUs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TypeVar, cast
 from zlib import crc32
@@ -24,8 +24,9 @@ from operators.cache import Cache
 from operators.children import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
 from operators.diagnosis import troubles
 from operators.kinds import Kind, Served
+from operators.probing import Running, Shown
 from operators.reconcile import DIGEST
-from operators.registrations import Registration, WorkerLease, registered
+from operators.registrations import Registration, Told, WorkerLease, registered, unknown_to
 from operators.resources import Condition, DisaggDeploymentSpec, RoleType
 from operators.scaling import Replicas
 from operators.seen import Child, RouterSeen, Seen, Worth
@@ -80,9 +81,10 @@ def observe(
     store: Store,
     custom: Custom,
     spec: DisaggDeploymentSpec,
-    told: Iterable[Registration] | None,
+    told: Told | None,
     now: datetime,
     served: Served,
+    shown: Shown | None = None,
 ) -> Seen:
     """What there is of one deployment.
 
@@ -90,9 +92,10 @@ def observe(
         store: Everything that the API server has told.
         custom: The deployment.
         spec: What it says.
-        told: By its router; None: nothing.
+        told: By its routers; None: nothing.
         now: By the wall.
         served: Which kinds there may be.
+        shown: By probes; None: none are sent.
     """
     namespace, name, uid = custom.metadata.namespace, custom.metadata.name, custom.metadata.uid
     pods = tuple(store.of(kinds.POD, Pod).of(namespace, name).values())
@@ -106,12 +109,15 @@ def observe(
         for each in store.of(kinds.LEASE, Lease).of(namespace, name).values()
     )
     known = registered(leases, told, now)
+    routers = {pod.metadata.name for pod in routers_of(pods) if pod.ready}
+    heard = None if told is None else {router: workers for router, workers in told.items() if router in routers}
+    partly = unknown_to(leases, heard, now)
     controllers = [
         (kind, each) for kind in kinds.SCALED for each in _owned(store.of(kind, Scaled).of(namespace, name), uid)
     ]
     products = [role.gpus.product for role in spec.roles if role.gpus.product]
     return Seen(
-        children=tuple(_children(controllers, pods, known, now)),
+        children=tuple(_children(controllers, pods, known, partly, now)),
         digests={
             (kind.name, each.metadata.name): each.metadata.annotations.get(DIGEST, "")
             for kind in (*kinds.SCALED, *kinds.NAMED)
@@ -124,8 +130,14 @@ def observe(
         ),
         conditions=conditions_of(custom),
         generation=custom.metadata.generation,
-        router=_router(controllers),
+        router=_router(controllers, pods),
         registrations_known=known is not None,
+        partly={
+            pod.metadata.name: partly[pod.metadata.name] for pod in pods if pod.metadata.name in partly and pod.alive
+        },
+        silent=tuple(sorted(routers - heard.keys())) if heard else (),
+        shown=shown,
+        proved=_text(custom.status.get("proved")),
         troubles=troubles(pods, (each for _, each in controllers), products),
         worths=_worths(pods, known or {}),
         served=served,
@@ -160,11 +172,25 @@ def scalers_of(store: Store, namespace: str, deployment: str) -> dict[str, Custo
     return found
 
 
+def routers_of(pods: Iterable[Pod]) -> Iterator[Pod]:
+    """Those of them that are not on their way out."""
+    return (pod for pod in pods if pod.alive and pod.metadata.labels.get(TYPE) == RoleType.ROUTER)
+
+
+def _text(value: object) -> str:
+    """What somebody else may have written there."""
+    return value if isinstance(value, str) else ""
+
+
+def _running(pods: Iterable[Pod]) -> tuple[Running, ...]:
+    return tuple(sorted(Running(pod.metadata.name, pod.restarts) for pod in pods))
+
+
 def _owned(named: Mapping[str, Kept], uid: str) -> Iterator[Kept]:
     return (each for each in named.values() if each.metadata.owner_uid == uid)
 
 
-def _router(controllers: Iterable[tuple[Kind, Scaled]]) -> RouterSeen | None:
+def _router(controllers: Iterable[tuple[Kind, Scaled]], pods: Iterable[Pod]) -> RouterSeen | None:
     for kind, each in controllers:
         if kind == kinds.DEPLOYMENT and REVISION not in each.metadata.labels:
             current = each.status.observed_generation >= each.metadata.generation
@@ -174,6 +200,7 @@ def _router(controllers: Iterable[tuple[Kind, Scaled]]) -> RouterSeen | None:
                 replicas=each.status.replicas,
                 ready=each.status.ready_replicas if current else 0,
                 updated=each.status.updated_replicas if current else 0,
+                pods=_running(pod for pod in routers_of(pods) if pod.ready),
             )
     return None
 
@@ -182,6 +209,7 @@ def _children(
     controllers: Iterable[tuple[Kind, Scaled]],
     pods: Iterable[Pod],
     known: Mapping[str, Registration] | None,
+    partly: Container[str],
     now: datetime,
 ) -> Iterator[Child]:
     """One for each role and revision that has a controller, or pods that are left of one."""
@@ -199,11 +227,11 @@ def _children(
         if kind == kinds.STATEFUL_SET:
             groups.setdefault(key, []).append(each)
             continue
-        yield _child(kind.name, each.metadata.name, key, each.spec.replicas, by_child.pop(key, []), known)
+        yield _child(kind.name, each.metadata.name, key, each.spec.replicas, by_child.pop(key, []), known, partly)
     for key, sets in groups.items():
-        yield _group_child(key, sets, by_child.pop(key, []), known, now)
+        yield _group_child(key, sets, by_child.pop(key, []), known, partly, now)
     for key, left in by_child.items():
-        yield _child("", "", key, 0, left, known)
+        yield _child("", "", key, 0, left, known, partly)
 
 
 def _group_child(
@@ -211,20 +239,32 @@ def _group_child(
     sets: Iterable[Scaled],
     pods: Sequence[Pod],
     known: Mapping[str, Registration] | None,
+    partly: Container[str],
     now: datetime,
 ) -> Child:
     """Of StatefulSets, each of which is one replica."""
     staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
     sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
-    halves, left_behind = [], []
+    halves, left_behind, ready, warm = [], [], [], {}
+    told = known if known is not None else {}
     for name, each in sorted(staying.items()):
         members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
         if _half(members, now - timedelta(seconds=HALF_SECONDS + crc32(name.encode()) % HALF_SECONDS)):
             halves.append(name)
+        registrations = [told[pod.metadata.name] for pod in members if pod.metadata.name in told]
+        if members and _group_ready(members, each.spec.replicas) and (known is None or registrations):
+            ready.append(name)
+        if blocks := [found.warm_blocks for found in registrations if found.warm_blocks is not None]:
+            warm[name] = sum(blocks)
         left_behind += _left_behind(members, now - timedelta(seconds=TOGETHER_SECONDS))
-    child = _child(kinds.STATEFUL_SET.name, "", key, len(staying), pods, known, sizes)
+    child = _child(kinds.STATEFUL_SET.name, "", key, len(staying), pods, known, partly, sizes)
     return msgspec.structs.replace(
-        child, members=tuple(sorted(staying)), halves=tuple(halves), left_behind=tuple(left_behind)
+        child,
+        members=tuple(sorted(staying)),
+        ready_members=tuple(ready),
+        warm=warm,
+        halves=tuple(halves),
+        left_behind=tuple(left_behind),
     )
 
 
@@ -256,6 +296,7 @@ def _child(
     asked: int,
     pods: Iterable[Pod],
     known: Mapping[str, Registration] | None,
+    partly: Container[str],
     sizes: Mapping[str, int] | None = None,
 ) -> Child:
     replicas: dict[str, list[Pod]] = {}
@@ -269,6 +310,12 @@ def _child(
         group for group, each in alive.items() if known is None or any(pod.metadata.name in known for pod in each)
     ]
     serving = set(ready) & set(registered_ones)
+    of_all = [
+        group
+        for group in registered_ones
+        if known is not None
+        and any(pod.metadata.name in known and pod.metadata.name not in partly for pod in alive[group])
+    ]
     return Child(
         kind=kind,
         name=name,
@@ -283,7 +330,8 @@ def _child(
             ),
         ),
         ready_pods=len(ready),
-        registered=0 if known is None else len(registered_ones),
+        registered=len(of_all),
+        serving=_running(pod for group in serving for pod in alive[group] if pod.metadata.name in (known or ())),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the status of our other kinds says: RoleScalers, and what waits for a planner. Pure."""
+"""What the status of RoleScalers says, and of ServingPlans, which wait for a planner. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,6 @@ from operators.resources import (
     RoleScalerStatus,
     ScalingMode,
     ServingPlanStatus,
-    ServingRequestStatus,
 )
 from operators.status import FALSE, TRUE, Said, condition
 
@@ -78,17 +77,4 @@ def plan_status(conditions: Sequence[Condition], generation: int, found: bool, n
     said = (target, ("Settled", FALSE, "NoPlanner", NO_PLANNER))
     return ServingPlanStatus(
         observed_generation=generation, conditions=tuple(condition(conditions, generation, now, each) for each in said)
-    )
-
-
-def request_status(conditions: Sequence[Condition], generation: int, now: str) -> ServingRequestStatus:
-    """Of a ServingRequest, likewise."""
-    said: Said = (
-        "Ready",
-        FALSE,
-        "NoPlanner",
-        "no planner is installed, so nothing is proposed; write a DisaggDeployment",
-    )
-    return ServingRequestStatus(
-        observed_generation=generation, phase="Pending", conditions=(condition(conditions, generation, now, said),)
     )

@@ -1,4 +1,4 @@
-"""What the operator needs of the world: an API server, a wall clock, and what routers say."""
+"""What the operator needs of the world: an API server, a wall clock, what routers say, and what clients get."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from datetime import datetime
@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol
 from msgspec import Struct
 
 from operators.kinds import Kind, Served
+from operators.probing import Answer, Failure, Probe
 from operators.registrations import Registration
 from operators.views import View
 
@@ -31,6 +32,10 @@ class Busy(ClusterError):
 
 class Stale(ClusterError):
     """The object is not any more what the request was made for: look again."""
+
+
+class Taken(Stale):
+    """What was to be made is there already: look at it."""
 
 
 class Missing(ClusterError):
@@ -84,7 +89,17 @@ class Cluster(Protocol):
 
     async def get(self, kind: Kind, of: type[View], namespace: str, name: str) -> View: ...
 
-    async def create(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View: ...
+    async def find(self, kind: Kind, of: type[View], namespace: str, name: str) -> View | None:
+        """The newest, with no other right than to list the kind; None: there is none of that name."""
+        ...
+
+    async def create(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View:
+        """Taken where the name is not free."""
+        ...
+
+    async def make(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View:
+        """Server-side apply of what is not there; Taken where the name is not free."""
+        ...
 
     async def replace(self, kind: Kind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View: ...
 
@@ -106,8 +121,16 @@ class Cluster(Protocol):
 class Routers(Protocol):
     """What the routers of deployments say of their workers."""
 
-    async def workers(self, namespace: str, service: str) -> tuple[Registration, ...] | None:
-        """Those that the router behind a control Service gives requests to; None where it does not answer."""
+    async def workers(self, address: str) -> tuple[Registration, ...] | None:
+        """Those that the router at a host:port gives requests to; None where it does not answer."""
+        ...
+
+
+class Clients(Protocol):
+    """One who uses the routers of deployments as everybody does."""
+
+    async def ask(self, probe: Probe) -> Answer | Failure:
+        """Send a request for a token. Has a deadline, and raises nothing."""
         ...
 
 

@@ -13,7 +13,7 @@ from kvstore.addresses import host_port
 from operators.cluster import open_api_server
 from operators.doors import open_doors
 from operators.leader import Leader
-from operators.ports import ClusterError, Routers, Wall
+from operators.ports import Clients, ClusterError, Routers, Wall
 from operators.server import Operator
 from operators.settings import OperatorSettings
 from operators.telemetry import Gauges, Metrics
@@ -27,6 +27,7 @@ OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 async def serve_operator(
     settings: OperatorSettings,
     routers: Routers | None,
+    clients: Clients | None,
     clock: Clock,
     wall: Wall,
     registry: CollectorRegistry,
@@ -38,6 +39,7 @@ async def serve_operator(
     Args:
         settings: What is looked after, and how.
         routers: Whom to ask which workers are registered; None: nobody.
+        clients: Who sends probes; None: nobody.
         clock: For spans.
         wall: For what is written.
         registry: What /metrics shows; gets the operator's.
@@ -56,7 +58,7 @@ async def serve_operator(
     try:
         async with open_api_server(settings.kubeconfig, f"{AGENT}/{settings.identity}") as cluster:
             leader = Leader(cluster, settings.lease, namespace, settings.identity, clock, wall)
-            operator = Operator(settings, cluster, routers, leader, clock, wall, metrics)
+            operator = Operator(settings, cluster, routers, leader, clock, wall, metrics, clients)
             gauges = Gauges(
                 leads=leader.leads,
                 waiting=operator.waiting,

@@ -12,7 +12,8 @@ Rules:
    and wanted no more.
 4. Replicas have one writer: the specification of a Static role, else the role's RoleScaler, which is made with the specification's number and from
    then on never written.
-5. Before replicas are taken away, what each pod's warm blocks are worth is said to whoever chooses, where it is known.
+5. Before replicas are taken away, what each pod's warm blocks are worth is said to whoever chooses, where it is known. Of groups that are
+   a StatefulSet each, the least warm ones go; which of its groups a LeaderWorkerSet takes is not to be had: always the last ones.
 """
 
 import hashlib
@@ -28,11 +29,13 @@ from operators.children import (
     child_name,
     group,
     grouped,
+    is_foreign,
     revision,
     role_scaler,
     shared,
     workers,
 )
+from operators.probing import Wanted
 from operators.resources import GROUP, DisaggDeploymentStatus, Role, RoleType, ScalingMode
 from operators.scaling import Bounds, Change, Pool, Side, next_changes, targets
 from operators.seen import Child, Seen
@@ -83,6 +86,8 @@ Action = Apply | Scale | Value | Remove | End
 class Outcome(Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...]
     status: DisaggDeploymentStatus
+    wanted: Wanted | None = None
+    """What probes are to show; None: nothing yet."""
 
 
 def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Outcome:
@@ -114,8 +119,8 @@ def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Outcome
     actions += _farewells(wish, seen, possible, wanted)
     taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in seen.foreign)
     at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
-    said = status(wish, seen, pools, possible, taken, present, routers, at_rest, now)
-    return Outcome(actions=tuple(actions), status=said)
+    said, wanted_of_probes = status(wish, seen, pools, possible, taken, present, routers, at_rest, now)
+    return Outcome(actions=tuple(actions), status=said, wanted=wanted_of_probes)
 
 
 def _present(wish: Deployment, seen: Seen, present: str, images: Images) -> Iterator[Manifest]:
@@ -149,9 +154,8 @@ def _changed(
         return [*others, made], []
     base = child_name(wish, role.name, change.revision)
     members = child.members if child is not None else ()
-    surplus = sorted(members, key=_index)[change.replicas :]
-    if surplus:
-        return [], [Remove("StatefulSet", name) for name in surplus]
+    if child is not None and len(members) > change.replicas:
+        return [], [Remove("StatefulSet", name) for name in _by_worth(child)[: len(members) - change.replicas]]
     free = (index for index in range(len(members) + change.replicas) if f"{base}-{index}" not in members)
     made_groups = [
         group(wish, role, change.revision, index, images)
@@ -162,6 +166,11 @@ def _changed(
 
 def _index(name: str) -> int:
     return int(name.rpartition("-")[2])
+
+
+def _by_worth(child: Child) -> list[str]:
+    """Groups in the order in which they are to go: such as do not serve, then the least warm ones, then the last ones."""
+    return sorted(child.members, key=lambda name: (name in child.ready_members, child.warm.get(name, 0), -_index(name)))
 
 
 def _worths(child: Child, seen: Seen) -> list[Value]:
@@ -248,6 +257,8 @@ def _farewells(wish: Deployment, seen: Seen, pools: Sequence[Pool], wanted: Sequ
     """
     targets_of = {pool.name: (pool.revision, pool.target) for pool in pools}
     used = {_key(each) for each in wanted}
+    # Our own processes begin anew all together by themselves, and may take long over it: see `workers.groups`.
+    foreign = {role.name for role in wish.workers if is_foreign(role)}
     actions: list[Action] = []
     for each in seen.children:
         if not each.kind:
@@ -260,7 +271,7 @@ def _farewells(wish: Deployment, seen: Seen, pools: Sequence[Pool], wanted: Sequ
             actions += [Remove(each.kind, name) for name in names if name]
             continue
         actions += [Remove(each.kind, name) for name in each.halves[-1:]]
-        actions += [End(pod) for pod in each.left_behind]
+        actions += [End(pod) for pod in each.left_behind if each.role in foreign]
         used.add(("ConfigMap", child_name(wish, each.role, each.replicas.revision)))
     own = [key for key in seen.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
     scaled = {f"{wish.name}-{role.name}" for role in _scaled(wish)}

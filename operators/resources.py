@@ -122,6 +122,16 @@ class Parallelism(_Resource, frozen=True):
     expert: Degree = 1
     """Of the ranks of `tensor` and `data` together; more than 1 splits the experts among them all."""
 
+    @property
+    def by_heads(self) -> bool:
+        """Whether every rank has whole layers, and all ranks the same requests."""
+        return self.pipeline == self.data == 1
+
+    def fits(self, nodes: int) -> bool:
+        """Whether each node takes whole data parallel engines, or each such engine whole nodes."""
+        each = self.tensor * self.pipeline
+        return self.data % nodes == 0 or (nodes % self.data == 0 and each % (nodes // self.data) == 0)
+
 
 class Rollout(_Resource, frozen=True):
     max_surge: Count = 1
@@ -165,6 +175,13 @@ _ROLE_RULES = _rules(
         "nodesPerReplica: must divide gpus.perReplica",
     ),
     (
+        (
+            "self.parallelism.data % self.nodesPerReplica == 0 || (self.nodesPerReplica % self.parallelism.data == 0 && "
+            "self.parallelism.tensor * self.parallelism.pipeline % (self.nodesPerReplica / self.parallelism.data) == 0)"
+        ),
+        "nodesPerReplica: each node takes whole data parallel engines, or each such engine whole nodes",
+    ),
+    (
         "self.rollout.maxSurge + self.rollout.maxUnavailable > 0",
         "rollout: maxSurge and maxUnavailable are both 0, so nothing could ever be updated",
     ),
@@ -184,8 +201,8 @@ class Role(_Resource, frozen=True):
     scaling: Scaling = Scaling()
     parallelism: Parallelism = Parallelism()
     nodes_per_replica: Annotated[int, Meta(ge=1, le=64)] = 1
-    """More than 1: a group of pods that is placed, lives and dies together, the first of which leads. The workers in it do not yet run one
-    engine together: that takes a container of your own, in podTemplate."""
+    """More than 1: a group of pods that is placed, lives and dies together, and runs one engine. The first of them leads: it serves, and
+    the others compute for it."""
 
     gpus: Gpus = Gpus()
     topology: Topology = Topology()
@@ -205,6 +222,13 @@ class KvTransfer(_Resource, frozen=True):
 
     store_memory: Quantity = "8Gi"
     """For these blocks."""
+
+    redis: Annotated[str, Meta(pattern=r"^(rediss?://[^@/?#]+(/[0-9]+)?)?$", max_length=512)] = ""
+    """A Redis or Valkey server, as in `redis://host:6379`, where stores keep blocks that were used again, for each other; a worker that goes
+    leaves its warm ones there. Empty: none, and what is in a pod's memory goes with it."""
+
+    redis_secret: Annotated[str, Meta(max_length=253)] = ""
+    """A Secret whose key `password` opens it."""
 
 
 class InferencePool(_Resource, frozen=True):
@@ -234,9 +258,6 @@ class Balance(_Resource, frozen=True):
     """GPUs of all workers together, old and new ones of a rollout too; 0: as many as there are."""
 
     ratio: RatioBounds = RatioBounds()
-    stabilization_seconds: Seconds = 300
-    """Between two changes of the same role downwards that a ServingPlan makes."""
-
     max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Replicas that one change adds or takes."""
 
@@ -257,15 +278,19 @@ _ROLES = _rules(
 
 DEPLOYMENT_RULES = _rules(
     (
+        "self.kvTransfer.redis == '' ? self.kvTransfer.redisSecret == '' : 'store' in self.kvTransfer.paths",
+        "kvTransfer.redis: takes blocks of stores, so 'store' must be among kvTransfer.paths; and redisSecret is for redis only",
+    ),
+    (
         "self.balance.gpuBudget == 0 || self.roles.all(r, r.replicas * r.gpus.perReplica <= self.balance.gpuBudget)",
         "balance.gpuBudget: a role alone needs more",
     ),
     (
         (
             "self.engine != 'vllm' || !('store' in self.kvTransfer.paths) || "
-            "self.roles.all(r, r.nodesPerReplica == 1 && r.parallelism.pipeline == 1)"
+            "self.roles.all(r, r.nodesPerReplica == 1 && r.parallelism.pipeline == 1 && r.parallelism.data == 1)"
         ),
-        "kvTransfer.paths: a store takes blocks of engines on one node and without pipeline stages",
+        "kvTransfer.paths: a store takes blocks of engines on one node, without pipeline stages and data parallelism",
     ),
 )
 
@@ -318,7 +343,7 @@ class RoleStatus(_Resource, frozen=True):
     ready: int = 0
     updated: int = 0
     registered: int = 0
-    """Workers that the router knows and gives requests to."""
+    """Workers that all routers know and give requests to."""
 
     draining: int = 0
 
@@ -337,6 +362,9 @@ class DisaggDeploymentStatus(_Resource, frozen=True):
     ratio: Annotated[str, Meta(max_length=16)] = ""
     gpus: int = 0
     ready_roles: Annotated[str, Meta(max_length=16)] = ""
+    proved: Annotated[str, Meta(max_length=16)] = ""
+    """Digest of the pods that have answered a probe: none is sent as long as these are the same."""
+
     conditions: Conditions = ()
 
 
@@ -408,7 +436,13 @@ class Hardware(_Resource, frozen=True):
     """As `fleet hardware list` calls it."""
 
     count: Annotated[int, Meta(ge=1, le=100_000)]
+    """That may be used: the budget, of a rollout too."""
+
     per_node: Annotated[int, Meta(ge=1, le=72)] = 8
+    """Engines lie within a node."""
+
+    product: Annotated[str, Meta(max_length=63)] = ""
+    """As the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name` says; empty: any GPU of the vendor."""
 
 
 _WORKLOAD = _rules(
@@ -421,9 +455,25 @@ _WORKLOAD = _rules(
 
 class Workload(_Resource, frozen=True):
     prompt_tokens: Annotated[int, Meta(ge=1, le=10_000_000)]
+    """Of a request, on average."""
+
     answer_tokens: Annotated[int, Meta(ge=1, le=1_000_000)]
+    cached_percent: Annotated[int, Meta(ge=0, le=99)] = 0
+    """Of prompt tokens that a worker has already, since prompts begin alike."""
+
     requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
+    """That come by chance, whatever becomes of those before them."""
+
     concurrency: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Clients, each of which waits for its answer and asks again."""
+
+
+REQUEST_RULES = _rules(
+    (
+        "self.metadata.name.size() <= 47 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        "metadata.name: the deployment and its Services are called after it: 47 letters, digits and dashes at most, first a letter",
+    ),
+)
 
 
 class ServingRequestSpec(_Resource, frozen=True):
@@ -431,13 +481,67 @@ class ServingRequestSpec(_Resource, frozen=True):
     hardware: Hardware
     workload: Annotated[Workload, _WORKLOAD]
     objective: Objective = Objective()
+    model_config: OpenObject = {}
+    """Content of the model's config.json, where its repository is not one that is known."""
+
+    image: Text = ""
+    """Of the workers; empty: what the chart was installed with for the vendor."""
+
+    topology: Topology = Topology()
+    """Of all workers."""
+
+    pod_template: OpenObject = {}
+    """Of all workers, as in a DisaggDeployment."""
+
     apply: bool = False
-    """Make the DisaggDeployment as well, not only the proposal of it in the status."""
+    """Make the DisaggDeployment as well, not only the proposal of it in the status. False again: it stays as it is."""
+
+
+class Target(StrEnum):
+    TTFT = "ttftMs"
+    TPOT = "tpotMs"
+    GPUS = "gpus"
+    GPUS_PER_NODE = "gpusPerNode"
+    CONTEXT = "contextTokens"
+    RATE = "requestsPerMinute"
+    CONCURRENCY = "concurrency"
+
+
+class Figure(_Resource, frozen=True):
+    """Of a proposal, or of the best that there is."""
+
+    goal: Target
+    asked: int
+    """That it may be at most; of requestsPerMinute and concurrency at least."""
+
+    predicted: int
+    """Times at the objective's percentile, rounded up; of requestsPerMinute and concurrency the most that these GPUs would do for."""
+
+    error_percent: int = 0
+    """Median of such predictions; half of them err by more."""
+
+    met: bool = False
 
 
 class ServingRequestStatus(_Resource, frozen=True):
     observed_generation: int = 0
     phase: Annotated[str, Meta(max_length=32)] = ""
+    """Proposed, Deploying, Ready, or Infeasible."""
+
     deployment: Annotated[str, Meta(max_length=253)] = ""
+    """That was made for it."""
+
+    figures: Annotated[
+        tuple[Figure, ...],
+        Meta(
+            max_length=8,
+            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["goal"]},
+        ),
+    ] = ()
+    basis: Text = ""
+    """What the predictions rest on."""
+
     proposal: OpenObject = {}
+    """A DisaggDeployment, as `kubectl apply` takes it."""
+
     conditions: Conditions = ()

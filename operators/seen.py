@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from operators.diagnosis import Trouble
 from operators.kinds import Served
+from operators.probing import Running, Shown
 from operators.resources import Condition
 from operators.scaling import Replicas
 
@@ -23,10 +24,19 @@ class Child(Struct, frozen=True, kw_only=True):
     """Replicas that are ready, whether their router knows them or not."""
 
     registered: int = 0
-    """Replicas that their router knows, whether they are ready or not."""
+    """Replicas that all routers know, whether they are ready or not."""
+
+    serving: tuple[Running, ...] = ()
+    """Pods that routers give requests to, of replicas that are ready; by name."""
 
     members: tuple[str, ...] = ()
     """StatefulSets, one for each replica, where it is made of these; by name."""
+
+    ready_members: tuple[str, ...] = ()
+    """Of these, those that are ready and known to a router."""
+
+    warm: Mapping[str, int] = {}
+    """Warm blocks of these, each with all of its pods, where it is known."""
 
     halves: tuple[str, ...] = ()
     """Of these, those of which some pods have a node, and others have found none for a while."""
@@ -45,6 +55,8 @@ class RouterSeen(Struct, frozen=True, kw_only=True):
     replicas: int = 0
     ready: int = 0
     updated: int = 0
+    pods: tuple[Running, ...] = ()
+    """Ready ones, by name."""
 
 
 class Worth(Struct, frozen=True, kw_only=True):
@@ -91,7 +103,19 @@ class Seen(Struct, frozen=True, kw_only=True):
     """None: there is no Deployment of routers."""
 
     registrations_known: bool = False
-    """Whether anybody has said which workers the router knows."""
+    """Whether anybody has said which workers routers know."""
+
+    partly: Mapping[str, tuple[str, ...]] = {}
+    """Pods of workers that some routers know and others do not: these, by pod."""
+
+    silent: tuple[str, ...] = ()
+    """Pods of routers that are ready, and have not said which workers they know although others have."""
+
+    shown: Shown | None = None
+    """What probes have shown; None: none are sent."""
+
+    proved: str = ""
+    """Digest of the pods of which the status says that they have answered."""
 
     troubles: tuple[Trouble, ...] = ()
     """Why pods do not run, the most telling first."""

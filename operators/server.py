@@ -12,7 +12,7 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,13 +27,14 @@ from operators.keys import Key, concerned, everything, key_of
 from operators.kinds import Kind, Served
 from operators.leader import Leader
 from operators.looking import Look
-from operators.observe import Store, conditions_of
-from operators.ports import Busy, Cluster, ClusterError, Missing, Routers, Stale, Wall
+from operators.observe import Store, conditions_of, routers_of
+from operators.ports import Busy, Clients, Cluster, ClusterError, Missing, Routers, Stale, Wall
+from operators.prober import Prober
 from operators.queue import AT_ONCE, WorkQueue
 from operators.registrations import SELECTOR
 from operators.settings import OperatorSettings
 from operators.telemetry import Metrics, Outcome
-from operators.views import OF_KIND, Custom, Named
+from operators.views import OF_KIND, Custom, Lease, Named, Pod
 
 log = logging.getLogger(__name__)
 
@@ -57,21 +58,29 @@ class Operator:
         clock: Clock,
         wall: Wall,
         metrics: Metrics,
+        clients: Clients | None = None,
     ) -> None:
-        """`routers` None: only Leases of workers say which are registered."""
+        """`routers` None: only Leases of workers say which are registered. `clients` None: no probes are sent."""
         self.store = Store()
         self.leader = leader
         self._settings = settings
         self._cluster = cluster
         self._clock = clock
+        self._wall = wall
         self._metrics = metrics
         self._queue: WorkQueue[Key] = WorkQueue(settings.most_objects)
         self._woken = asyncio.Event()
         hand = Hand(cluster, self.store, leader.leads, metrics, settings.identity)
-        self._look = Look(self.store, hand, settings.images, clock, wall, self._add)
+        probe = settings.probe
+        self._prober = (
+            Prober(clients, probe.at_once, probe.longest_pause_seconds, leader.leads, self._add)
+            if clients is not None and probe.enabled
+            else None
+        )
+        self._look = Look(self.store, hand, settings.images, clock, wall, self._add, self._prober)
         asked = routers is not None and settings.ask_routers
         self._hearsay = (
-            Hearsay(routers, settings.ask_routers_seconds, settings.at_once, self._add)
+            Hearsay(routers, self._routers_of, settings.ask_routers_seconds, settings.at_once, self._add)
             if routers is not None and asked
             else None
         )
@@ -139,6 +148,8 @@ class Operator:
         loops: list[Coroutine[Any, Any, None]] = [self._begin(), self._resync()]
         if self._hearsay is not None:
             loops.append(self._hearsay.run(lambda: self._deployments() if self._acts() else []))
+        if self._prober is not None:
+            loops.append(self._prober.run())
         return loops
 
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
@@ -164,7 +175,11 @@ class Operator:
     def _informer(self, kind: Kind, namespace: str) -> Informer[Any]:
         view = OF_KIND[kind]
         cache, selector = self.store.of(kind, view), SELECTORS.get(kind, "")
-        return Informer(self._cluster, kind, view, cache, self._changed, namespace=namespace, selector=selector)
+        more: dict[str, Any] = {"heard": self._heard} if kind == kinds.LEASE else {}
+        return Informer(self._cluster, kind, view, cache, self._changed, namespace=namespace, selector=selector, **more)
+
+    def _heard(self, lease: Lease, before: Lease | None, news: bool) -> Lease:
+        return lease.heard(self._wall(), before, news=news)
 
     async def _begin(self) -> None:
         """Look at everything whenever we begin to lead."""
@@ -263,6 +278,9 @@ class Operator:
     def _add(self, key: Key, after: Nanos = AT_ONCE) -> None:
         self._queue.add(key, self._clock.now(), after)
         self._woken.set()
+
+    def _routers_of(self, key: Key) -> Iterator[Pod]:
+        return routers_of(self.store.of(kinds.POD, Pod).of(key.namespace, key.name).values())
 
     def _deployments(self) -> list[Custom]:
         return list(self.store.of(kinds.DISAGG_DEPLOYMENT, Custom))

@@ -1,5 +1,6 @@
 """What an operator process is told, field by field; `fleet.config` loads it and nothing else defines it."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -17,6 +18,9 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     namespace: str = ""
     """Where the Lease is; empty: the namespace of the pod."""
 
+    owner: Annotated[str, Meta(max_length=253)] = ""
+    """The Deployment in that namespace which the operator's pods belong to: the Lease goes when it goes. Empty: it stays."""
+
     duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
     """How long the others wait for a leader that renews no more."""
 
@@ -31,6 +35,25 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(
                 "retry_seconds: has to be shorter than renew_within_seconds, and that than duration_seconds"
             )
+
+
+class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the requests that show whether a deployment serves: for a token, when its pods are others than those that answered last."""
+
+    enabled: bool = True
+    """Off: a deployment is Ready when its pods are, and its routers know them."""
+
+    deadline_seconds: Annotated[float, Meta(gt=0, le=600)] = 20.0
+    """Of one request, from the name of the Service to the last byte."""
+
+    longest_pause_seconds: Seconds = 30.0
+    """Between two requests to a deployment that does not answer them; the first pause is half a second, and each is twice the one before."""
+
+    at_once: Annotated[int, Meta(ge=1, le=64)] = 8
+    """Requests on their way, to all deployments together."""
+
+    keys: Mapping[str, str] = {}
+    """API keys, by `namespace/name` of the deployment whose routers want one. Each is sent to these routers only, and written nowhere."""
 
 
 class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,10 +77,12 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """File that says how to reach the API; empty: as a pod does, by its service account."""
 
     ask_routers: bool = True
-    """Ask routers which workers they know, by their control Services. Off: only Leases of workers say it."""
+    """Ask every router which workers it knows. Off: only Leases of workers say it."""
 
     ask_routers_seconds: Seconds = 5.0
     """How often, while something of a deployment is not as it should be; six times as rarely when all is."""
+
+    probe: ProbeSettings = ProbeSettings()
 
     at_once: Annotated[int, Meta(ge=1, le=64)] = 8
     """Deployments that are worked on at the same time."""

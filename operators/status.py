@@ -2,23 +2,30 @@
 
 Rules:
 
-1. A deployment is Ready when every role has as many replicas of the present revision as it should, all ready and known to the router, when no
-   old one is left, and when the routers are ready. Never on hearsay: what nobody has told yet is not so.
+1. A deployment is Ready when every role has as many replicas of the present revision as it should, all ready and known to all routers, when no
+   old one is left, when the routers are ready, and when all who answer requests have answered one since (`operators.probing`). Never on
+   hearsay: what nobody has told yet is not so.
 2. What stands in the way is the reason of Ready, the most telling first: a name that is taken, what the API server refuses, what scheduler and
-   kubelet say, what has not come up, what is not known to the router.
+   kubelet say, what has not come up, what is not known to the routers, what does not answer.
 3. A condition keeps its instant for as long as its status is the same.
+4. Whether blocks arrive is seen by probes, and by nobody else: until the next one it is as it was seen last.
 """
 
 from collections.abc import Iterator, Sequence
 
-from operators.children import Deployment
+from operators.children import Deployment, router_service
 from operators.diagnosis import UNPLACED
+from operators.probing import Aim, Running, Shown, Subject, Wanted, kept, recalled, unanswered
 from operators.resources import Condition, DisaggDeploymentStatus, KvPath, RoleStatus, RoleType
 from operators.scaling import Pool, Side
 from operators.seen import Refusal, Seen
 
 MOST_CHARACTERS = 1024
 MOST_TOLD = 4
+PASSING = frozenset({"ServedProbePending", "RouterSilent"})
+"""Reasons of Ready that are there for a moment on the way to it: nobody is told in a hurry."""
+
+NOT_TOLD = "neither a router nor a Lease says which workers are registered"
 TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 Said = tuple[str, str, str, str]
 """Type, status, reason, message."""
@@ -34,8 +41,8 @@ def status(
     routers: int,
     at_rest: bool,
     now: str,
-) -> DisaggDeploymentStatus:
-    """The status that there should be.
+) -> tuple[DisaggDeploymentStatus, Wanted | None]:
+    """The status that there should be, and what probes are to show; None: nothing yet, or none are sent.
 
     Args:
         wish: What somebody has written.
@@ -55,20 +62,22 @@ def status(
     old = any(each.asked for pool in possible for each in pool.replicas if each.revision != present)
     unregistered = [each for each in workers if each.registered < each.desired]
     hindrance = next(_hindrances(wish, seen, taken, behind, unregistered, old), None)
-    ready = hindrance is None and not wish.spec.suspend
-    reason, message = hindrance or ("Suspended" if wish.spec.suspend else "AllRolesReady", "")
+    wanted = None if hindrance or wish.spec.suspend else _wanted(wish, seen, possible, present)
+    ready: Said = ("Ready", FALSE, *hindrance) if hindrance else _served(wish, wanted)
     progressing = bool(behind or unregistered)
     said: list[Said] = [
-        ("Ready", TRUE if ready else FALSE, reason, message),
-        ("Progressing", TRUE if progressing else FALSE, reason if progressing and hindrance else "Settled", ""),
+        ready,
+        ("Progressing", TRUE if progressing else FALSE, ready[2] if progressing and hindrance else "Settled", ""),
         _degraded(seen, taken),
         _scheduled(seen),
         _registered(seen, unregistered),
-        _kv_path(wish),
+        _kv_path(wish, seen, wanted),
         _limited(pools, possible, [pool.name for pool in possible if at_rest and _stuck(pool)]),
+        _rebalancing(possible, present, at_rest),
     ]
     sides = {side: sum(pool.target for pool in possible if pool.side is side) for side in Side}
-    return DisaggDeploymentStatus(
+    answered = wanted is not None and not unanswered(wanted.subject, wanted.shown)
+    found = DisaggDeploymentStatus(
         observed_generation=seen.generation,
         current_revision="" if old else present,
         update_revision=present,
@@ -76,8 +85,10 @@ def status(
         ratio=f"{sides[Side.PREFILL]}:{sides[Side.DECODE]}" if sides[Side.PREFILL] or sides[Side.DECODE] else "",
         gpus=sum(pool.there * pool.gpus for pool in possible),
         ready_roles=f"{len(roles) - len({each.name for each in (*behind, *unregistered)})}/{len(roles)}",
+        proved=wanted.subject.digest if wanted is not None and answered else seen.proved,
         conditions=tuple(condition(seen.conditions, seen.generation, now, each) for each in said),
     )
+    return found, wanted
 
 
 def misread(seen_conditions: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
@@ -149,9 +160,60 @@ def _hindrances(
         what = "; ".join(f"{each.name}: {each.ready} of {each.desired} ready, {each.updated} new" for each in behind)
         yield ("RollingOut" if old else "Suspending" if wish.spec.suspend else "RolesNotReady"), what
     if unregistered and not seen.registrations_known:
-        yield "RegistrationUnknown", "neither the router nor a Lease says which workers are registered"
+        yield "RegistrationUnknown", NOT_TOLD
     if unregistered:
-        yield "NotRegistered", _unregistered(unregistered)
+        yield "NotRegistered", _unregistered(unregistered, seen)
+    if seen.silent:
+        yield "RouterSilent", _silent(seen)
+
+
+def _wanted(wish: Deployment, seen: Seen, pools: Sequence[Pool], present: str) -> Wanted | None:
+    """What is to be shown of a deployment in whose way nothing stands, and what of it is known."""
+    if seen.shown is None or seen.router is None:
+        return None
+    serving = {each.role: each.serving for each in seen.children if each.replicas.revision == present}
+    prefills = tuple(each for pool in pools if pool.side is Side.PREFILL for each in serving.get(pool.name, ()))
+    pair = bool(prefills) and KvPath.DIRECT in wish.spec.kv_transfer.paths
+    subject = Subject(
+        service=router_service(wish),
+        model=wish.spec.model.name,
+        routers=seen.router.pods,
+        prefills=prefills,
+        aims=tuple(
+            Aim(pool.name, worker, pair and pool.side is Side.DECODE)
+            for pool in pools
+            if pool.side is not Side.PREFILL
+            for worker in serving.get(pool.name, ())
+        ),
+    )
+    shown = kept(subject, seen.shown)
+    if seen.proved == subject.digest and unanswered(subject, shown):
+        shown = recalled(subject, _before(seen, "KVPathReady")[1])
+    return Wanted(subject, shown)
+
+
+def _served(wish: Deployment, wanted: Wanted | None) -> Said:
+    """Ready, where only an answer may be missing."""
+    if wish.spec.suspend:
+        return "Ready", FALSE, "Suspended", ""
+    if wanted is None:
+        return "Ready", TRUE, "AllRolesReady", "no request was sent to show it: the operator's probe.enabled is off"
+    subject, shown = wanted.subject, wanted.shown
+    missing = unanswered(subject, shown)
+    if not missing:
+        return "Ready", TRUE, "AllRolesReady", ""
+    failure = shown.told
+    if failure is None:
+        what = f"{len(subject.aims) - len(missing)} of {len(subject.aims)} workers have answered a request"
+        return "Ready", FALSE, "ServedProbePending", what
+    if failure.wants_key:
+        return (
+            "Ready",
+            UNKNOWN,
+            "ServedProbeNeedsKey",
+            f"{failure}; give the operator one for {wish.namespace}/{wish.name}: probe.keys",
+        )
+    return "Ready", FALSE, "ServedProbeFailed", f"{shown.failed}: {failure}"
 
 
 def _degraded(seen: Seen, taken: Sequence[str]) -> Said:
@@ -178,20 +240,74 @@ def _scheduled(seen: Seen) -> Said:
 
 def _registered(seen: Seen, unregistered: Sequence[RoleStatus]) -> Said:
     if not unregistered:
+        if seen.silent:
+            return "RolesRegistered", UNKNOWN, "NotTold", _silent(seen)
         return "RolesRegistered", TRUE, "AllWorkersRegistered", ""
     if not seen.registrations_known:
-        return "RolesRegistered", UNKNOWN, "NotTold", "neither the router nor a Lease says which workers are registered"
-    return "RolesRegistered", FALSE, "NotRegistered", _unregistered(unregistered)
+        return "RolesRegistered", UNKNOWN, "NotTold", NOT_TOLD
+    return "RolesRegistered", FALSE, "NotRegistered", _unregistered(unregistered, seen)
 
 
-def _kv_path(wish: Deployment) -> Said:
-    """Only whether there is one at all: that blocks went over it is known to the engines, which do not tell the API server."""
+def _kv_path(wish: Deployment, seen: Seen, wanted: Wanted | None) -> Said:
+    """Whether each worker that answers took over blocks that a prefill worker had computed."""
     if not any(role.type is RoleType.PREFILL for role in wish.workers):
         return "KVPathReady", TRUE, "NotNeeded", "no role hands blocks over"
     if KvPath.DIRECT not in wish.spec.kv_transfer.paths:
         text = "workers keep blocks of their own, and nothing brings those of a prefill worker to a decode worker; add direct"
         return "KVPathReady", FALSE, "NoPath", text
-    return "KVPathReady", UNKNOWN, "NotObserved", "routers count what arrives, as fleet_kv_bytes_total"
+    subject, shown = (wanted.subject, wanted.shown) if wanted is not None else (None, Shown())
+    pairs = [aim for aim in subject.aims if aim.pair] if subject is not None else []
+    if not pairs or any(aim not in shown.answered for aim in pairs):
+        status, reason, message = _before(seen, "KVPathReady")[1:]
+        if seen.shown is not None and reason in {"HandedOver", "NotHandedOver", "NotObserved"}:
+            return "KVPathReady", status, reason, message
+        return (
+            "KVPathReady",
+            UNKNOWN,
+            "NotObserved",
+            "no probe was answered yet; routers count what arrives, as fleet_kv_bytes_total",
+        )
+    if unhanded := [aim.worker for aim in pairs if aim in shown.unhanded]:
+        text = f"{_named(unhanded)}: computed the prompt of a probe, instead of taking over what a prefill worker had computed"
+        return "KVPathReady", FALSE, "NotHandedOver", text
+    if unclear := [aim.worker for aim in pairs if aim in shown.unclear]:
+        return (
+            "KVPathReady",
+            UNKNOWN,
+            "NotObserved",
+            f"{_named(unclear)}: the prompt of a probe does not fill one block",
+        )
+    return "KVPathReady", TRUE, "HandedOver", "each worker that answers took over blocks of a prefill worker"
+
+
+def _rebalancing(pools: Sequence[Pool], present: str, at_rest: bool) -> Said:
+    """Whether the number of prefill replicas, or of decode replicas, moves beside the other. A rollout by itself moves neither."""
+    pairs = [pool for pool in pools if pool.side is not Side.ALONE]
+    asked = {side: sum(pool.asked for pool in pairs if pool.side is side) for side in (Side.PREFILL, Side.DECODE)}
+    moving = {
+        pool.name: pool for pool in pairs if (pool.asked if _settled(pool, present) else pool.counted) != pool.target
+    }
+    leaving = {pool.name: pool for pool in pairs if _leaving(pool, present)}
+    if at_rest or not all(asked.values()) or not (moving or leaving):
+        return "Rebalancing", FALSE, "Settled", ""
+    ratio = f"prefill to decode: {asked[Side.PREFILL]}:{asked[Side.DECODE]}"
+    meant = [sum(pool.target for pool in pairs if pool.side is side) for side in asked]
+    text = f"{ratio}, to be {meant[0]}:{meant[1]}"
+    if any(pool.asked > pool.target for pool in moving.values()):
+        return "Rebalancing", TRUE, "Shrinking", text
+    if leaving:
+        return "Rebalancing", TRUE, "Draining", text
+    return "Rebalancing", TRUE, "Growing", text
+
+
+def _settled(pool: Pool, present: str) -> bool:
+    """Whether it has replicas of the present revision alone."""
+    return not any(each.asked for each in pool.replicas if each.revision != present)
+
+
+def _leaving(pool: Pool, present: str) -> int:
+    """Pods of the present revision that drain: in a rollout those of another one do."""
+    return sum(each.leaving for each in pool.replicas if each.revision == present)
 
 
 def _limited(pools: Sequence[Pool], possible: Sequence[Pool], stuck: Sequence[str]) -> Said:
@@ -222,5 +338,21 @@ def _troubled(seen: Seen) -> str:
     return "; ".join(map(str, seen.troubles[:MOST_TOLD])) + (f"; and {more} more" if more > 0 else "")
 
 
-def _unregistered(roles: Sequence[RoleStatus]) -> str:
-    return "; ".join(f"{each.name}: {each.registered} of {each.desired} known to the router" for each in roles)
+def _unregistered(roles: Sequence[RoleStatus], seen: Seen) -> str:
+    short = [f"{each.name}: {each.registered} of {each.desired} known to all routers" for each in roles]
+    partly = [f"{pod} is not known to {', '.join(routers)}" for pod, routers in seen.partly.items()]
+    return "; ".join((*short, *partly[:MOST_TOLD]))
+
+
+def _silent(seen: Seen) -> str:
+    return f"{', '.join(seen.silent[:MOST_TOLD])}: has not said which workers it knows"
+
+
+def _named(workers: Sequence[Running]) -> str:
+    return ", ".join(each.pod for each in workers[:MOST_TOLD])
+
+
+def _before(seen: Seen, kind: str) -> Said:
+    """A condition as it was written last; empty: it was not."""
+    was = next((each for each in seen.conditions if each.type == kind), None)
+    return (kind, was.status, was.reason, was.message) if was is not None else (kind, "", "", "")

@@ -5,7 +5,7 @@ and a stream of events leaves nothing behind.
 """
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -126,6 +126,7 @@ class ContainerStatus(_View, frozen=True):
 
 class PodStatus(_View, frozen=True):
     phase: str = ""
+    pod_ip: str = msgspec.field(default="", name="podIP")
     conditions: tuple[ObjectCondition, ...] | None = ()
     container_statuses: tuple[ContainerStatus, ...] | None = ()
     init_container_statuses: tuple[ContainerStatus, ...] | None = ()
@@ -167,11 +168,28 @@ class LeaseSpec(_View, frozen=True):
 
 class Lease(Named, frozen=True):
     spec: LeaseSpec = LeaseSpec()
+    lapses: int = 0
+    """How often it had ended, and was renewed after all."""
 
     def essence(self) -> Self:
-        """A renewal changes nothing."""
+        """A renewal changes nothing, nor does what the worker says of itself with each: that is looked at when it is needed."""
         spec = msgspec.structs.replace(self.spec, renew_time=None)
-        return msgspec.structs.replace(self, metadata=_unversioned(self.metadata), spec=spec)
+        metadata = msgspec.structs.replace(_unversioned(self.metadata), annotations={})
+        return msgspec.structs.replace(self, metadata=metadata, spec=spec)
+
+    def heard(self, now: datetime, before: Self | None, *, news: bool) -> Self:
+        """As if renewed when we were told of it, by our own clock.
+
+        Clocks of two machines are compared only where it was there before us, and then nobody's is believed that is ahead of ours. What is renewed
+        after it had ended, as we knew it (`before`), is a change.
+        """
+        at = now if news else min(self.renewed, now)
+        lapses = 0
+        if before is not None:
+            ended = now >= before.renewed + timedelta(seconds=before.spec.lease_duration_seconds or 0)
+            lapses = before.lapses + ended
+        spec = msgspec.structs.replace(self.spec, renew_time=at.isoformat())
+        return msgspec.structs.replace(self, spec=spec, lapses=lapses)
 
     @property
     def renewed(self) -> datetime:

@@ -1,5 +1,6 @@
 """Directories of workers by their settings. Each technology is loaded where it is used: two of them are optional."""
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self, assert_never
 
@@ -7,6 +8,18 @@ from fleet.control.ports import Directory
 from fleet.discovery import Discovery, EtcdDiscovery, FileDiscovery, KubernetesDiscovery
 from fleet.errors import ConfigurationRefused
 from workers.ports import Registry
+
+
+class NothingOpen:
+    """Of a directory that holds nothing open between two calls: its context does nothing."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What is in it stays."""
 
 
 class OpenedDirectory(Directory, Registry, Protocol):
@@ -19,8 +32,8 @@ class OpenedDirectory(Directory, Registry, Protocol):
     ) -> None: ...
 
 
-def directory_of(settings: Discovery) -> OpenedDirectory:
-    """To be entered before it is used.
+def directory_of(settings: Discovery, warm_blocks: Callable[[], int] | None = None) -> OpenedDirectory:
+    """To be entered before it is used; `warm_blocks` of a worker is told where somebody reads it, which is Kubernetes.
 
     Raises:
         ConfigurationRefused: A package is not installed, or what the settings name is not there.
@@ -41,7 +54,7 @@ def directory_of(settings: Discovery) -> OpenedDirectory:
                 from fleet.adapters.discovery_kubernetes import KubernetesDirectory  # noqa: PLC0415 - optional
             except ImportError as error:
                 raise _not_installed("kubernetes", "kubernetes") from error
-            return KubernetesDirectory(settings)
+            return KubernetesDirectory(settings, warm_blocks=warm_blocks)
         case _:
             assert_never(settings)
 

@@ -9,17 +9,13 @@ Rules:
 3. A router reads all keys, watches for a third of a lease, and reads them again. What it reads is alive, since etcd has ended the
    leases of the others. A watch that went silent thus costs one round at most, and a compaction nothing.
 4. A member of etcd that is cut off from the others must not be believed: reads are linearizable and watches need a leader.
-
-The messages are those of the package aetcd. Its client is not used: it knows no TLS, and a call of it may wait for ever.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from itertools import count
-from pathlib import Path
+from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from urllib.parse import quote, unquote
 
 import grpc
@@ -27,31 +23,18 @@ import msgspec
 from aetcd import rpc
 from msgspec import Struct
 
+from fleet.adapters.etcd import CALL_SECONDS, Channels, said
 from fleet.clock import Nanos
 from fleet.control.messages import Listed, Missing, Seen, Sighting
 from fleet.control.ports import DirectoryUnreachable
 from fleet.discovery import EtcdDiscovery, Record
-from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, WorkerId
-from kvstore.credentials import Credentials
 from workers.ports import RegistryUnreachable, Superseded
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-CALL_SECONDS = 2.0
 ROUNDS = 3  # in a lease
 LEADER = (("hasleader", "true"),)
-OPTIONS = (
-    # etcd ends connections that ping more often than every 5 s, or while nothing runs on them.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    (
-        "grpc.use_local_subchannel_pool",
-        1,
-    ),  # a broken connection must not make the next attempt wait for gRPC's own back-off
-)
 
 
 class Held(Struct, frozen=True):
@@ -71,7 +54,7 @@ class EtcdDirectory:
         """
         self._settings = settings
         self._prefix = settings.prefix.encode()
-        self._channels = _Channels(settings)
+        self._channels = Channels(settings.endpoints, settings.credentials, "discovery")
         self._held: dict[tuple[WorkerId, Incarnation], Held] = {}
 
     async def __aenter__(self) -> Self:
@@ -92,7 +75,7 @@ class EtcdDirectory:
         try:
             await self._channels.call(lambda channel: self._publish(channel, record))
         except grpc.aio.AioRpcError as error:
-            raise RegistryUnreachable(_said(error)) from error
+            raise RegistryUnreachable(said(error)) from error
         return record.lease
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
@@ -102,7 +85,7 @@ class EtcdDirectory:
         try:
             await self._channels.call(lambda channel: _end_lease(channel, held.lease))
         except grpc.aio.AioRpcError as error:
-            raise RegistryUnreachable(_said(error)) from error
+            raise RegistryUnreachable(said(error)) from error
 
     async def sightings(self) -> AsyncGenerator[Sighting, None]:
         try:
@@ -115,7 +98,7 @@ class EtcdDirectory:
                 elif (seen := self._seen(event.kv)) is not None:
                     yield seen
         except grpc.aio.AioRpcError as error:
-            raise DirectoryUnreachable(_said(error)) from error
+            raise DirectoryUnreachable(said(error)) from error
         except TimeoutError as error:
             raise DirectoryUnreachable("etcd: it does not take a watch") from error
 
@@ -194,44 +177,6 @@ class EtcdDirectory:
         return Seen(record=record) if self._key(record.worker_id) == pair.key else None
 
 
-class _Channels:
-    """One channel at a time: to the endpoint that answered last, or else to the next one."""
-
-    def __init__(self, settings: EtcdDiscovery) -> None:
-        self._endpoints: Sequence[str] = settings.endpoints
-        self._tls = _tls(settings.credentials)
-        self._turn = count(1)
-        self._channel: grpc.aio.Channel | None = None
-        self._at = self._endpoints[0]
-
-    @property
-    def current(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            if self._tls is None:
-                self._channel = grpc.aio.insecure_channel(self._at, options=OPTIONS)
-            else:
-                self._channel = grpc.aio.secure_channel(self._at, self._tls, options=OPTIONS)
-        return self._channel
-
-    async def call(self, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
-        """What an endpoint answers.
-
-        Raises:
-            AioRpcError: As the call did; the next one goes elsewhere.
-        """
-        try:
-            return await ask(self.current)
-        except grpc.aio.AioRpcError:
-            await self.close()
-            self._at = self._endpoints[next(self._turn) % len(self._endpoints)]
-            raise
-
-    async def close(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
-
-
 async def _begin_lease(channel: grpc.aio.Channel, seconds: int) -> int:
     answer = await rpc.LeaseStub(channel).LeaseGrant(rpc.LeaseGrantRequest(TTL=seconds), timeout=CALL_SECONDS)
     granted: int = answer.ID
@@ -260,20 +205,3 @@ def _after(prefix: bytes) -> bytes:
     """The first key after all that begin so; etcd's own way to ask for a prefix."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
-
-
-def _tls(credentials: Credentials) -> grpc.ChannelCredentials | None:
-    if not credentials.authority:
-        return None
-    given = []
-    for name in ("authority", "key", "certificate"):
-        path = getattr(credentials, name)
-        try:
-            given.append(Path(path).read_bytes() if path else None)
-        except OSError as error:
-            raise ConfigurationRefused(f"discovery.credentials.{name}: {path}: {error.strerror}") from error
-    return grpc.ssl_channel_credentials(*given)
-
-
-def _said(error: grpc.aio.AioRpcError) -> str:
-    return f"etcd: {error.code().name}: {error.details()}"

@@ -16,12 +16,11 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import quote
 
 import msgspec
 
+from fleet.adapters.discovery import NothingOpen
 from fleet.clock import SECOND, Nanos
 from fleet.control.messages import Listed, Seen, Sighting
 from fleet.control.ports import DirectoryUnreachable
@@ -43,7 +42,7 @@ class Entry(Record, frozen=True, kw_only=True):
     renewals: int
 
 
-class FileDirectory:
+class FileDirectory(NothingOpen):
     """Implements `workers.ports.Registry` and `fleet.control.ports.Directory`."""
 
     def __init__(self, settings: FileDiscovery) -> None:
@@ -58,14 +57,6 @@ class FileDirectory:
         self._passed_over: set[str] = set()
         if not self._folder.is_dir():
             raise ConfigurationRefused(f"discovery.folder: {self._folder} is not a folder; make it, or mount it")
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing is open between two calls."""
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
         renewals = self._renewals.get((worker_id, incarnation), 0) + 1

@@ -7,21 +7,21 @@ Rules:
    on, so that of two writers one is told so.
 2. A renewal is another `renewTime`. Routers compare it with the one they saw before and never with a clock: nodes' clocks may differ.
 3. A router lists, watches until the watch ends, is too old (410) or says nothing for `SILENCE_SECONDS`, and lists again.
-4. What is written here belongs to the worker's pod, where that is named, and goes with it. A Lease of the same name that is not
-   of this cluster is left alone.
+4. What is written here goes, whatever becomes of its worker. The Lease belongs to the worker's pod, the EndpointSlice to the Lease; and a
+   Lease that nobody renews is removed by whoever follows it, in the version that has ended (`fleet.adapters.unrenewed`): who was believed
+   dead makes it anew with its next renewal.
 5. A worker's EndpointSlice has one endpoint, itself, and is written when the worker takes its Lease and deleted with it. Until it
    is written the worker is not registered.
+6. A Lease of the same name that is not of this cluster is left alone.
 """
 
 import asyncio
 import hashlib
-import ipaddress
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -32,14 +32,17 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config.config_exception import ConfigException
 from msgspec import Struct
 
-from fleet.adapters.clock import unix_milliseconds
-from fleet.clock import Nanos
+from fleet.adapters import endpoint_slices
+from fleet.adapters.clock import SystemClock, unix_milliseconds
+from fleet.adapters.endpoint_slices import endpoint_slice
+from fleet.adapters.own_pod import Pod, own_namespace, own_pod
+from fleet.adapters.unrenewed import Ended, Unrenewed
+from fleet.clock import Clock, Nanos
 from fleet.control.messages import Listed, Missing, Seen, Sighting
 from fleet.control.ports import DirectoryUnreachable
 from fleet.discovery import KubernetesDiscovery, Record
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, WorkerId
-from kvstore.addresses import host_port
 from workers.ports import RegistryUnreachable, Superseded
 
 log = logging.getLogger(__name__)
@@ -48,19 +51,19 @@ GROUP = "fleet-serving.io"
 REGISTRATION = f"{GROUP}/registration"
 CLUSTER = "app.kubernetes.io/instance"
 RECORD = f"{GROUP}/record"
-SERVICE = "kubernetes.io/service-name"
-MANAGED_BY = "endpointslice.kubernetes.io/managed-by"
+WARM = f"{GROUP}/warm-blocks"
 LEASES = ("coordination.k8s.io", "v1")
-SLICES = ("discovery.k8s.io", "v1")
+SLICES = (endpoint_slices.GROUP, endpoint_slices.VERSION)
 APPLY = "application/apply-patch+yaml"
 AGENT = MANAGER = "fleet-worker"
-OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,200}[a-z0-9])?")
 
 CALL_SECONDS = 5.0
 WATCH_SECONDS = 240
 SILENCE_SECONDS = 30.0  # workers renew more often: what is silent for longer is cut, or has none
+SWEEP_SECONDS = 1.0  # between two looks for leases that have ended
 EXPIRED = 410
+LONGEST_EVENT = 2 << 20  # bytes; an object is 1.5 MiB at most where etcd keeps it
 TRIES = 3  # of a write that others' writes come before
 MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)  # what is not as the API has it
 
@@ -77,17 +80,30 @@ class Event(Struct, frozen=True):
 class KubernetesDirectory:
     """Implements `workers.ports.Registry` and `fleet.control.ports.Directory`; an async context manager that owns its connections."""
 
-    def __init__(self, settings: KubernetesDiscovery, now_unix_ms: Callable[[], int] = unix_milliseconds) -> None:
+    def __init__(
+        self,
+        settings: KubernetesDiscovery,
+        clock: Clock | None = None,
+        now_unix_ms: Callable[[], int] = unix_milliseconds,
+        warm_blocks: Callable[[], int] | None = None,
+    ) -> None:
         """Nothing is read yet.
 
         Args:
             settings: Where, and for which cluster.
+            clock: By which leases end; None: the system's.
             now_unix_ms: For people who read the Lease; nothing is decided by it.
+            warm_blocks: Of a worker, said anew with each renewal: what it would cost to end it (`operators.registrations`).
         """
         self._settings = settings
+        self._clock = clock or SystemClock()
         self._now_unix_ms = now_unix_ms
+        self._warm_blocks = warm_blocks
+        self._pod = Pod(settings.pod, settings.pod_uid) if settings.pod else None
+        self._unrenewed = Unrenewed()
+        self._may_remove = True
         self._held: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # Leases as they were last written here
-        self._sliced: set[tuple[WorkerId, Incarnation]] = set()  # whose EndpointSlice is written
+        self._sliced: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # their EndpointSlices, likewise
         self._last_ms = 0
 
     async def __aenter__(self) -> Self:
@@ -96,6 +112,8 @@ class KubernetesDirectory:
         Raises:
             ConfigurationRefused: It is not said how to reach the API.
         """
+        if self._pod is None and not self._settings.kubeconfig:
+            self._pod = own_pod()
         self._client = await _client(self._settings)
         self._namespace = _namespace(self._settings)
         self._objects = client.CustomObjectsApi(
@@ -118,24 +136,24 @@ class KubernetesDirectory:
         me = (worker_id, incarnation)
         async with _registry_errors():
             if not await self._renew(record):
-                self._sliced.discard(me)
+                self._sliced.pop(me, None)
                 await self._take(record)
             if self._settings.service and me not in self._sliced:
-                await self._apply_slice(record)
-                self._sliced.add(me)
+                self._sliced[me] = await self._apply_slice(record)
         return record.lease
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         held = self._held.pop((worker_id, incarnation), None)
-        self._sliced.discard((worker_id, incarnation))
+        sliced = self._sliced.pop((worker_id, incarnation), None)
         async with _registry_errors():
             for _ in range(TRIES):
                 if held is None or _incarnation(held) != incarnation:
                     return
-                name, version = held["metadata"]["name"], held["metadata"]["resourceVersion"]
-                if await self._delete(LEASES, "leases", name, {"resourceVersion": version}):
-                    if self._settings.service:
-                        await self._delete(SLICES, "endpointslices", name, {})
+                name = held["metadata"]["name"]
+                if await self._delete(LEASES, "leases", name, held["metadata"]["resourceVersion"]):
+                    if sliced is not None:  # the collector of garbage would take its time
+                        version = sliced["metadata"]["resourceVersion"]
+                        await self._delete(SLICES, endpoint_slices.PLURAL, name, version)
                     return
                 held = await self._read(name)
 
@@ -145,7 +163,8 @@ class KubernetesDirectory:
             listed: Any = await self._objects.list_namespaced_custom_object(
                 *LEASES, self._namespace, "leases", label_selector=selected, _request_timeout=CALL_SECONDS
             )
-            found = [seen for item in listed["items"] if (seen := _seen(item)) is not None]
+            found = [seen for item in listed["items"] if (seen := self._look(item)) is not None]
+            self._unrenewed.only(item["metadata"]["name"] for item in listed["items"])
             revision: str = listed["metadata"]["resourceVersion"]
         yield Listed(all=tuple(found))
         async with _directory_errors():
@@ -162,9 +181,59 @@ class KubernetesDirectory:
             )
         async with answer, _directory_errors():
             answer.raise_for_status()
-            while (event := await _next(answer)) is not None:
-                if event.type != "BOOKMARK" and (seen := _seen(event.object)) is not None:
+            async for event in self._events(answer):
+                if event.type == "BOOKMARK":
+                    continue
+                seen = self._look(event.object, gone=event.type == "DELETED")
+                if seen is not None:
                     yield Missing(worker_id=seen.record.worker_id) if event.type == "DELETED" else seen
+
+    async def _events(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[Event, None]:
+        """Of a watch, until it ends, has expired or fallen silent. Meanwhile leases that have ended are removed."""
+        begun, silent = b"", 0.0
+        while silent < SILENCE_SECONDS:
+            try:
+                async with asyncio.timeout(SWEEP_SECONDS):
+                    part = await answer.content.readany()
+            except TimeoutError:
+                silent += SWEEP_SECONDS
+            else:
+                *lines, begun = (begun + part).split(b"\n")
+                for line in lines:
+                    if (event := _event(line)) is None:
+                        return
+                    yield event
+                if not part:
+                    return
+                if len(begun) > LONGEST_EVENT:
+                    raise DirectoryUnreachable(f"Kubernetes: an event is longer than {LONGEST_EVENT} bytes")
+                silent = 0.0
+            for ended in self._unrenewed.ended(self._clock.now()):
+                await self._remove(ended)
+
+    def _look(self, lease: Manifest, *, gone: bool = False) -> Seen | None:
+        """What is to be known of a Lease that the API tells of; None: it is no worker's."""
+        if (seen := _seen(lease)) is not None:
+            name = lease["metadata"]["name"]
+            if gone:
+                self._unrenewed.gone(name)
+            else:
+                version = lease["metadata"]["resourceVersion"]
+                self._unrenewed.saw(name, version, seen.record.lease, self._clock.now())
+        return seen
+
+    async def _remove(self, ended: Ended) -> None:
+        """A Lease that nobody renews, if it is still as it was."""
+        if not self._may_remove:
+            return
+        try:
+            if await self._delete(LEASES, "leases", ended.name, ended.version):
+                log.info("removed the lease of a worker that is gone", extra={"lease": ended.name})
+        except ApiException as error:
+            if error.status != 403:
+                raise
+            self._may_remove = False
+            log.warning("leases of dead workers stay: the service account has not the verb delete")
 
     async def _renew(self, record: Record) -> bool:
         """False where there is nothing to renew.
@@ -226,6 +295,8 @@ class KubernetesDirectory:
         before: Manifest = {} if found is None else found["spec"]
         taken = found is None or _incarnation(found) != record.incarnation
         metadata: Manifest = self._metadata(record)
+        if self._warm_blocks is not None:
+            metadata["annotations"][WARM] = str(self._warm_blocks())
         if found is not None:
             metadata["resourceVersion"] = found["metadata"]["resourceVersion"]
         return {
@@ -243,38 +314,39 @@ class KubernetesDirectory:
             },
         }
 
-    async def _apply_slice(self, record: Record) -> None:
+    async def _apply_slice(self, record: Record) -> Manifest:
+        ours = self._metadata(record)
         try:
-            host, port = host_port(record.address)
-            version = ipaddress.ip_address(host).version
+            body = endpoint_slice(
+                record.address,
+                self._held[record.worker_id, record.incarnation]["metadata"],
+                service=self._settings.service,
+                port="worker",
+                pod=self._pod,
+                labels=ours["labels"],
+                annotations={RECORD: ours["annotations"][RECORD]},
+            )
         except ValueError as error:
             raise RegistryUnreachable(
                 f"discovery.service: {record.address} is no IP address and port; set `advertise` to the pod's"
             ) from error
-        metadata = self._metadata(record)
-        metadata["labels"] |= {SERVICE: self._settings.service, MANAGED_BY: GROUP}
-        body = {
-            "apiVersion": "/".join(SLICES),
-            "kind": "EndpointSlice",
-            "metadata": metadata,
-            "addressType": f"IPv{version}",
-            "endpoints": [
-                {"addresses": [host], "conditions": {"ready": True, "serving": True, "terminating": False}}
-                | ({"targetRef": self._pod()} if self._settings.pod else {})
-            ],
-            "ports": [{"name": "worker", "port": port, "protocol": "TCP"}],
-        }
-        await self._objects.patch_namespaced_custom_object(
+        # Of an object that an apply has made (201), the client otherwise gives nothing.
+        answer = await self._objects.patch_namespaced_custom_object_without_preload_content(
             *SLICES,
             self._namespace,
-            "endpointslices",
-            metadata["name"],
+            endpoint_slices.PLURAL,
+            ours["name"],
             body,
             field_manager=MANAGER,
             force=True,
             _content_type=APPLY,
             _request_timeout=CALL_SECONDS,
         )
+        async with answer:
+            if answer.status >= 400:
+                raise ApiException(status=answer.status, reason=answer.reason)
+            applied: Manifest = msgspec.json.decode(await answer.read())
+        return applied
 
     def _metadata(self, record: Record) -> Manifest:
         metadata: Manifest = {
@@ -283,22 +355,14 @@ class KubernetesDirectory:
             "labels": self._settings.labels | self._labels(),
             "annotations": {RECORD: msgspec.json.encode(record).decode()},
         }
-        if self._settings.pod:
-            owner = {"apiVersion": "v1", "kind": "Pod", "name": self._settings.pod, "uid": self._settings.pod_uid}
+        if self._pod is not None:
+            owner = {"apiVersion": "v1", "kind": "Pod", "name": self._pod.name, "uid": self._pod.uid}
             metadata["ownerReferences"] = [owner]
         return metadata
 
     def _labels(self) -> dict[str, str]:
         """By which its leases are found."""
         return {REGISTRATION: "worker", CLUSTER: self._settings.cluster}
-
-    def _pod(self) -> Manifest:
-        return {
-            "kind": "Pod",
-            "namespace": self._namespace,
-            "name": self._settings.pod,
-            "uid": self._settings.pod_uid,
-        }
 
     def _now(self) -> str:
         """As `MicroTime` has it; later than the last one, whatever the clock does."""
@@ -331,11 +395,9 @@ class KubernetesDirectory:
         replaced: Manifest = written
         return replaced
 
-    async def _delete(self, kind: tuple[str, str], plural: str, name: str, preconditions: dict[str, str]) -> bool:
+    async def _delete(self, kind: tuple[str, str], plural: str, name: str, version: str) -> bool:
         """False where it is not as it was; it is no mistake that it is not there."""
-        options = (
-            client.V1DeleteOptions(preconditions=client.V1Preconditions(**preconditions)) if preconditions else None
-        )
+        options = client.V1DeleteOptions(preconditions=client.V1Preconditions(resource_version=version))
         try:
             await self._objects.delete_namespaced_custom_object(
                 *kind, self._namespace, plural, name, body=options, _request_timeout=CALL_SECONDS
@@ -375,27 +437,20 @@ def _namespace(settings: KubernetesDiscovery) -> str:
     Raises:
         ConfigurationRefused: None is named, and this is no pod.
     """
-    if settings.namespace:
-        return settings.namespace
-    try:
-        return OWN_NAMESPACE.read_text().strip()
-    except OSError as error:
-        raise ConfigurationRefused("discovery.namespace: is needed outside of a pod") from error
+    namespace = settings.namespace or own_namespace()
+    if not namespace:
+        raise ConfigurationRefused("discovery.namespace: is needed outside of a pod")
+    return namespace
 
 
-async def _next(answer: aiohttp.ClientResponse) -> Event | None:
-    """The next event; None at the end of the watch, or where it has expired or fallen silent.
+def _event(line: bytes) -> Event | None:
+    """What a watch says; None: that it has expired.
 
     Raises:
         DirectoryUnreachable: The server says that it cannot watch, for another reason: listing again at once would only add to that.
     """
-    try:
-        async with asyncio.timeout(SILENCE_SECONDS):
-            line = await answer.content.readline()
-    except TimeoutError:
-        return None
-    event = msgspec.json.decode(line, type=Event) if line else None
-    if event is None or event.type != "ERROR":
+    event = msgspec.json.decode(line, type=Event)
+    if event.type != "ERROR":
         return event
     code, reason = event.object.get("code"), event.object.get("reason")
     if code == EXPIRED:
@@ -407,7 +462,7 @@ async def _next(answer: aiohttp.ClientResponse) -> Event | None:
 async def _registry_errors() -> AsyncIterator[None]:
     try:
         yield
-    except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as error:
+    except (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
         raise RegistryUnreachable(_said(error)) from error
 
 

@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from types import TracebackType
-from typing import Self
 
+from fleet.adapters.discovery import NothingOpen
 from fleet.clock import Nanos
 from fleet.control.messages import Listed, Missing, Seen, Sighting
 from fleet.control.ports import DirectoryUnreachable
@@ -27,7 +26,7 @@ class _Content:
             watcher.put_nowait(sighting)
 
 
-class MemoryDirectory:
+class MemoryDirectory(NothingOpen):
     """Implements `workers.ports.Registry` and `fleet.control.ports.Directory`."""
 
     def __init__(self, lease_seconds: int = 9) -> None:
@@ -50,14 +49,6 @@ class MemoryDirectory:
 
     def mend(self) -> None:
         self._reachable = True
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """What is in it stays."""
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
         content = self._reached()

@@ -11,13 +11,15 @@ Rules:
 4. The endpoint that has answered counts, and not the one that was picked: where the gateway tells of another, the booking moves there.
 5. A request without a body, or for a path that generates nothing, has nothing to be placed by: it goes to the endpoint with the
    fewest requests, and books nothing.
-6. A gateway that breaks the protocol gets a gRPC status, since no answer of ours could be told from its confusion.
+6. Of several pickers that do not know of each other's bookings, gateways are to ask one. The others are not ready, and answer 503 as
+   long as they know of one who leads; without that knowledge they rather pick with half of the truth than not at all.
+7. A gateway that breaks the protocol gets a gRPC status, since no answer of ours could be told from its confusion.
 """
 
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from enum import Enum, auto
 from functools import lru_cache
@@ -98,6 +100,35 @@ class Prompts(Protocol):
         ...
 
 
+class Standing(Protocol):
+    """Of this picker, among several that do not know of each other's bookings."""
+
+    def leads(self) -> bool:
+        """Whether gateways are to ask this one."""
+        ...
+
+    def follows(self) -> bool:
+        """Whether another one leads, as far as is known."""
+        ...
+
+    async def resign(self) -> None:
+        """Have another one lead from now on; takes a few seconds at most."""
+        ...
+
+
+class Alone:
+    """There is no other. Implements `Standing`."""
+
+    def leads(self) -> bool:
+        return True
+
+    def follows(self) -> bool:
+        return False
+
+    async def resign(self) -> None:
+        """To nobody."""
+
+
 class RoutersPrompts:
     """Those that the router's own HTTP API takes. Implements `Prompts`."""
 
@@ -159,7 +190,7 @@ class EndpointPicker:
         router: Router,
         selection: SelectionService,
         prompts: Prompts,
-        leads: Callable[[], bool] = lambda: True,
+        standing: Standing | None = None,
     ) -> None:
         """Nothing is started.
 
@@ -168,7 +199,7 @@ class EndpointPicker:
             router: Knows the workers.
             selection: Books.
             prompts: Reads requests.
-            leads: Whether gateways are to ask this picker, of several that do not know of each other's bookings; a follower is not ready.
+            standing: Among other pickers; None: it is the only one.
         """
         self.address = ""  # with the port that was taken
         self.settings = settings
@@ -177,7 +208,7 @@ class EndpointPicker:
         self.held_bytes = 0  # of bodies
         self._own_endpoint = settings.own_endpoint
         self._router = router
-        self._leads = leads
+        self._standing = standing or Alone()
         self._draining = False
         self._calls = 0
         self._quiet = asyncio.Event()
@@ -190,13 +221,14 @@ class EndpointPicker:
 
     def ready(self) -> bool:
         """Whether a request sent now would find a worker."""
-        return self._leads() and not self._draining and bool(self._router.models())
+        return self._standing.leads() and not self._draining and bool(self._router.models())
 
     async def drain(self, within: Nanos) -> None:
-        """Say that this picker is going away, and wait for the answers that pass."""
+        """Say that this picker is going away, and wait for the answers that pass. Who still asks it is answered: gateways hear of it later."""
         self._draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(within / SECOND):
+                await self._standing.resign()
                 await self._quiet.wait()
 
     def endpoints(self, subset: Sequence[str] | None) -> dict[WorkerId, str]:
@@ -256,7 +288,7 @@ class EndpointPicker:
         Raises:
             Refused: DRAINING; another picker has to be asked.
         """
-        if not self._leads():
+        if self._standing.follows() and not self._draining:
             raise Refused(
                 Reason.DRAINING, "this endpoint picker is a follower; ask the one that is ready", retry_after_ms=1
             )

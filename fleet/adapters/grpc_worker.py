@@ -1,7 +1,7 @@
 """The gRPC port of a worker, for operators: the service `fleet.v1.Worker`, health, reflection. Routers do not call it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -53,4 +53,15 @@ async def serve_control(worker: WorkerServer, listen: str, presence: Presence) -
     async with open_port(
         server, listen, (SERVICE,), lambda: worker.phase is LifePhase.SERVING and presence.ready
     ) as address:
+        yield address
+
+
+@asynccontextmanager
+async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[str]:
+    """Health and nothing else, of a rank that another worker leads; yields the address.
+
+    Raises:
+        ConfigurationRefused: As with `serve_control`.
+    """
+    async with open_port(grpc.aio.server(options=SERVER_OPTIONS), listen, (), serving) as address:
         yield address

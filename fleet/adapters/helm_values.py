@@ -31,8 +31,10 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "tenant_secret",
     ),
     "EndpointPickerSettings": ("host", "port", "router_endpoint"),
+    "PickerLease": ("name", "namespace", "identity", "kubeconfig", "owner", "service", "endpoint"),
     "OperatorSettings": ("images", "identity", "namespaces", "listen", "kubeconfig"),
-    "LeaseSettings": ("name", "namespace"),
+    "LeaseSettings": ("name", "namespace", "owner"),
+    "ProbeSettings": ("keys",),
 }
 """Settings that follow from the chart's values, or are secret, by type."""
 
@@ -179,7 +181,11 @@ class Routers(_Values, frozen=True):
 
     settings: RouterSettings = RouterSettings()
     """As in a router's settings file (docs/router.md), `openai_workers` and `tenants` say. With `endpoint_picker`, `{}` at least, gateways
-    ask on port 9002."""
+    ask on port 9002: of the routers' Service where `models` are named, else of `…-routers-picker`."""
+
+    picker_lease: bool = True
+    """With `endpoint_picker` and no `models`: gateways ask one router at a time, who holds a Lease, since routers do not know what the others
+    have booked. Off: they ask all, on the routers' Service; for a single replica, or to have more of them at the price of worse choices."""
 
     secrets: tuple[SecretSetting, ...] = ()
     """Settings that are in Secrets: `{setting: tenant_secret, name: fleet, key: tenant-secret}`. A key that ends in `.json` holds JSON:
@@ -226,9 +232,41 @@ class Operator(_Values, frozen=True):
     settings: Open = {}
     """As in an operator's settings file: `operators.settings.OperatorSettings`."""
 
+    secrets: tuple[SecretSetting, ...] = ()
+    """Settings that are in Secrets, as those of routers: `{setting: probe.keys, name: fleet-probes, key: keys.json}`, where the file says
+    `{"namespace/name": "API key"}` of DisaggDeployments whose routers want one."""
+
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
     pods: Pods = Pods(resources={"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}})
+
+
+class ExtraEgress(_Values, frozen=True):
+    """Rules as a NetworkPolicy has them, by component."""
+
+    routers: tuple[Open, ...] = ()
+    operator: tuple[Open, ...] = ()
+    etcd: tuple[Open, ...] = ()
+    redis: tuple[Open, ...] = ()
+
+
+class Egress(_Values, frozen=True):
+    restricted: bool = False
+    """Pods of the release reach nothing but what they need, as far as the values say it: names, the API server, each other and the pods of
+    DisaggDeployments, and what `routers.settings` and `etcd` name, by its port. Off, since the chart does not know what else there is in a
+    cluster that pods need, the control plane of a service mesh say: that goes into `extra`."""
+
+    dns: tuple[Open, ...] = ()
+    """Who answers for names, as a NetworkPolicy names peers; empty: whoever listens on the ports for that, 53 and OpenShift's 5353."""
+
+    api_server: tuple[Open, ...] = ()
+    """Where the API server is: `{ipBlock: {cidr: 10.0.0.1/32}}`. Empty: at any address, on the ports below."""
+
+    api_server_ports: tuple[Annotated[int, Meta(ge=1, le=65535)], ...] = (443, 6443, 8443, 16443)
+    """Of the API server itself, which is not that of its Service: most plug-ins look at where a connection ends."""
+
+    extra: ExtraEgress = ExtraEgress()
+    """What is needed besides: a Redis whose URL is in a Secret, and workers and gateways of your own that the values do not name."""
 
 
 class NetworkPolicy(_Values, frozen=True):
@@ -242,6 +280,8 @@ class NetworkPolicy(_Values, frozen=True):
     monitoring: tuple[Open, ...] = ()
     """Who may read metrics besides `clients`, and on routers by the same port. Empty: of the operator everybody may; of routers those who may
     send requests."""
+
+    egress: Egress = Egress()
 
 
 class Monitors(_Values, frozen=True):

@@ -33,6 +33,41 @@ def endpoint_in(text: str) -> str:
     return endpoint_of(host, int(port))
 
 
+class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A Lease (coordination.k8s.io): of several pickers that do not know what the others have booked, gateways are to ask its holder."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=63)]
+
+    identity: Annotated[str, Meta(min_length=1, max_length=253)]
+    """Unique among those that share the Lease: the pod's name. Processes of one router have the same, since they tell each other what they
+    have booked."""
+
+    namespace: str = ""
+    """Where the Lease is; empty: the namespace of the pod."""
+
+    kubeconfig: str = ""
+    """File that says how to reach the API; empty: as a pod does, by its service account."""
+
+    owner: Annotated[str, Meta(max_length=253)] = ""
+    """The Deployment in that namespace which the pickers' pods belong to: the Lease goes when it goes. Empty: it stays."""
+
+    duration_seconds: Annotated[int, Meta(ge=2, le=3600)] = 15
+    """How long the others wait for a holder that renews no more. It renews every 2/15 of that, and after 2/3 says that it is not ready."""
+
+    service: Annotated[str, Meta(max_length=63)] = ""
+    """A Service without a selector: the holder is its only endpoint, by an EndpointSlice with the name of the Lease. Empty: none."""
+
+    endpoint: str = ""
+    """With `service`: ``ip:port`` at which gateways reach this picker."""
+
+    def __post_init__(self) -> None:
+        if self.service:
+            try:
+                endpoint_in(self.endpoint)
+            except ValueError as error:
+                raise ValueError(f"endpoint: {self.endpoint!r} must be ip:port, since service is set") from error
+
+
 class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "0.0.0.0"  # noqa: S104 - see below
     """Where it listens: on all addresses (``[::]``: those of IPv6 too), since a gateway is on another host. It asks for no key: a
@@ -47,6 +82,10 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     target_port: Port = 0
     """Where workers speak HTTP, on the addresses that they are known by; 0: on the ports that they are known by."""
+
+    lease: PickerLease | None = None
+    """Which of several pickers is to be asked, where each would pick workers' own endpoints without knowing what the others have booked. Not
+    needed with one router, however many processes it has, with `replicas`, and with `router_endpoint`."""
 
     fallbacks: Annotated[int, Meta(ge=0, le=16)] = 1
     """Endpoints named besides the one chosen, for gateways that try again elsewhere."""
@@ -72,6 +111,10 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.router_endpoint and not self.own_endpoint:
             raise ValueError(f"router_endpoint: {self.router_endpoint!r} must be ip:port; gateways look up no names")
+        if self.router_endpoint and self.lease is not None:
+            raise ValueError(
+                "lease: any router may be asked where requests go to router_endpoint; leave out one of the two"
+            )
 
     @property
     def listen(self) -> str:

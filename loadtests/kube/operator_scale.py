@@ -28,6 +28,7 @@ from operators import kinds
 from operators.cluster import open_api_server
 from operators.leader import Leader
 from operators.observe import conditions_of
+from operators.probing import Answer, Probe
 from operators.server import Operator
 from operators.settings import LeaseSettings, OperatorSettings
 from operators.telemetry import Metrics
@@ -40,6 +41,19 @@ from tests.kube.running import ApiServer, an_api_server
 ROLES = tuple({"name": f"{kind}-{pair}", "type": kind} for pair in ("a", "b") for kind in ("prefill", "decode"))
 SECONDS = 900
 SCALINGS = 10
+ANSWER_SECONDS = 0.05
+
+
+class Clients:
+    """Answers of routers, as soon as they usually come."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def ask(self, probe: Probe) -> Answer:
+        self.asked += 1
+        await asyncio.sleep(ANSWER_SECONDS)
+        return Answer(handed=probe.pair)
 
 
 def serve(pipe: multiprocessing.connection.Connection) -> None:
@@ -57,12 +71,14 @@ async def measure(server: ApiServer, count: int, folder: Path) -> dict[str, Any]
     async with open_api_server(str(server.kubeconfig(folder)), "fleet-operator/measured") as cluster:
         clock = SystemClock()
         leader = Leader(cluster, lease, "default", "measured", clock, utc_now)
-        operator = Operator(settings, cluster, None, leader, clock, utc_now, Metrics(CollectorRegistry()))
+        clients = Clients()
+        operator = Operator(settings, cluster, None, leader, clock, utc_now, Metrics(CollectorRegistry()), clients)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(operator.run(stop))
-            found = {"deployments": count, "roles": len(ROLES)}
-            found["made"] = await change(server, operator, count, {})
-            found["changed"] = await change(server, operator, count, {"routing": {"policy": "round_robin"}})
+            found: dict[str, Any] = {"deployments": count, "roles": len(ROLES)}
+            for name, spec in (("made", {}), ("changed", {"routing": {"policy": "round_robin"}})):
+                clients.asked = 0
+                found[name] = await change(server, operator, count, spec) | {"probes": clients.asked}
             found["scale_change_ms"] = round(
                 1000 * statistics.median([await scale(server, at) for at in range(SCALINGS)])
             )

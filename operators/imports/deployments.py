@@ -78,16 +78,9 @@ def spread(
         notes.append(
             Note(path, f"asks for {gpus} GPUs a replica and its engine has {ranks} ranks; gpus.perReplica is {ranks}")
         )
-    if ranks % nodes:
+    if not parallelism.fits(nodes):
         notes.append(Note(path, f"{ranks} ranks cannot be shared out evenly among {nodes} nodes; nodesPerReplica is 1"))
         nodes = 1
-    if nodes > 1:
-        notes.append(
-            Note(
-                path,
-                f"{nodes} nodes a replica: its pods come and go as one, but workers start no engine over nodes yet",
-            )
-        )
     return Gpus(vendor=vendor, per_replica=ranks), nodes
 
 
@@ -116,11 +109,14 @@ def transferred(
         notes: Where to say what was changed.
     """
     # The store shares blocks out by heads: see `workers.engines.vllm_launch.UNSHARED`.
-    unshared = any(role.nodes_per_replica > 1 or role.parallelism.pipeline > 1 for role in roles)
+    unshared = any(role.nodes_per_replica > 1 or not role.parallelism.by_heads for role in roles)
     if KvPath.STORE not in transfer.paths or engine is not EngineKind.VLLM or not unshared:
         return transfer
     notes.append(
-        Note(path, "blocks of an engine over several nodes or stages cannot be kept for later; no store is made")
+        Note(
+            path,
+            "blocks of an engine over several nodes, stages or data parallel ranks cannot be kept for later; no store is made",
+        )
     )
     return KvTransfer()
 

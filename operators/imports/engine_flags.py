@@ -165,7 +165,20 @@ def _degree(flags: Flags, name: str, path: str, notes: list[Note]) -> int:
 
 TAKEN = frozenset(
     {f"{kind}-parallel-size" for kind in ("tensor", "pipeline", "data", "expert")}
-    | {"enable-expert-parallel", "model", "served-model-name", "nnodes", "node-rank"}
+    | {
+        f"data-parallel-{what}"
+        for what in ("address", "rpc-port", "size-local", "start-rank", "rank", "hybrid-lb", "external-lb")
+    }
+    | {
+        "enable-expert-parallel",
+        "model",
+        "served-model-name",
+        "nnodes",
+        "node-rank",
+        "master-addr",
+        "master-port",
+        "headless",
+    }
 )
 """Flags that the deployment says by itself."""
 

@@ -67,10 +67,20 @@ VALUES: Mapping[str, Document] = {
                 "priorityClassName": "high",
             },
         },
-        "operator": {"scope": "Cluster", "settings": {"at_once": 16, "lease": {"duration_seconds": 30}}},
+        "operator": {
+            "scope": "Cluster",
+            "settings": {"at_once": 16, "lease": {"duration_seconds": 30}},
+            "secrets": [{"setting": "probe.keys", "name": "fleet-probes", "key": "keys.json"}],
+        },
         "networkPolicy": {
             "clients": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}],
             "monitoring": [{"namespaceSelector": {"matchLabels": {"team": "watch"}}}],
+            "egress": {
+                "restricted": True,
+                "dns": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}],
+                "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}],
+                "extra": {"routers": [{"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"port": 8443}]}]},
+            },
         },
         "tls": {"source": "CertManager", "issuer": {"name": "internal", "kind": "ClusterIssuer"}},
         "discovery": {"source": "Etcd"},
@@ -84,10 +94,14 @@ VALUES: Mapping[str, Document] = {
         "routers": {
             "serviceAccount": {"create": False, "name": "existing"},
             "settings": {
-                "tenants_redis": "redis://redis.data:6379/0",
-                "openai_workers": [{"worker_id": "gpu-0", "url": "http://10.0.0.11:8000", "model": "llama"}],
+                "tenants_redis": "redis://redis.data:6380/0",
+                "openai_workers": [
+                    {"worker_id": "gpu-0", "url": "http://10.0.0.11:8000", "model": "llama"},
+                    {"worker_id": "hosted", "url": "https://llm.example.org/api", "model": "other"},
+                ],
             },
         },
+        "networkPolicy": {"egress": {"restricted": True}},
         "operator": {"createRoles": False, "serviceAccount": {"create": False}},
     },
 }

@@ -83,6 +83,21 @@ class Api:
         return Answer(answer.status_code, answer.json() if is_json else answer.text, answer.headers)
 
 
+def inhabitants(api: Api, namespace: str) -> set[str]:
+    """`plural/name` of all that is in a namespace, less what every one has, and Events, which end by themselves."""
+    found = set()
+    groups = [each["preferredVersion"]["groupVersion"] for each in api.get("/apis").expect(200)["groups"]]
+    for root in ("/api/v1", *(f"/apis/{group}" for group in groups)):
+        listed = api.get(root)
+        for each in (
+            listed.body["resources"] if listed.code == 200 else ()
+        ):  # the last kind of a group may have gone meanwhile
+            if each["namespaced"] and "list" in each["verbs"] and "/" not in each["name"] and each["name"] != "events":
+                items = api.get(f"{root}/namespaces/{namespace}/{each['name']}").body.get("items", ())
+                found |= {f"{each['name']}/{item['metadata']['name']}" for item in items}
+    return found - {"serviceaccounts/default", "configmaps/kube-root-ca.crt"}
+
+
 def eventually(look: Callable[[], Any], seconds: float = 10) -> Any:
     """What `look` gives once that is true."""
     ends = time.monotonic() + seconds

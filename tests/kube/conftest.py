@@ -70,7 +70,8 @@ def asked(operated, nodes, tmp_path, monkeypatch):
     from operators import pace
     from tests.kube.operator_running import Asked
 
-    monkeypatch.setattr(pace, "SHORT", pace.SHORT // 10)
+    for name in ("SHORT", "LONG"):
+        monkeypatch.setattr(pace, name, getattr(pace, name) // 10)
 
     server, client, _ = operated
     name = f"fleet-test-{uuid.uuid4().hex[:10]}"

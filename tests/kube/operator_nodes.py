@@ -219,7 +219,11 @@ class Nodes:
                 used = sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName"))
                 self.most_gpus = max(self.most_gpus, used)
         [main] = [each for each in pod["spec"]["containers"] if each["name"] == "main"]
-        status = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "PodScheduled", "status": "True"}]}
+        status = {
+            "phase": "Running",
+            "podIP": address(metadata["name"]),
+            "conditions": [{"type": "PodScheduled", "status": "True"}],
+        }
         ready, state, last = True, {"running": {}}, {}
         if main["image"] in self.broken_images:
             ready, state = False, {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling"}}
@@ -278,6 +282,11 @@ class Nodes:
     def _put(self, place, item, **changes):
         metadata = item["metadata"]
         return self.cluster.storage.put(place, (metadata["namespace"], metadata["name"]), clone(item) | clone(changes))
+
+
+def address(pod):
+    """One of its own, in effect."""
+    return ".".join(map(str, (10, *hashlib.sha256(pod.encode()).digest()[:3])))
 
 
 def _owner(pod):

@@ -32,18 +32,26 @@ def install(server: ApiServer) -> None:
 
 @contextlib.asynccontextmanager
 async def an_operator(
-    asked: "Asked", *, identity: str = "first", wrap: Callable = lambda cluster: cluster, routers=None, **settings
+    asked: "Asked",
+    *,
+    identity: str = "first",
+    wrap: Callable = lambda cluster: cluster,
+    routers=None,
+    clients=None,
+    owner: str = "",
+    wall: Callable = utc_now,
+    **settings,
 ) -> AsyncIterator[Operator]:
     """Runs while the context is open, and then stops as it is asked to; where the context fails, it is as if it were killed."""
-    lease = LeaseSettings(namespace=asked.namespace, **QUICK)
+    lease = LeaseSettings(namespace=asked.namespace, owner=owner, **QUICK)
     made = OperatorSettings(
         images=IMAGES, identity=identity, lease=lease, **({"namespaces": (asked.namespace,)} | settings)
     )
     stop = asyncio.Event()
     async with open_api_server(asked.kubeconfig, f"fleet-operator/{identity}") as connected:
         cluster, clock = wrap(connected), SystemClock()
-        leader = Leader(cluster, made.lease, asked.namespace, identity, clock, utc_now)
-        operator = Operator(made, cluster, routers, leader, clock, utc_now, Metrics(CollectorRegistry()))
+        leader = Leader(cluster, made.lease, asked.namespace, identity, clock, wall)
+        operator = Operator(made, cluster, routers, leader, clock, wall, Metrics(CollectorRegistry()), clients)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(operator.run(stop))
             try:

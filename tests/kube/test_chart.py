@@ -33,6 +33,7 @@ from tests.kube.charts import (
 from tests.kube.published import check
 from tests.kube.restricted import complaints
 
+FLEETS_PODS = {"app.kubernetes.io/part-of": "fleet"}
 FOREIGN = {"Certificate"}
 """Kinds that are not Kubernetes' own."""
 
@@ -106,6 +107,7 @@ def test_what_selects_selects_what_is_there(name):
     """Services, budgets, policies, monitors and workloads each find pods, or Services, by their labels."""
     found = rendered(name, *MONITORS)
     labelled = [each["spec"]["template"]["metadata"]["labels"] for each in found if "template" in each.get("spec", {})]
+    labelled += [each["metadata"]["labels"] for each in found if each["kind"] == "Pod"]
     services = [each["metadata"]["labels"] for each in found if each["kind"] == "Service"]
     for each in found:
         spec = each.get("spec", {})
@@ -149,7 +151,7 @@ def test_a_routers_settings_file_is_one_that_a_router_takes(tmp_path):
     assert everything.tenants_redis == "redis://fleet-llm-redis:6379/0"
     assert everything.worker_credentials.authority == "/etc/fleet/tls/ca.crt"
     assert everything.discovery == EtcdDiscovery(endpoints=("fleet-llm-etcd:2379",), prefix="/fleet/fleet/workers/")
-    assert brought.tenants_redis == "redis://redis.data:6379/0"
+    assert brought.tenants_redis == "redis://redis.data:6380/0"
     assert brought.discovery == KubernetesDiscovery(cluster="llama", namespace="serving")
 
 
@@ -180,7 +182,10 @@ def test_an_operators_settings_file_is_one_that_an_operator_takes(tmp_path):
     assert settings["everything"].namespaces == ()
     assert settings["everything"].at_once == 16
     assert settings["everything"].lease == LeaseSettings(
-        name="fleet-llm-operator", namespace="serving", duration_seconds=30
+        name="fleet-llm-operator", namespace="serving", owner="fleet-llm-operator", duration_seconds=30
+    )
+    assert ("Deployment", settings["everything"].lease.owner) in by_name(rendered("everything")), (
+        "the Lease goes with it"
     )
 
 
@@ -197,6 +202,36 @@ def test_settings_that_are_secret_are_mounted_and_named_and_nowhere_else():
         "items": [{"key": "tenants.json", "path": "tenants.json"}],
     }
     assert not any(each["kind"] == "Secret" for each in rendered("everything"))
+
+    operator = by_name(rendered("everything"))["Deployment", "fleet-llm-operator"]["spec"]["template"]["spec"]
+    (container,) = operator["containers"]
+    assert "--set-file=probe.keys=/etc/fleet/secrets/0/keys.json" in container["args"]
+    secrets = {each["name"]: each["secret"] for each in operator["volumes"] if "secret" in each}
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    assert secrets[mounts["/etc/fleet/secrets/0"]] == {
+        "secretName": "fleet-probes",
+        "items": [{"key": "keys.json", "path": "keys.json"}],
+    }
+
+
+def test_the_tests_key_is_mounted_and_neither_in_a_command_nor_in_the_environment():
+    test = by_name(rendered("everything"))["Pod", "fleet-llm-test"]["spec"]
+    (container,) = test["containers"]
+
+    assert container["args"] == ["--api-key-file", "/etc/fleet/api-key/key"]
+    assert "env" not in container
+    secret = {"secretName": "fleet-test", "items": [{"key": "api-key", "path": "key"}]}
+    assert {"name": "api-key", "secret": secret} in test["volumes"]
+    for values in ({}, {"test": {"apiKey": {"name": "fleet-test"}}}, {"test": {"model": "llama"}}):
+        (keyless,) = by_name(documents(helm_3_render(values)))["Pod", "fleet-test"]["spec"]["containers"]
+        assert "args" not in keyless
+        assert [each["name"] for each in keyless["volumeMounts"]] == ["scratch"]
+
+
+def test_what_workers_wrote_in_the_releases_own_etcd_goes_with_it():
+    etcd = by_name(rendered("everything"))["StatefulSet", "fleet-llm-etcd"]["spec"]
+
+    assert etcd["persistentVolumeClaimRetentionPolicy"] == {"whenDeleted": "Delete", "whenScaled": "Retain"}
 
 
 def test_a_change_of_settings_restarts_routers_and_a_change_of_the_chart_alone_does_not(tmp_path):
@@ -243,16 +278,127 @@ def test_a_router_finishes_its_answers_within_its_pods_grace_and_its_connections
 
 
 def test_gateways_ask_routers_that_are_told_to_pick_endpoints():
-    def found(settings):
-        made = by_name(documents(helm_3_render({"routers": {"settings": settings}})))
+    def found(settings, **values):
+        made = by_name(documents(helm_3_render({"routers": {"settings": settings} | values})))
         container = made["Deployment", "fleet-routers"]["spec"]["template"]["spec"]["containers"][0]
         ports = {each["name"]: each["port"] for each in made["Service", "fleet-routers"]["spec"]["ports"]}
         return ports.get("picker"), [each for each in container["args"] if "endpoint_picker" in each]
 
     own_pod = "--set=endpoint_picker.router_endpoint=$(POD_IP):8000"
+    leads = ["--set=endpoint_picker.lease.identity=$(POD_NAME)", "--set=endpoint_picker.lease.endpoint=$(POD_IP):9002"]
     assert found({}) == (None, [])
-    assert found({"endpoint_picker": {}}) == (9002, [])
+    assert found({"endpoint_picker": {}}) == (None, leads)
+    assert found({"endpoint_picker": {}}, pickerLease=False) == (9002, [])
     assert found({"endpoint_picker": {}, "models": {"llama": "/models/llama"}}) == (9002, [own_pod])
+
+
+def test_gateways_ask_one_router_at_a_time_where_each_picks_workers_own_endpoints(tmp_path):
+    values = {"settings": {"endpoint_picker": {"lease": {"duration_seconds": 9}}}}
+    found = by_name(documents(helm_3_render({"routers": values})))
+    path = tmp_path / "settings.json"
+    path.write_text(found["ConfigMap", "fleet-routers"]["data"]["settings.json"])
+    own = {"endpoint_picker.lease.identity": "a", "endpoint_picker.lease.endpoint": "10.0.0.1:9002"}
+    told = load(path, RouterSettings, own)
+    lease = told.endpoint_picker.lease
+
+    assert (lease.namespace, lease.owner, lease.duration_seconds) == ("serving", "fleet-routers", 9)
+    service = found["Service", lease.service]["spec"]
+    assert "selector" not in service, "the router that leads is its endpoint, by its own word"
+    assert service["ports"] == [{"name": "picker", "port": 9002, "targetPort": 9002}]
+    names = {name for rule in found["Role", "fleet-routers-picker"]["rules"] for name in rule.get("resourceNames", ())}
+    assert names == {lease.name, lease.owner}
+    pod = found["Deployment", lease.owner]["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"]
+    for document in (found["Service", lease.service], found["Role", lease.name], found["RoleBinding", lease.name]):
+        for version in VERSIONS:
+            check(document, version)
+
+
+def egress(values):
+    """Rules by component, of those that have any."""
+    policies = [each for each in documents(helm_3_render(values)) if each["kind"] == "NetworkPolicy"]
+    return {
+        each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]["egress"]
+        for each in policies
+        if "Egress" in each["spec"]["policyTypes"]
+    }
+
+
+def ports(rules):
+    """That are open to anywhere."""
+    return {each["port"] for rule in rules if "to" not in rule for each in rule["ports"]}
+
+
+DNS, API_SERVER = {53, 5353}, {443, 6443, 8443, 16443}
+
+
+def test_pods_reach_everything_until_that_is_restricted_and_then_nothing_but_what_they_need():
+    assert egress({}) == {}
+
+    found = egress(VALUES["everything"] | {"networkPolicy": {"egress": {"restricted": True}}})
+
+    assert set(found) == {"routers", "operator", "etcd", "redis", "test"}
+    for component, rules in found.items():
+        assert all(rule.get("ports") or rule.get("to") for rule in rules), f"{component}: a rule that opens everything"
+    assert ports(found["operator"]) == DNS | API_SERVER
+    assert ports(found["routers"]) == DNS | {2379, 6379}
+    assert ports(found["etcd"]) == ports(found["test"]) == DNS
+    assert found["redis"] == []
+    to = {component: [rule["to"] for rule in rules if "to" in rule] for component, rules in found.items()}
+    pods = {"podSelector": {"matchLabels": FLEETS_PODS}}
+    children = {"podSelector": {"matchLabels": {"app.kubernetes.io/managed-by": "fleet-operator"}}}
+    assert to["operator"] == [[pods, children | {"namespaceSelector": {}}]]
+    assert to["routers"] == [*to["operator"], [{"namespaceSelector": {}}]], "etcd says where workers are"
+    assert [each["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for [each] in to["test"]] == ["routers"]
+    assert [each["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for [each] in to["etcd"]] == ["etcd"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "opened"),
+    [
+        ({}, set()),
+        ({"tenants_redis": "rediss://user@redis.data:6380/0"}, {6380}),
+        ({"tenants_redis": "redis://redis.data"}, {6379}),
+        ({"store": "store.data:50070"}, {50070}),
+        ({"store": "unix:/run/store.sock"}, set()),
+        ({"discovery": {"kind": "etcd", "endpoints": ["etcd-0:2379", "[fd00::1]:2380"]}}, {2379, 2380}),
+    ],
+)
+def test_routers_reach_the_ports_that_their_settings_name(settings, opened):
+    values = {"routers": {"settings": settings}, "networkPolicy": {"egress": {"restricted": True}}}
+
+    assert ports(egress(values)["routers"]) == DNS | opened
+
+
+def test_servers_are_reached_on_the_ports_of_their_urls_and_the_api_server_where_workers_are_in_it():
+    servers = [
+        {"worker_id": "a", "url": "http://10.0.0.11:8000/base", "model": "m"},
+        {"worker_id": "b", "url": "https://hosted.example.org", "model": "m"},
+        {"worker_id": "c", "url": "http://[fd00::1]", "model": "m", "kv_events": "tcp://10.0.0.11:5557"},
+    ]
+    values = {"routers": {"settings": {"openai_workers": servers}}, "networkPolicy": {"egress": {"restricted": True}}}
+    secret = {"routers": {"secrets": [{"setting": "tenants_redis", "name": "fleet", "key": "redis"}]}}
+    picks = {"routers": {"settings": {"endpoint_picker": {}}}}
+
+    assert ports(egress(values)["routers"]) == DNS | {8000, 443, 80, 5557}
+    assert ports(egress(values | picks)["routers"]) == DNS | API_SERVER, "one of several picks, by a Lease"
+    assert ports(egress(values | {"discovery": {"source": "Kubernetes"}} | secret)["routers"]) == DNS | API_SERVER | {
+        6379
+    }
+
+
+def test_what_is_needed_besides_is_added_and_what_is_known_better_is_narrowed():
+    own = {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"port": 8443}]}
+    extra = {component: [own] for component in ("routers", "operator", "etcd", "redis")}
+    peers = {"dns": [{"ipBlock": {"cidr": "10.0.0.10/32"}}], "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]}
+    values = {"etcd": {"install": True}, "redis": {"install": True}, "discovery": {"source": "Kubernetes"}}
+
+    found = egress(values | {"networkPolicy": {"egress": {"restricted": True, "extra": extra} | peers}})
+
+    assert all(found[component][-1] == own for component in extra)
+    assert ports(found["operator"]) == ports(found["etcd"]) == set()
+    assert ports(found["routers"]) == {6379}
+    assert [rule["to"] for rule in found["operator"][:2]] == [peers["dns"], peers["apiServer"]]
 
 
 def test_images_come_from_the_registry_by_tag_or_by_digest():
@@ -343,6 +489,7 @@ def test_who_may_view_or_edit_a_namespace_may_do_so_with_our_kinds():
         ({"routers": {"settings": {"max_queued": "many"}}}, "routers.settings.max_queued", "integer"),
         ({"routers": {"settings": {"http_listen": "0.0.0.0:80"}}}, "routers.settings", "http_listen"),
         ({"routers": {"settings": {"tenant_secret": "hush"}}}, "routers.settings", "tenant_secret"),
+        ({"operator": {"settings": {"probe": {"keys": {"a/b": "hush"}}}}}, "operator.settings.probe", "keys"),
         (
             {"routers": {"settings": {"openai_workers": [{"worker_id": "a", "url": "http://a"}]}}},
             "routers.settings.openai_workers.0",
@@ -355,6 +502,11 @@ def test_who_may_view_or_edit_a_namespace_may_do_so_with_our_kinds():
         ),
         ({"images": {"router": {"digest": "sha256:abc"}}}, "images.router.digest", "pattern"),
         ({"images": {"pullPolicy": "Sometimes"}}, "images.pullPolicy", "IfNotPresent"),
+        (
+            {"routers": {"settings": {"endpoint_picker": {"lease": {"identity": "me"}}}}},
+            "routers.settings.endpoint_picker",
+            "identity",
+        ),
         ({"operator": {"scope": "World"}}, "operator.scope", "Cluster"),
         ({"operator": {"settings": {"at_once": 0}}}, "operator.settings.at_once", "1"),
         ({"operator": {"settings": {"identity": "me"}}}, "operator.settings", "identity"),
@@ -380,12 +532,12 @@ def _helm_4_says(values):
 
 def test_what_the_documentation_shows_is_accepted():
     text = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
-    values, scaler = (
+    values, scaler, *_ = (
         yaml.safe_load(each) for each in re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     )
-    (shell,) = re.findall(r"<<END\n(.*?)^END", text, re.DOTALL | re.MULTILINE)
+    shells = re.findall(r"<<END\n(.*?)^END", text, re.DOTALL | re.MULTILINE)
 
-    for each in (values, yaml.safe_load(shell)):
+    for each in (values, *map(yaml.safe_load, shells)):
         assert documents(helm_3_render(each)) != rendered("default")
     for version in VERSIONS:
         check(scaler, version)

@@ -94,6 +94,28 @@ def test_a_router_runs_as_its_pod_says(found, container, endpoints):
     assert "router  requests" in answer.stdout
 
 
+def test_the_charts_test_sends_its_key_by_a_file_that_is_mounted(mounted, endpoints):
+    test = by_name(documents(helm_3_render(VALUES | {"test": {"model": "llama", "apiKey": {"name": "fleet-test"}}})))
+    (asking,) = test["Pod", "fleet-test"]["spec"]["containers"]
+    key = mounted / "api-key" / "key"
+    key.parent.mkdir()
+    words = [*asking["command"][1:], *asking["args"]]
+    here = [
+        word.replace("fleet-routers:50051", endpoints["grpc"]).replace("/etc/fleet", str(mounted)) for word in words
+    ]
+
+    def complaint() -> str:
+        command = [*FLEET, *here, "--timeout", "5"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stderr
+
+    key.write_text("wrong")
+    assert "key" in complaint()
+    key.write_text("open sesame\n")
+    assert "key" not in complaint(), "it is known; only the server behind is not there"
+    key.unlink()
+    assert f"--api-key-file: {key}: No such file" in complaint()
+
+
 def test_three_members_of_etcd_become_one_cluster(tmp_path):
     workload = by_name(rendered("everything"))["StatefulSet", "fleet-llm-etcd"]
     container = only_container(workload)

@@ -348,7 +348,7 @@ async def test_workers_and_routers_meet_by_the_rights_that_the_chart_gives_them(
         config = str(cluster.kubeconfig(tmp_path, namespace=namespace, token=token))
         return directory_of(KubernetesDiscovery(cluster="fleet", namespace=namespace, kubeconfig=config, **fields))
 
-    async with directory("workers", service="decode") as workers, directory("routers") as routers:
+    async with directory("workers", service="decode", lease_seconds=2) as workers, directory("routers") as routers:
         await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")
         await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")  # renews
         async with contextlib.aclosing(routers.sightings()) as sightings, asyncio.timeout(20):
@@ -356,6 +356,9 @@ async def test_workers_and_routers_meet_by_the_rights_that_the_chart_gives_them(
             assert [each.record.worker_id for each in listed.all] == ["decode-0"]
             await workers.deregister(WorkerId("decode-0"), Incarnation("first"))
             assert isinstance(await anext(sightings), Missing)
+            await workers.register(WorkerId("decode-0"), Incarnation("second"), "10.0.0.1:50060")
+            while not isinstance(await anext(sightings), Missing):
+                pass  # nobody renews its Lease any more: routers remove it
         used = {account: verbs_of(cluster, f"system:serviceaccount:{namespace}:fleet-{account}") for account in roles}
         with pytest.raises(RegistryUnreachable, match=r"403|orbidden"):
             await routers.register(WorkerId("decode-1"), Incarnation("first"), "10.0.0.2:50060")

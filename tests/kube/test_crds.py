@@ -107,6 +107,12 @@ def test_a_misspelt_field_is_refused_when_asked_to_be_strict(api, path):
             {},
             "must divide gpus.perReplica",
         ),
+        (
+            [a_role("aggregated", parallelism={"tensor": 2, "data": 6}, nodesPerReplica=4)],
+            {},
+            "each node takes whole data parallel engines, or each such engine whole nodes",
+        ),
+        ([a_role("aggregated", nodesPerReplica=2)], {}, "each node takes whole data parallel engines"),
         ([a_role("aggregated", rollout={"maxSurge": 0})], {}, "nothing could ever be updated"),
         ([a_role("aggregated"), a_role("router", gpus={"perReplica": 1})], {}, "a router needs none"),
         (
@@ -125,9 +131,29 @@ def test_a_misspelt_field_is_refused_when_asked_to_be_strict(api, path):
             "a store takes blocks of engines on one node",
         ),
         (
+            [a_role("aggregated", gpus={"perReplica": 2}, parallelism={"data": 2})],
+            {"kvTransfer": {"paths": ["store"]}},
+            "a store takes blocks of engines on one node",
+        ),
+        (
             [a_role("aggregated", gpus={"perReplica": 2}, parallelism={"tensor": 2}, nodesPerReplica=2)],
             {"kvTransfer": {"paths": ["store"]}},
             "a store takes blocks of engines on one node",
+        ),
+        (
+            [a_role("aggregated")],
+            {"kvTransfer": {"redis": "redis://cache:6379"}},
+            "kvTransfer.redis: takes blocks of stores",
+        ),
+        (
+            [a_role("aggregated")],
+            {"kvTransfer": {"paths": ["store"], "redisSecret": "cache"}},
+            "redisSecret is for redis only",
+        ),
+        (
+            [a_role("aggregated")],
+            {"kvTransfer": {"paths": ["store"], "redis": "redis://user:word@cache:6379"}},
+            "spec.kvTransfer.redis",
         ),
         ([a_role("aggregated"), a_role("aggregated")], {}, "Duplicate"),
         ([a_role("aggregated") | {"name": "Upper"}], {}, "spec.roles[0].name"),

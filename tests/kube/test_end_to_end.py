@@ -1,6 +1,7 @@
 """From an empty cluster to an empty cluster: Helm installs, a model is served by real processes, scaled, rolled out under load, the
 release upgraded, and all of it taken away."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -11,9 +12,10 @@ import httpx
 import msgspec
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.certificates import Authority
-from tests.kube.clients import Api, eventually
+from tests.kube.clients import Api, eventually, inhabitants
 from tests.kube.kubelet.network import why_not
 from tests.kube.tools import Command, helm_3, kubectl, tools_folder
 
@@ -34,6 +36,7 @@ SAMPLE = Path(__file__).parents[2] / "deploy" / "samples" / "cpu.yaml"
 CORE, APPS = "/api/v1/namespaces/default", "/apis/apps/v1/namespaces/default"
 FLEET = "/apis/fleet-serving.io/v1alpha1/namespaces/default"
 SECONDS = 60
+HANDED_OVER = ("fleet_kv_blocks_total", {"phase": "decode", "source": "direct"})
 PROMPT = "Say hello to everybody who is there, one after the other, and then once more to all of them together."
 VALUES = {"routers": {"enabled": False}, "operator": {"replicas": 1}, "crds": {"keep": False}}
 
@@ -125,6 +128,15 @@ def a_deployment(model_dir: Path) -> dict:
     return deployment
 
 
+def that_fails(deployment: dict) -> dict:
+    """The same model by one worker for whole requests, whose engine has no room for any prompt but the shortest."""
+    deployment["metadata"]["name"] = "broken"
+    full = {"name": "main", "args": ["--set=simulated.kv_blocks=1"]}
+    role = {"name": "all", "type": "aggregated", "podTemplate": {"spec": {"containers": [full]}}}
+    deployment["spec"]["roles"] = [role]
+    return deployment
+
+
 def test_from_an_empty_cluster_to_an_empty_cluster(server, cluster, tmp_path, model_dir):
     config = server.kubeconfig(tmp_path, token="admin")
     helm = Command(helm_3(tools_folder()), config, tmp_path)
@@ -134,20 +146,33 @@ def test_from_an_empty_cluster_to_an_empty_cluster(server, cluster, tmp_path, mo
     with Api(server.url, authority=server.authority) as api:
 
         def pods(role: str = "") -> list[dict]:
-            selector = {"labelSelector": f"fleet-serving.io/role={role}"} if role else {}
+            of_tiny = "app.kubernetes.io/instance=tiny,fleet-serving.io/role="
+            selector = {"labelSelector": of_tiny + role} if role else {}
             return api.get(f"{CORE}/pods", **selector).expect(200)["items"]
 
         def registered(role: str) -> int:
             roles = api.get(f"{FLEET}/disaggdeployments/tiny").expect(200)["status"]["roles"]
             return next(each["registered"] for each in roles if each["name"] == role)
 
+        def said(name: str = "tiny") -> dict[str, dict]:
+            status = api.get(f"{FLEET}/disaggdeployments/{name}").expect(200).get("status", {})
+            return {each["type"]: each for each in status.get("conditions", ())}
+
         def conditions() -> dict[str, str]:
-            status = api.get(f"{FLEET}/disaggdeployments/tiny").expect(200).get("status", {})
-            return {each["type"]: each["status"] for each in status.get("conditions", ())}
+            return {kind: each["status"] for kind, each in said().items()}
+
+        def handed_over() -> float:
+            """Blocks that decode workers have taken over so far, by what the router says."""
+            page = httpx.get(f"http://{cluster.way_to('tiny-router', 8000)}/metrics", trust_env=False).text
+            samples = [each for family in text_string_to_metric_families(page) for each in family.samples]
+            return sum(each.value for each in samples if (each.name, each.labels) == HANDED_OVER)
 
         helm("install", "fleet", str(CHART), "--values", str(values))
         kube("apply", "-f", "-", stdin=yaml.safe_dump(a_deployment(model_dir)))
         kube("wait", "disaggdeployment/tiny", "--for=condition=Ready", f"--timeout={SECONDS}s")
+        assert handed_over() > 0, "it has served a request before it is called Ready, by a pair of workers"
+        assert (said()["KVPathReady"]["status"], said()["KVPathReady"]["reason"]) == ("True", "HandedOver")
+        kube("apply", "-f", "-", stdin=yaml.safe_dump(that_fails(a_deployment(model_dir))))
 
         with Client(cluster.way_to("tiny-router", 50051)) as client:
             answer = client.complete(PROMPT, max_tokens=4)
@@ -171,6 +196,12 @@ def test_from_an_empty_cluster_to_an_empty_cluster(server, cluster, tmp_path, mo
             kube("rollout", "status", "deployment/fleet-operator", f"--timeout={SECONDS}s")
             eventually(lambda: load.answered > rolled)
         assert load.failed == []
+        broken = eventually(
+            lambda: (each := said("broken").get("Ready", {})).get("reason") == "ServedProbeFailed" and each
+        )
+        assert broken["status"] == "False"
+        assert re.search(r"^broken-all-\S+: 413 too_large: ", broken["message"]), broken["message"]
+        kube("delete", "disaggdeployment/broken")
         assert len(load.pairs) == 2, "both revisions were disaggregated"
         assert all(giver == taker for giver, taker in load.pairs), "no old worker paired with a new one"
 
@@ -282,20 +313,6 @@ def all_ready(api: Api, role: str, count: int) -> list[str] | None:
 
 
 def left(api: Api) -> list[str]:
-    """What there is in the namespace, but for the account that every one has."""
-    groups = [
-        ("/api/v1", ("pods", "services", "configmaps", "secrets", "endpoints")),
-        ("/apis/apps/v1", ("deployments", "statefulsets")),
-        ("/apis/policy/v1", ("poddisruptionbudgets",)),
-        ("/apis/networking.k8s.io/v1", ("networkpolicies",)),
-        ("/apis/discovery.k8s.io/v1", ("endpointslices",)),
-        ("/apis/rbac.authorization.k8s.io/v1", ("roles", "rolebindings")),
-    ]
-    found = [
-        f"{plural}/{item['metadata']['name']}"
-        for path, plurals in groups
-        for plural in plurals
-        for item in api.get(f"{path}/namespaces/default/{plural}").expect(200)["items"]
-    ]
+    """What there is in the namespace, and the kinds that are not Kubernetes' own."""
     kinds = api.get("/apis/apiextensions.k8s.io/v1/customresourcedefinitions").expect(200)["items"]
-    return found + [kind["metadata"]["name"] for kind in kinds]
+    return [*inhabitants(api, "default"), *(kind["metadata"]["name"] for kind in kinds)]

@@ -68,6 +68,32 @@ async def test_each_child_is_written_once_and_the_status_twice_a_change_and_then
     assert status_writes(changed) <= 2
 
 
+async def test_what_passes_while_a_change_is_under_way_is_not_written_each_time(asked, nodes, monkeypatch):
+    monkeypatch.setattr(pace, "LONG", Nanos(60 * SECOND))  # the machine may be slow
+    async with an_operator(asked) as operator:
+        asked.apply(a_deployment()).expect(201)
+        await eventually(lambda: asked.ready() and not operator.waiting())
+        asked.server.forget_requests()
+
+        nodes.working = False
+        asked.apply(a_deployment(image="another:2")).expect(200)
+        await eventually(lambda: asked.status()["observedGeneration"] == 2)
+        nodes.working, nodes.registers = (
+            True,
+            False,
+        )  # pods become ready, and no router knows them for longer than SHORT
+        leases = asked.path("leases", "", "coordination.k8s.io/v1")
+        await eventually(lambda: len(asked.api.get(leases).expect(200)["items"]) == 1)
+        began = time.monotonic()
+        await eventually(lambda: time.monotonic() > began + 3 * pace.SHORT / SECOND and not operator.waiting())
+        nodes.registers = True
+        await eventually(asked.ready)
+        await eventually(lambda: not operator.waiting())
+
+    written = [each for each in asked.writes() if each[1] == "disaggdeployments/status"]
+    assert len(written) == 2
+
+
 async def test_a_change_of_scale_reaches_the_child_in_under_a_second_and_never_comes_back(asked):
     roles = ({"name": "all", "type": "aggregated", "replicas": 2, **EXTERNAL},)
     async with an_operator(asked):
@@ -124,27 +150,17 @@ async def test_a_scaler_without_a_role_or_beyond_its_bounds_says_so(asked):
         await eventually(lambda: asked.replicas() == {"all": 5})
 
 
-async def test_plans_and_requests_say_that_nobody_plans(asked):
+async def test_a_plan_says_that_nobody_plans(asked):
     plan = {"metadata": {"name": "plan"}, "spec": {"deployment": "dd"}}
-    request = {
-        "metadata": {"name": "please"},
-        "spec": {
-            "model": {"name": "m"},
-            "hardware": {"gpu": "H100", "count": 8},
-            "workload": {"promptTokens": 1000, "answerTokens": 100, "concurrency": 8},
-        },
-    }
 
-    def reasons(kind, name):
-        status = asked.api.get(asked.path(kind, name)).expect(200).get("status", {})
+    def reasons():
+        status = asked.api.get(asked.path("servingplans", "plan")).expect(200).get("status", {})
         return {each["type"]: each["reason"] for each in status.get("conditions", ())}
 
     async with an_operator(asked):
         asked.api.post(asked.path("servingplans"), plan).expect(201)
-        asked.api.post(asked.path("servingrequests"), request).expect(201)
 
-        await eventually(lambda: reasons("servingplans", "plan") == {"TargetFound": "NoTarget", "Settled": "NoPlanner"})
-        await eventually(lambda: reasons("servingrequests", "please") == {"Ready": "NoPlanner"})
+        await eventually(lambda: reasons() == {"TargetFound": "NoTarget", "Settled": "NoPlanner"})
 
 
 async def test_a_rollout_ends_with_the_new_revision_alone_and_budget_is_kept(asked, nodes):
@@ -220,7 +236,7 @@ async def test_deleted_it_leaves_nothing_and_suspended_nothing_that_runs(asked):
         ),
         ({"crashes": {"bad:1": "hunter2"}}, {"image": "bad:1"}, "Degraded", "ConfigurationRefused", "exit status"),
         ({"quota": 2}, {}, "Scheduled", "QuotaExceeded", "requested: pods=1"),
-        ({"registers": False}, {}, "RolesRegistered", "NotTold", "neither the router nor a Lease"),
+        ({"registers": False}, {}, "RolesRegistered", "NotTold", "neither a router nor a Lease"),
     ],
     ids=lambda each: each if isinstance(each, str) and each[0].isupper() and " " not in each else "",
 )
@@ -244,7 +260,7 @@ async def test_ready_pods_that_no_router_knows_are_not_a_ready_deployment(asked,
     known = []
 
     class Routers:
-        async def workers(self, namespace, deployment):
+        async def workers(self, address):
             return tuple(Registration(pod=pod) for pod in known)
 
     async with an_operator(asked, routers=Routers(), ask_routers_seconds=0.05):

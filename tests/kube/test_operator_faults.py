@@ -39,7 +39,7 @@ class Mortal:
 
     def __getattr__(self, name):
         call = getattr(self._cluster, name)
-        if name not in ("apply", "patch", "delete", "create"):
+        if name not in ("apply", "make", "patch", "delete", "create"):
             return call
 
         async def write(kind, *arguments):
@@ -71,18 +71,19 @@ def end_state(asked):
 
 async def test_killed_at_every_write_it_ends_at_the_same(asked):
     role = {"name": "chat", "type": "aggregated", "scaling": {"mode": "External"}}
+    other = {"image": "another:2", "routing": {"policy": "round_robin"}}
     async with an_operator(asked):
         asked.apply(a_deployment(role)).expect(201)
         await eventually(asked.ready)
-        asked.apply(a_deployment(role, image="another:2")).expect(200)
+        asked.apply(a_deployment(role, **other)).expect(200)
         await eventually(asked.ready)
     expected, revision = end_state(asked), asked.status()["currentRevision"]
     asked.api.delete(asked.path("disaggdeployments", "dd")).expect(200)
     await eventually(lambda: not end_state(asked) and not asked.children("pods", "v1"))
 
     deaths = []
-    for image in ("", "another:2"):
-        asked.apply(a_deployment(role, image=image))
+    for spec in ({}, other):
+        asked.apply(a_deployment(role, **spec))
         while not await lives(asked, deaths):
             assert len(deaths) < 200
 
@@ -91,9 +92,8 @@ async def test_killed_at_every_write_it_ends_at_the_same(asked):
         key: replicas for key, (_, replicas) in expected.items()
     }
     assert asked.status()["currentRevision"] == revision
-    assert {("apply", "Deployment"), ("apply", "ConfigMap"), ("patch", "Deployment"), ("delete", "Deployment")} <= set(
-        deaths
-    )
+    ways = {(how, kind) for how in ("make", "apply") for kind in ("Deployment", "ConfigMap")}
+    assert ways | {("create", "RoleScaler"), ("patch", "Deployment"), ("delete", "Deployment")} <= set(deaths)
     assert len(deaths) > 15
 
 
@@ -199,35 +199,129 @@ async def test_what_a_leader_sends_too_late_changes_nothing(asked):
 
 
 class Deaf:
-    """A cluster of which nothing about RoleScalers is heard."""
+    """A cluster that tells nothing of some kinds by itself: what there is has to be asked for."""
 
-    def __init__(self, connected):
+    def __init__(self, connected, of):
         self._cluster = connected
+        self._of = of
 
     def __getattr__(self, name):
         return getattr(self._cluster, name)
 
     async def list(self, kind, *arguments):
-        return Listed((), "1") if kind == kinds.ROLE_SCALER else await self._cluster.list(kind, *arguments)
+        return Listed((), "1") if kind in self._of else await self._cluster.list(kind, *arguments)
 
     async def watch(self, kind, *arguments):
-        if kind == kinds.ROLE_SCALER:
+        if kind in self._of:
             await asyncio.Event().wait()
         async with contextlib.aclosing(self._cluster.watch(kind, *arguments)) as events:
             async for each in events:
                 yield each
 
 
-async def test_a_scaler_that_the_operator_has_not_heard_of_keeps_what_it_says(asked):
+def deaf_to(*of):
+    return lambda connected: Deaf(connected, of)
+
+
+async def test_a_scaler_that_the_operator_has_not_heard_of_keeps_what_it_says_and_is_obeyed(asked):
     role = {"name": "all", "type": "aggregated", "replicas": 2, "scaling": {"mode": "External"}}
     theirs = {"metadata": {"name": "dd-all"}, "spec": {"target": {"deployment": "dd", "role": "all"}, "replicas": 5}}
     made = asked.api.post(asked.path("rolescalers"), theirs).expect(201)
-    async with an_operator(asked, wrap=Deaf):
+    async with an_operator(asked, wrap=deaf_to(kinds.ROLE_SCALER)):
         asked.apply(a_deployment(role)).expect(201)
-        await eventually(lambda: asked.writes().count(("create", "rolescalers", "")) > 2)
+        await eventually(lambda: asked.replicas() == {"all": 5})
 
     found = asked.api.get(asked.path("rolescalers", "dd-all")).expect(200)
-    assert (found["spec"], found["metadata"]["resourceVersion"]) == (made["spec"], made["metadata"]["resourceVersion"])
+    assert (found["spec"], found["metadata"]["generation"]) == (made["spec"], made["metadata"]["generation"])
+    assert "ownerReferences" not in found["metadata"]
+
+
+THEIRS = {
+    ("services", "v1"): {"ports": [{"port": 1}], "selector": {"theirs": "yes"}},
+    ("configmaps", "v1"): {},
+    ("deployments", "apps/v1"): {
+        "replicas": 0,
+        "selector": {"matchLabels": {"theirs": "yes"}},
+        "template": {
+            "metadata": {"labels": {"theirs": "yes"}},
+            "spec": {"containers": [{"name": "main", "image": "theirs:1"}]},
+        },
+    },
+    ("poddisruptionbudgets", "policy/v1"): {"maxUnavailable": 1, "selector": {"matchLabels": {"theirs": "yes"}}},
+    ("networkpolicies", "networking.k8s.io/v1"): {"podSelector": {"matchLabels": {"theirs": "yes"}}},
+}
+
+
+async def test_foreign_objects_that_the_operator_has_not_heard_of_are_left_alone_and_named(asked):
+    def versions():
+        return {kind: asked.children(kind, group)["dd-router"]["metadata"] for kind, group in THEIRS}
+
+    for (kind, group), spec in THEIRS.items():
+        item = {"metadata": {"name": "dd-router"}} | ({"spec": spec} if spec else {"data": {"theirs": "yes"}})
+        asked.api.post(asked.path(kind, "", group), item).expect(201)
+    before = versions()
+    async with an_operator(asked, wrap=deaf_to(*kinds.NAMED, kinds.DEPLOYMENT)) as operator:
+        asked.apply(a_deployment({"name": "all", "type": "aggregated"})).expect(201)
+        named = await eventually(
+            lambda: (said := asked.condition("Degraded").get("message", "")).count("dd-router") == len(THEIRS) and said
+        )
+        await eventually(lambda: not operator.waiting())
+
+    kinds_named = "ConfigMap dd-router, Deployment dd-router, NetworkPolicy dd-router, PodDisruptionBudget dd-router"
+    assert named == f"not made by this deployment: {kinds_named}, Service dd-router"
+    assert (asked.condition("Ready")["status"], asked.condition("Ready")["reason"]) == ("False", "NameTaken")
+    assert versions() == before
+    assert "dd-all" in asked.children("services", "v1"), "what has a free name is made all the same"
+
+
+async def test_what_was_made_and_never_told_of_is_found_and_not_written_twice(asked):
+    """By the operator before this one, that is; or its answer was lost."""
+
+    def versions():
+        return {
+            (kind, name): each["metadata"]["resourceVersion"]
+            for kind, group in THEIRS
+            if kind != "deployments"  # these have a status, too
+            for name, each in asked.children(kind, group).items()
+        }
+
+    role = {"name": "all", "type": "aggregated"}
+    async with an_operator(asked):
+        asked.apply(a_deployment(role)).expect(201)
+        await eventually(asked.ready)
+    before = versions()
+    async with an_operator(asked, wrap=deaf_to(*kinds.NAMED)) as operator:
+        await eventually(lambda: operator.leader.leads() and operator.ready() and not operator.waiting())
+        await eventually(lambda: asked.ready() and not operator.waiting())
+
+    assert versions() == before
+
+
+async def test_what_a_later_manifest_leaves_out_is_removed_since_one_manager_has_all_of_it(asked):
+    def router(*env):
+        main = {"name": "main", "env": [{"name": name, "value": "yes"} for name in env]}
+        return {"name": "router", "type": "router", "podTemplate": {"spec": {"containers": [main]}}}
+
+    def names():
+        [main] = asked.children()["dd-router"]["spec"]["template"]["spec"]["containers"]
+        return {each["name"] for each in main["env"]} - {"POD_NAME", "POD_IP"}
+
+    role = {"name": "all", "type": "aggregated"}
+    async with an_operator(asked):
+        asked.apply(a_deployment(role, router("ONE", "TWO"))).expect(201)
+        await eventually(asked.ready)
+        assert names() == {"ONE", "TWO"}
+
+        asked.apply(a_deployment(role, router("TWO"))).expect(200)
+        await eventually(lambda: names() == {"TWO"})
+
+    for kind, group in THEIRS:
+        managers = {
+            (each["manager"], each["operation"])
+            for each in asked.children(kind, group)["dd-router"]["metadata"]["managedFields"]
+            if each["manager"].startswith("fleet")
+        }
+        assert managers == {("fleet-operator", "Apply")}, kind
 
 
 async def test_ten_megabytes_of_events_leave_nothing_behind_and_wake_nobody(asked, nodes):
@@ -276,12 +370,12 @@ async def test_a_look_that_the_lease_ran_out_on_is_finished_when_it_is_renewed(a
         def __getattr__(self, name):
             return getattr(self._cluster, name)
 
-        async def apply(self, *arguments):
+        async def make(self, *arguments):
             self.writes += 1
             if self.writes == 3:
                 leads[0] = False
                 asyncio.get_running_loop().call_later(0.2, leads.__setitem__, 0, True)
-            return await self._cluster.apply(*arguments)
+            return await self._cluster.make(*arguments)
 
     async with an_operator(asked, wrap=Lapsing) as operator:
         await eventually(operator.leader.leads)

@@ -22,13 +22,30 @@ from tests.kube.running import an_api_server
 
 ACCOUNT = "system:serviceaccount:default:fleet-operator"
 GPU = {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}, "nodesPerReplica": 2}
+# Of processes that are not ours: such are ended by the operator when one of their group has begun anew.
+GROUP_OF_THEIR_OWN = {"podTemplate": {"spec": {"containers": [{"name": "main", "command": ["theirs"]}]}}}
 
-
+OWN = {
+    "metadata": {"name": "fleet-operator"},
+    "spec": {
+        "replicas": 0,
+        "selector": {"matchLabels": {"its": "own"}},
+        "template": {
+            "metadata": {"labels": {"its": "own"}},
+            "spec": {"containers": [{"name": "operator", "image": "operator:1"}]},
+        },
+    },
+}
 PLAN = {"metadata": {"name": "plan"}, "spec": {"deployment": "dd"}}
 WORKLOAD = {"promptTokens": 1000, "answerTokens": 100, "concurrency": 8}
 REQUEST = {
     "metadata": {"name": "request"},
-    "spec": {"model": {"name": "m"}, "hardware": {"gpu": "H100", "count": 8}, "workload": WORKLOAD},
+    "spec": {
+        "model": {"name": "Qwen/Qwen3-8B"},
+        "hardware": {"gpu": "h100", "count": 8},
+        "workload": WORKLOAD,
+        "apply": True,
+    },
 }
 
 
@@ -75,26 +92,32 @@ async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_
     authority = Authority(tmp_path, "authority")
     roles = (
         {"name": "all", "type": "aggregated", "replicas": 2, "scaling": {"mode": "External"}},
-        {"name": "wide", "type": "aggregated", **GPU},
+        {"name": "wide", "type": "aggregated", **GPU, **GROUP_OF_THEIR_OWN},
     )
     with an_api_server(with_controllers=True, beside=nodes.run, authority=authority) as server:
         install(server)
         with Api(server.url, authority=authority.file) as api:
             grant(api, "default")
             asked = Asked(server, api, "default", tmp_path)
+            api.post(asked.path("deployments", "", "apps/v1"), OWN).expect(201)
             settings = {
                 "images": to_builtins(IMAGES),
                 "identity": "operator-0",
                 "namespaces": ["default"],
-                "lease": {"namespace": "default", **QUICK},
+                "lease": {"namespace": "default", "owner": OWN["metadata"]["name"], **QUICK},
                 "listen": "127.0.0.1:0",
                 "kubeconfig": str(server.kubeconfig(tmp_path, token=ACCOUNT)),
                 "ask_routers": False,
+                "probe": {"enabled": False},  # no router is there to answer
             }
             process, endpoints = a_process(settings, tmp_path)
             try:
                 for kind, made in (("servingplans", PLAN), ("servingrequests", REQUEST)):
                     api.post(asked.path(kind), made).expect(201)
+                proposed = asked.path("disaggdeployments", "request")
+                await eventually(lambda: api.get(proposed).code == 200)
+                api.delete(asked.path("servingrequests", "request")).expect(200)
+                await eventually(lambda: api.get(proposed).code == 404 and not asked.children("pods", "v1"))
                 asked.apply(a_deployment(*roles)).expect(201)
                 await eventually(asked.ready)
                 [first, *_] = [name for name in asked.workers() if "-all-" in name]
@@ -180,6 +203,7 @@ async def test_what_it_may_not_read_is_named_where_it_is_asked_whether_it_is_rea
                 "listen": "127.0.0.1:0",
                 "kubeconfig": str(server.kubeconfig(tmp_path, token=ACCOUNT)),
                 "ask_routers": False,
+                "probe": {"enabled": False},
             }
             process, endpoints = a_process(settings, tmp_path)
             try:

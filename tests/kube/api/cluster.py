@@ -165,6 +165,10 @@ class Cluster:
             if options.subresource:
                 raise errors.not_found(*resource.place, name)
             self._check_namespace(resource, namespace, metadata)
+            if uid := metadata.get("uid"):
+                text = f"uid mismatch: the provided object specified uid {uid}, and no existing object was found"
+                raise errors.conflict(*resource.place, name, text)
+            metadata.pop("resourceVersion", None)  # whatever it was: there is nothing that it could differ from
             _, claims = ownership.apply(None, applied, manager, resource.shape, ages.now(), force=options.force)
             made = self.create(resource, namespace, applied, msgspec.structs.replace(options, dry_run=True))
             item = clone(made.item)

@@ -1,5 +1,6 @@
 """A live router's recording as traffic: who asked what, when, and what it took."""
 
+import gzip
 from functools import partial
 
 import pytest
@@ -52,6 +53,26 @@ def test_a_recording_is_the_traffic_that_it_recorded(tmp_path):
     told = list(file.requests())
     assert [each.session for each in told] == [1, 0, 2, 1]
     assert [Request(*_but_session(each)) for each in told] == [Request(*_but_session(each)) for each in requests]
+
+
+def test_a_compressed_recording_is_the_same_and_empty_lines_count_for_numbers_alone(tmp_path):
+    recording = a_recording(tmp_path / "recording.jsonl", [a_request(1, 0), a_request(2, SECOND)])
+    told = list(open_trace(recording).requests())
+    lines = recording.read_bytes().splitlines(keepends=True)
+    spaced = b"".join([*lines[:1], b"\n", *lines[1:2], b"\r\n", *lines[2:]])
+    compressed = tmp_path / "compressed"
+
+    for content in (spaced, gzip.compress(recording.read_bytes()), gzip.compress(spaced)):
+        compressed.write_bytes(content)
+        assert list(open_trace(compressed).requests()) == told
+
+    for content in (spaced + b"{}\n", gzip.compress(spaced + b"{}\n")):
+        compressed.write_bytes(content)
+        with pytest.raises(TraceRefused, match=f"compressed: line {len(lines) + 3}: "):
+            list(open_trace(compressed).requests())
+    compressed.write_bytes(gzip.compress(spaced)[:-20])
+    with pytest.raises(TraceRefused, match="compressed: Compressed file ended"):
+        list(open_trace(compressed).requests())
 
 
 def test_who_gave_up_takes_what_he_asked_for_or_had(tmp_path):

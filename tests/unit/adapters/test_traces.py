@@ -7,7 +7,7 @@ import os
 import pytest
 
 from fleet.adapters import trace_rows
-from fleet.adapters.traces import TraceRefused, open_trace, read_trace
+from fleet.adapters.traces import Cut, TraceRefused, open_trace, read_trace
 from fleet.clock import SECOND
 from kvstore.replay import distinct_blocks, ideal
 from tests.traces import AGENTIC, agentic, conversation
@@ -58,6 +58,18 @@ def test_plain_and_compressed_files_are_the_same(tmp_path):
     compressed.write_bytes(gzip.compress(plain.read_bytes()))
 
     assert read_trace(plain) == read_trace(compressed)
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["plain", "compressed"])
+@pytest.mark.parametrize("cut", [Cut(), Cut(begin=0.5)], ids=["whole", "half"])
+def test_empty_lines_are_no_rows_and_count_for_numbers(tmp_path, packed, cut):
+    one, two = written(tmp_path, a_row(), a_row(timestamp=3.5)).read_bytes().splitlines(keepends=True)
+    file = tmp_path / "trace"
+    file.write_bytes(packed(b"\n" + one + b"\r\n \t\n" + two + b"\n"))
+    assert open_trace(file, cut=cut).count() == (2 if cut.is_whole else 1)
+    file.write_bytes(packed(b"\n" + one + b"\r\n \t\n" + two + b"\n{}\n"))
+    with pytest.raises(TraceRefused, match="trace:7: "):
+        list(open_trace(file, cut=cut).requests())
 
 
 def test_ids_of_sixty_four_tokens_are_gathered_into_blocks_and_a_rest(tmp_path):

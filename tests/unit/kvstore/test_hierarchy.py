@@ -87,6 +87,63 @@ def kinds(below):
     return [(type(movement).__name__, movement.tier) for movement in below.asked]
 
 
+class Nothing:
+    """Admits no block."""
+
+    def admits(self, key, size_bytes, now):
+        return False
+
+
+def keys_of(below, chain):
+    return [BlockKey(below.store.digest, name) for name in chain]
+
+
+def test_a_pool_that_is_given_up_goes_down_whatever_the_rule_says_and_watchers_hear_of_it():
+    below = Below(admission=Nothing())
+    chain = a_chain(4)
+    below.hold(chain)
+    below.perform_all()
+    assert below.held == [set(), set()]
+
+    assert below.hierarchy.hand_down(1, keys_of(below, chain), below.now) == 4
+    assert below.hierarchy.going_down(1) == set(keys_of(below, chain))
+    below.collect()
+    below.perform_all()
+
+    assert below.held == [set(), set(chain)]
+    assert below.hierarchy.going_down(1) == set()
+    assert all(below.hierarchy.has(1, key) for key in keys_of(below, chain))
+    (told,) = below.hierarchy.changes()
+    assert (told.tier, told.stored) == ("redis", tuple(chain))
+
+
+def test_what_is_given_up_waits_in_the_queue_that_all_blocks_wait_in_and_no_longer_one():
+    below = Below(admission=Nothing(), queue_blocks=3)
+    chain = a_chain(8)
+    below.hold(chain)
+    below.hierarchy.tick(below.now)
+
+    taken = below.hierarchy.hand_down(0, keys_of(below, chain), below.now)
+
+    assert taken == 3
+    assert below.hierarchy.counters(0).dropped == 0
+    below.hierarchy.check()
+
+
+def test_a_tier_is_fenced_once_what_was_written_to_it_has_failed_and_nothing_is_under_way():
+    below = Below(admission=Nothing())
+    chain = a_chain(2)
+    below.hold(chain)
+    below.hierarchy.hand_down(0, keys_of(below, chain), below.now)
+    below.collect()
+    assert not below.hierarchy.is_fenced(0)
+
+    below.fail()
+
+    assert below.hierarchy.is_fenced(0)
+    assert not below.hierarchy.is_fenced(1)
+
+
 def test_wanted_blocks_come_up_and_are_readable():
     below = Below()
     chain = a_chain(4)

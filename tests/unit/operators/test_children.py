@@ -1,13 +1,19 @@
 """What a deployment becomes: settings that our own processes take, and pods that change only when they have to."""
 
+import itertools
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from fleet.config import changes_of, load
 from fleet.router.settings import RouterSettings
-from operators.children import ROLE, Deployment, Images, in_bytes, merged, revision, shared, workers
+from operators.children import ROLE, Deployment, Images, group, in_bytes, merged, revision, shared, workers
+from operators.kinds import Served
 from operators.resources import DisaggDeploymentSpec
+from workers.engines import vllm_spread
+from workers.groups import common_of
 from workers.settings import WorkerSettings
 
 SAMPLES = sorted((Path(__file__).parents[3] / "deploy" / "samples").glob("*.yaml"))
@@ -37,6 +43,8 @@ def settings_of(config, kind, **put_in):
     settings = msgspec.json.decode(config["data"]["settings.json"]) | put_in
     if "embedded_store" in settings:
         settings["embedded_store"]["store_id"] = "pod"
+    if "group" in settings:
+        settings["group"] |= {"rank": 1, "leader": "pod-0:50063"}
     return msgspec.convert(settings, kind)
 
 
@@ -57,12 +65,62 @@ def test_settings_of_all_pods_are_taken_by_our_own_processes(path, paths):
             assert (settings.embedded_store is not None) == ("store" in paths)
 
 
+@pytest.mark.parametrize("secret", ["", "redis-password"])
+def test_stores_of_all_workers_share_the_redis_that_is_named_and_its_password_is_a_file(secret):
+    transfer = {"paths": ["store"], "redis": "rediss://cache.ns:6379/2", "redisSecret": secret}
+    found = manifests(a_deployment(SAMPLES[0], kvTransfer=transfer))
+
+    configs = [each for each in of_kind(found, "ConfigMap") if each["metadata"]["labels"][ROLE] != "router"]
+    assert configs
+    for each in configs:
+        (tier,) = settings_of(each, WorkerSettings, worker_id="pod").embedded_store.tiers
+        assert (tier.url, bool(tier.password_file)) == ("rediss://cache.ns:6379/2", bool(secret))
+    for each in (each for each in found if "template" in each.get("spec", ())):
+        pod = each["spec"]["template"]["spec"]
+        routes = each["metadata"]["labels"][ROLE] == "router"
+        mounted = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
+        assert mounted == ([secret] if secret and not routes else [])
+
+
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_everything_goes_when_the_deployment_goes_and_names_are_unique(path):
     found = manifests(a_deployment(path))
 
     assert all(each["metadata"]["ownerReferences"][0]["uid"] == "1-2-3" for each in found)
     assert len({(each["kind"], each["metadata"]["name"]) for each in found}) == len(found)
+
+
+@pytest.mark.parametrize("leader_worker_sets", [True, False])
+def test_the_pods_of_a_replica_of_several_nodes_run_one_engine(tmp_path, leader_worker_sets):
+    deployment = a_deployment(next(path for path in SAMPLES if path.stem == "b200-deepseek-moe"))
+    (role,) = (each for each in deployment.workers if each.nodes_per_replica > 1)
+    served = Served(leader_worker_sets=leader_worker_sets)
+    config, *others = workers(deployment, role, "rev", IMAGES, served)
+    (child,) = others or [group(deployment, role, "rev", 0, IMAGES)]
+    spec = child["spec"].get("leaderWorkerTemplate") or child["spec"]
+    pod = (spec.get("workerTemplate") or spec["template"])["spec"]
+    (main,) = pod["containers"]
+    sources = {each["name"]: each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "") for each in main["env"]}
+    ranks = []
+    for rank in range(role.nodes_per_replica):
+        put_in = {"POD_NAME": f"pod-{rank}", "POD_IP": f"10.0.0.{rank}", "REVISION": "rev"}
+        put_in |= {"LWS_LEADER_ADDRESS": "pod-0.ns", "LWS_WORKER_INDEX": str(rank)}
+        words = [re.sub(r"\$\((\w+)\)", lambda found, have=put_in: have[found[1]], each) for each in main["command"]]
+        changes = changes_of(each for before, each in itertools.pairwise(words) if before == "--set")
+        file = tmp_path / "settings.json"
+        file.write_text(config["data"]["settings.json"])
+        ranks.append(load(file, WorkerSettings, changes))
+
+    assert sources["LWS_WORKER_INDEX"].endswith("worker-index']" if leader_worker_sets else "pod-index']")
+    assert [each.group.rank for each in ranks] == [0, 1]
+    assert {each.group.leader for each in ranks} == {"pod-0.ns:50063"}
+    assert {each.group.nodes for each in ranks} == {2}
+    assert len({common_of(each) for each in ranks}) == 1
+    for each in ranks:
+        vllm_spread.check(each)
+        assert pod["terminationGracePeriodSeconds"] * 1000 > each.drain_timeout_ms, (
+            "a rank waits for its leader to drain"
+        )
 
 
 def test_services_and_budgets_select_the_pods_they_are_about_and_no_others():

@@ -240,7 +240,7 @@ def test_one_model_is_one_deployment_whatever_its_entries_are_called_and_another
     assert (alike.kv_transfer.paths, alike.kv_transfer.store_memory) == (("store",), "60G")
     assert (wide.roles[0].nodes_per_replica, wide.roles[0].gpus.per_replica) == (2, 16)
     assert (small.model.name, small.model.uri) == ("little", "tiny/gpt")
-    assert noted(made) == {"servingEngineSpec.modelSpec[2]", "servingEngineSpec.modelSpec[3].requestGPU"}
+    assert noted(made) == {"servingEngineSpec.modelSpec[3].requestGPU"}
 
 
 @pytest.mark.parametrize(
@@ -276,20 +276,33 @@ def test_services_of_the_older_version_become_roles():
         "document 2: spec",
         "document 2: spec.services.Frontend.extraPodSpec.mainContainer.args",
         "document 2: spec.services.Planner",
-        "document 2: spec.services.VllmDecodeWorker",
         "document 2: spec.pvcs",
     }
+
+
+def test_where_an_engines_nodes_meet_is_the_operators_to_say():
+    (graph, *_) = [each for each in documents("graph-v1alpha1") if "services" in each.get("spec", {})]
+    worker = graph["spec"]["services"]["VllmDecodeWorker"]["extraPodSpec"]["mainContainer"]
+    before = imported(deepcopy([graph]))
+    worker["args"] += ["--master-addr=leader", "--master-port", "29501", "--headless", "--data-parallel-size-local=1"]
+
+    assert imported([graph]) == before, "such flags are no settings of a worker, and are neither passed on nor a loss"
 
 
 def test_a_connector_that_keeps_blocks_becomes_a_store_where_our_workers_can_have_one():
     *_, graph = documents("graph-v1alpha1")
     services = graph["spec"]["services"]
     decode = services["VllmDecodeWorker"]
-    decode |= {"multinode": {"nodeCount": 1}, "resources": {"limits": {"gpu": "8"}}}
+    decode |= {"multinode": {"nodeCount": 1}, "resources": {"limits": {"gpu": "4"}}}
+    flags = decode["extraPodSpec"]["mainContainer"]["args"]
+    flags.remove("--data-parallel-size=2")
     made = imported([graph])
     assert made.objects[0]["spec"]["kvTransfer"]["paths"] == ["direct", "store"]
     assert "spec" not in noted(made)
 
+    flags.append("--data-parallel-size=2")
+    assert "kvTransfer" not in imported([graph]).objects[0]["spec"]
+    flags.pop()
     (line,) = services["VllmPrefillWorker"]["extraPodSpec"]["mainContainer"]["args"]
     services["VllmPrefillWorker"]["extraPodSpec"]["mainContainer"]["args"] = [line.replace("-tp 8", "-tp 4 -pp 2")]
     made = imported([graph])

@@ -8,6 +8,7 @@ from operators import kinds
 from operators.children import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
 from operators.kinds import Served
 from operators.observe import HALF_SECONDS, Store, observe
+from operators.probing import Running
 from operators.registrations import WARM, Registration, WorkerLease, registered
 from operators.resources import DisaggDeploymentSpec
 from operators.views import (
@@ -104,7 +105,9 @@ def test_a_lease_that_ended_or_was_given_up_and_one_that_nobody_told_count_for_n
 
 
 def test_what_a_router_says_and_what_leases_say_are_both_believed():
-    found = seen(a_child(2), a_pod("a"), a_pod("b"), a_lease("a"), told=[Registration(pod="b", warm_blocks=7)])
+    found = seen(
+        a_child(2), a_pod("a"), a_pod("b"), a_lease("a"), told={"router": (Registration(pod="b", warm_blocks=7),)}
+    )
 
     assert found.children[0].registered == 2
     assert [(each.pod, each.blocks) for each in found.worths["all", "r1"]] == [("a", None), ("b", 7)]
@@ -112,7 +115,7 @@ def test_what_a_router_says_and_what_leases_say_are_both_believed():
 
 def test_a_lease_that_does_not_say_how_warm_its_worker_is_leaves_what_the_router_said():
     lease = WorkerLease(holder="a", renewed=NOW, duration_seconds=9)
-    told = (Registration(pod="a", warm_blocks=7),)
+    told = {"router": (Registration(pod="a", warm_blocks=7),)}
 
     assert registered((lease,), told, NOW)["a"].warm_blocks == 7
     said = msgspec.structs.replace(lease, annotations={WARM: "12"})
@@ -151,7 +154,31 @@ def test_a_group_is_one_replica_which_is_ready_when_all_of_it_is():
     part = group(member("a"), a_lease("a"))
 
     assert (whole.replicas.pods, whole.replicas.ready, whole.registered) == (1, 1, 1)
+    assert whole.serving == (Running("a"),), "the others answer no requests"
     assert (part.replicas.pods, part.replicas.ready) == (1, 0)
+
+
+def test_a_group_is_worth_the_warm_blocks_of_all_its_pods_where_that_is_told():
+    told = {"router": (Registration(pod="a", warm_blocks=7), Registration(pod="b", warm_blocks=5))}
+    sets = [a_child(1, name=f"dd-all-r1-{number}", **{GROUP_LABEL: str(number)}) for number in range(3)]
+    pods = [
+        a_pod(name, of=f"dd-all-r1-{number}-uid", ready=name != "d", **{GROUP_LABEL: str(number)})
+        for name, number in (("a", 0), ("b", 0), ("c", 1), ("d", 2))
+    ]
+
+    [child] = seen(*sets, *pods, a_lease("c"), a_lease("d"), told=told, stateful=True).children
+
+    assert child.members == ("dd-all-r1-0", "dd-all-r1-1", "dd-all-r1-2")
+    assert child.warm == {"dd-all-r1-0": 12}
+    assert child.ready_members == ("dd-all-r1-0", "dd-all-r1-1")
+
+
+def test_what_a_worker_says_of_itself_with_each_renewal_wakes_nobody():
+    said, other = a_lease("a"), a_lease("a", renewed=NOW + timedelta(seconds=9))
+    metadata = msgspec.structs.replace(other.metadata, annotations={WARM: "12"})
+
+    assert said.essence() == msgspec.structs.replace(other, metadata=metadata).essence()
+    assert said.essence() != a_lease("a", holder="").essence()
 
 
 def test_a_group_that_finds_nodes_for_half_of_its_pods_only_is_given_back_after_a_while():
@@ -171,3 +198,51 @@ def test_when_one_of_a_group_begins_anew_and_the_others_do_not_take_it_back_they
     assert group(msgspec.structs.replace(anew), member("b", ready=False, restarts=1, ended=OLD)).left_behind == ()
     assert group(member("a", ready=False, restarts=1, ended=NOW), member("b")).left_behind == ()
     assert group(member("a", restarts=1, ended=OLD), member("b")).left_behind == ()
+
+
+def a_router(name, ready=True):
+    made = a_pod(name, ready=ready, of="dd-router-uid", **{ROLE: "router", TYPE: "router"})
+    labels = {key: value for key, value in made.metadata.labels.items() if key != REVISION}
+    return msgspec.structs.replace(made, metadata=msgspec.structs.replace(made.metadata, labels=labels))
+
+
+def word(*pods):
+    return tuple(Registration(pod=pod) for pod in pods)
+
+
+def test_a_worker_is_registered_when_all_routers_know_it_and_serves_when_one_does():
+    pods = (a_router("r1"), a_router("r2"), a_pod("a"), a_pod("b"))
+
+    found = seen(a_child(2), *pods, told={"r1": word("a", "b"), "r2": word("a")})
+
+    [child] = found.children
+    assert (child.registered, child.replicas.ready) == (1, 2), "nobody takes a worker away that gets requests"
+    assert found.partly == {"b": ("r2",)}
+    leased = seen(a_child(2), *pods, a_lease("b"), told={"r1": word("a", "b"), "r2": word("a")})
+    assert (leased.children[0].registered, leased.partly) == (2, {}), "a Lease is read by all"
+
+
+def test_a_router_that_is_not_ready_yet_need_not_know_anybody_and_one_that_is_has_to_say():
+    pods = (a_router("r1"), a_router("r2", ready=False), a_pod("a"))
+
+    starting = seen(a_child(1), *pods, told={"r1": word("a"), "r2": ()})
+    silent = seen(a_child(1), *pods[1:], a_router("r1"), a_router("r3"), told={"r1": word("a")})
+
+    assert (starting.children[0].registered, starting.silent) == (1, ())
+    assert silent.silent == ("r3",)
+    assert seen(a_child(1), *pods, a_lease("a")).silent == (), "nobody is asked"
+
+
+def test_pods_that_serve_are_told_with_how_often_they_have_begun_anew():
+    pods = (a_pod("b", restarts=2), a_pod("a"), a_pod("c", ready=False), a_pod("d"))
+
+    found = seen(a_child(4), *pods, a_router("r1"), told={"r1": word("a", "b", "c")})
+
+    assert found.children[0].serving == (Running("a"), Running("b", 2))
+    router = seen(msgspec.structs.replace(a_child(), metadata=without_revision("dd-router")), a_router("r1")).router
+    assert router.pods == (Running("r1"),)
+
+
+def without_revision(name):
+    made = owned(name)
+    return msgspec.structs.replace(made, labels={key: value for key, value in made.labels.items() if key != REVISION})

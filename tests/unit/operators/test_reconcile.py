@@ -248,8 +248,40 @@ def test_before_replicas_go_it_is_said_what_each_would_cost_to_lose_where_that_i
     assert said == (Value("a", 5), Scale("Deployment", child.name, 1, 2))
 
 
-def test_a_half_of_a_group_is_given_back_and_who_was_left_behind_begins_anew():
-    wish = a_wish({"name": "all", "type": "aggregated"})
+@pytest.mark.parametrize(
+    ("ready", "warm", "gone"),
+    [
+        ((0, 1, 2), {0: 90, 1: 7, 2: 500}, [1]),
+        ((0, 1, 2), {0: 90, 2: 500}, [1]),  # nothing is told of it: it has just come
+        ((0, 1), {0: 1, 1: 7, 2: 500}, [2]),  # serves nobody, whatever it holds
+        ((0, 1, 2), {}, [2]),
+        ((0, 1, 2), {0: 3, 1: 3, 2: 3}, [2]),
+    ],
+)
+def test_of_groups_the_one_goes_whose_warm_blocks_are_worth_least(ready, warm, gone):
+    wish = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
+    seen = settled_seen(wish)
+    [child] = seen.children
+    groups = msgspec.structs.replace(
+        child,
+        kind="StatefulSet",
+        replicas=msgspec.structs.replace(child.replicas, asked=3, pods=3, ready=len(ready)),
+        members=("x-0", "x-1", "x-2"),
+        ready_members=tuple(f"x-{index}" for index in ready),
+        warm={f"x-{index}": blocks for index, blocks in warm.items()},
+    )
+
+    said = actions(msgspec.structs.replace(seen, children=(groups,)), wish)
+
+    assert [each for each in said if isinstance(each, Remove)] == [
+        Remove("StatefulSet", f"x-{index}") for index in gone
+    ]
+
+
+@pytest.mark.parametrize(("container", "ends"), [({"command": ["serve"]}, [End("p")]), ({"args": ["--x"]}, [])])
+def test_a_half_of_a_group_is_given_back_and_of_foreign_engines_who_was_left_behind_begins_anew(container, ends):
+    template = {"spec": {"containers": [{"name": "main"} | container]}}
+    wish = a_wish({"name": "all", "type": "aggregated", "podTemplate": template})
     seen = settled_seen(wish)
     [child] = seen.children
     torn = msgspec.structs.replace(
@@ -258,7 +290,7 @@ def test_a_half_of_a_group_is_given_back_and_who_was_left_behind_begins_anew():
 
     said = actions(msgspec.structs.replace(seen, children=(torn,)), wish)
 
-    assert [each for each in said if isinstance(each, Remove | End)] == [Remove("StatefulSet", "x-1"), End("p")]
+    assert [each for each in said if isinstance(each, Remove | End)] == [Remove("StatefulSet", "x-1"), *ends]
 
 
 def settled_seen(wish):

@@ -121,6 +121,12 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
+{{/* Whether gateways ask one router at a time: each picks workers' own endpoints, and knows nothing of what the others have booked. */}}
+{{- define "fleet.pickerLease" -}}
+{{- $of := .Values.routers -}}
+{{- if and $of.enabled $of.pickerLease (hasKey $of.settings "endpoint_picker") (not $of.settings.models) -}}true{{- end -}}
+{{- end -}}
+
 {{/* What routers are told: the values' settings, and over them what follows from the chart's other values. */}}
 {{- define "fleet.routerSettings" -}}
 {{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" "control_listen" "0.0.0.0:50052" -}}
@@ -132,6 +138,13 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- range $end := list "worker_credentials" "store_credentials" -}}
 {{- $_ := set $own $end (include "fleet.tlsFiles" $ | fromJson) -}}
 {{- end -}}
+{{- end -}}
+{{- if include "fleet.pickerLease" . -}}
+{{- $routers := printf "%s-routers" (include "fleet.fullname" .) -}}
+{{- $lease := dict "name" (printf "%s-picker" $routers) "namespace" .Release.Namespace -}}
+{{- $_ := set $lease "owner" $routers -}}
+{{- $_ := set $lease "service" (printf "%s-picker" $routers) -}}
+{{- $_ := set $own "endpoint_picker" (dict "lease" $lease) -}}
 {{- end -}}
 {{- if and .Values.redis.install (not .Values.routers.settings.tenants_redis) -}}
 {{- $_ := set $own "tenants_redis" (printf "redis://%s-redis:6379/0" (include "fleet.fullname" .)) -}}
@@ -177,6 +190,68 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $images "worker_rocm" (include "fleet.image" (list . .Values.images.workerRocm)) -}}
 {{- $own := dict "images" $images "listen" "0.0.0.0:8080" -}}
 {{- $_ := set $own "namespaces" (ternary (list .Release.Namespace) list (eq .Values.operator.scope "Namespace")) -}}
-{{- $_ := set $own "lease" (dict "name" (printf "%s-operator" (include "fleet.fullname" .)) "namespace" .Release.Namespace) -}}
+{{- $name := printf "%s-operator" (include "fleet.fullname" .) -}}
+{{- $_ := set $own "lease" (dict "name" $name "namespace" .Release.Namespace "owner" $name) -}}
 {{- mergeOverwrite (deepCopy .Values.operator.settings) $own | toPrettyJson -}}
+{{- end -}}
+
+{{/* Rules of NetworkPolicies for what pods ask: who answers for names, the API server, and pods of Fleet, of this release and of DisaggDeployments. */}}
+{{- define "fleet.egressToNames" -}}
+- ports:
+    {{- range $port := list 53 5353 }}
+    - {port: {{ $port }}, protocol: UDP}
+    - {port: {{ $port }}, protocol: TCP}
+    {{- end }}
+  {{- with .Values.networkPolicy.egress.dns }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "fleet.egressToApiServer" -}}
+- ports:
+    {{- range .Values.networkPolicy.egress.apiServerPorts }}
+    - {port: {{ . }}}
+    {{- end }}
+  {{- with .Values.networkPolicy.egress.apiServer }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "fleet.egressToPods" -}}
+- to:
+    - podSelector: {matchLabels: {app.kubernetes.io/part-of: fleet}}
+    - podSelector: {matchLabels: {app.kubernetes.io/managed-by: fleet-operator}}
+      {{- if eq .Values.operator.scope "Cluster" }}
+      namespaceSelector: {}
+      {{- end }}
+{{- end -}}
+
+{{/* Ports of what routers are told to ask, as a JSON list: servers, a KV store, Redis, etcd. */}}
+{{- define "fleet.routerTargets" -}}
+{{- $settings := include "fleet.routerSettings" . | fromJson -}}
+{{- $ports := list -}}
+{{- range $settings.openai_workers -}}
+{{- $ports = append $ports (include "fleet.portOf" (list .url (ternary "443" "80" (hasPrefix "https://" .url)))) -}}
+{{- range $own := list .kv_events .kv_events_replay }}{{ $ports = append $ports (include "fleet.portOf" (list $own "")) }}{{ end -}}
+{{- end -}}
+{{- range $own := concat (list $settings.store) (dig "discovery" "endpoints" list $settings) -}}
+{{- $ports = append $ports (include "fleet.portOf" (list $own "")) -}}
+{{- end -}}
+{{- $secret := list -}}
+{{- range .Values.routers.secrets }}{{ $secret = append $secret .setting }}{{ end -}}
+{{- if or $settings.tenants_redis (has "tenants_redis" $secret) -}}
+{{- $ports = append $ports (include "fleet.portOf" (list $settings.tenants_redis "6379")) -}}
+{{- end -}}
+{{- $found := list -}}
+{{- range $ports | uniq | sortAlpha }}{{ if . }}{{ $found = append $found (int .) }}{{ end }}{{ end -}}
+{{- toJson $found -}}
+{{- end -}}
+
+{{/* Of an address or a URL: (list address default). Empty: it has none, as Unix sockets have not. */}}
+{{- define "fleet.portOf" -}}
+{{- $address := index . 0 | default "" -}}
+{{- if not (or (hasPrefix "unix:" $address) (hasPrefix "ipc:" $address)) -}}
+{{- $host := regexReplaceAll "^[a-z0-9+]+://([^/]*).*$" $address "${1}" -}}
+{{- regexFind ":[0-9]+$" $host | trimPrefix ":" | default (index . 1) -}}
+{{- end -}}
 {{- end -}}

@@ -1,0 +1,92 @@
+"""Connections to etcd, of whoever keeps something there.
+
+The messages are those of the package aetcd. Its client is not used: it knows no TLS, and a call of it may wait for ever.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from fleet.errors import ConfigurationRefused
+from kvstore.credentials import Credentials
+
+T = TypeVar("T")
+
+CALL_SECONDS = 2.0
+OPTIONS = (
+    # etcd ends connections that ping more often than every 5 s, or while nothing runs on them.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    (
+        "grpc.use_local_subchannel_pool",
+        1,
+    ),  # a broken connection must not make the next attempt wait for gRPC's own back-off
+)
+
+
+class Channels:
+    """One channel at a time: to the endpoint that answered last, or else to the next one."""
+
+    def __init__(self, endpoints: Sequence[str], credentials: Credentials, section: str) -> None:
+        """Nothing is dialled yet.
+
+        Args:
+            endpoints: host:port of members of the etcd cluster.
+            credentials: Without an authority: no TLS.
+            section: Of the settings that these are from, for the message of a refusal.
+
+        Raises:
+            ConfigurationRefused: A file of `credentials` cannot be read.
+        """
+        self._endpoints = endpoints
+        self._tls = _tls(credentials, section)
+        self._turn = count(1)
+        self._channel: grpc.aio.Channel | None = None
+        self._at = self._endpoints[0]
+
+    @property
+    def current(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            if self._tls is None:
+                self._channel = grpc.aio.insecure_channel(self._at, options=OPTIONS)
+            else:
+                self._channel = grpc.aio.secure_channel(self._at, self._tls, options=OPTIONS)
+        return self._channel
+
+    async def call(self, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
+        """What an endpoint answers.
+
+        Raises:
+            AioRpcError: As the call did; the next one goes elsewhere.
+        """
+        try:
+            return await ask(self.current)
+        except grpc.aio.AioRpcError:
+            await self.close()
+            self._at = self._endpoints[next(self._turn) % len(self._endpoints)]
+            raise
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+
+def _tls(credentials: Credentials, section: str) -> grpc.ChannelCredentials | None:
+    if not credentials.authority:
+        return None
+    given = []
+    for name in ("authority", "key", "certificate"):
+        path = getattr(credentials, name)
+        try:
+            given.append(Path(path).read_bytes() if path else None)
+        except OSError as error:
+            raise ConfigurationRefused(f"{section}.credentials.{name}: {path}: {error.strerror}") from error
+    return grpc.ssl_channel_credentials(*given)
+
+
+def said(error: grpc.aio.AioRpcError) -> str:
+    return f"etcd: {error.code().name}: {error.details()}"

@@ -1,0 +1,169 @@
+"""Probes: requests for a token, sent through the routers of a deployment over HTTP, as its clients send theirs.
+
+Rules:
+
+1. An answer counts when it is a completion of the model by the worker that was asked for, and of a pair when a prefill worker computed the prompt.
+2. Every prompt begins with other words than all before, so that no cache has it, and is long enough to fill a block of most engines.
+3. Of what went wrong the status is told, and the text of a refusal of ours; what else somebody answers may hold anything. No key is told.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from fleet.errors import Reason
+from fleet.requests import Source
+from fleet.roles import Phase
+from operators.children import HTTP
+from operators.probing import Answer, Failure, Probe
+
+LONGEST_ANSWER = 64 << 10
+MOST_CHARACTERS = 200
+WORDS = " ".join(f"and then comes number {number}," for number in range(40))
+"""Some 200 tokens."""
+
+ELSEWHERE = frozenset({Source.DIRECT, Source.STORE})
+
+
+class _Origin(Struct, frozen=True):
+    source: str
+    blocks: int = 0
+
+
+class _Phase(Struct, frozen=True):
+    phase: str
+    worker_id: str
+    prompt_blocks: int = 0
+    origins: tuple[_Origin, ...] = ()
+
+
+class _Fleet(Struct, frozen=True):
+    kv: tuple[_Phase, ...] = ()
+
+
+class _Choice(Struct, frozen=True):
+    text: str
+
+
+class _Usage(Struct, frozen=True):
+    completion_tokens: int
+
+
+class _Completion(Struct, frozen=True):
+    choices: tuple[_Choice, ...]
+    usage: _Usage
+    fleet: _Fleet = _Fleet()
+
+
+class _Error(Struct, frozen=True):
+    code: Reason
+    message: str
+
+
+class _Refusal(Struct, frozen=True):
+    error: _Error
+
+
+def door_address(namespace: str, service: str) -> str:
+    """As pods of any namespace dial it."""
+    return f"{service}.{namespace}:{HTTP}"
+
+
+class ServedProbes:
+    """Implements `operators.ports.Clients`."""
+
+    def __init__(
+        self,
+        keys: Mapping[str, str],
+        deadline_seconds: float,
+        address: Callable[[str, str], str] = door_address,
+    ) -> None:
+        """`keys` are API keys, by `namespace/name` of deployments; `address` says where a Service of a namespace is dialled."""
+        self._keys = keys
+        self._deadline_seconds = deadline_seconds
+        self._address = address
+
+    async def ask(self, probe: Probe) -> Answer | Failure:
+        key = self._keys.get(f"{probe.namespace}/{probe.deployment}", "")
+        url = f"http://{self._address(probe.namespace, probe.service)}/v1/completions"
+        # A connection of its own: through the Service, as it is now.
+        timeout = aiohttp.ClientTimeout(total=self._deadline_seconds)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.post(
+                    url,
+                    data=msgspec.json.encode(_request(probe)),
+                    headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+                    allow_redirects=False,
+                ) as response,
+            ):
+                content = await _read(response)
+                status = response.status
+        except (TimeoutError, asyncio.IncompleteReadError):
+            return Failure(0, f"no answer within {self._deadline_seconds:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Failure(0, f"no answer: {type(error).__name__}")
+        if status == HTTPStatus.OK:
+            return _answer(probe, content)
+        if status == HTTPStatus.UNAUTHORIZED:
+            text = "its routers do not take the key" if key else "its routers want an API key"
+            return Failure(status, text, wants_key=True)
+        return Failure(status, _refusal(content, key))
+
+
+def _request(probe: Probe) -> dict[str, object]:
+    """The first token of a pair comes from the prefill worker: for the other one to take part it has to be two."""
+    placement = {"placement": "disaggregated"} if probe.pair else {}
+    return {
+        "model": probe.model,
+        "prompt": f"{secrets.token_hex(8)} {WORDS}",
+        "max_tokens": 2 if probe.pair else 1,
+        "ignore_eos": True,
+        "temperature": 0,
+        "fleet": {"pin": probe.worker} | placement,
+    }
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for piece in response.content.iter_any():
+        content += piece
+        if len(content) > LONGEST_ANSWER:
+            break
+    return bytes(content)
+
+
+def _answer(probe: Probe, content: bytes) -> Answer | Failure:
+    try:
+        completion = msgspec.json.decode(content, type=_Completion)
+    except msgspec.MsgspecError:
+        return Failure(HTTPStatus.OK, "what was answered is no completion")
+    if not completion.choices or completion.usage.completion_tokens < 1:
+        return Failure(HTTPStatus.OK, "the completion has no token")
+    phases = {each.phase: each for each in completion.fleet.kv}
+    last = phases.get(Phase.DECODE if probe.pair else Phase.AGGREGATED) or phases.get(Phase.DECODE)
+    if last is None or last.worker_id != probe.worker:
+        return Failure(HTTPStatus.OK, "another worker answered")
+    if not probe.pair:
+        return Answer()
+    if Phase.PREFILL not in phases:
+        return Failure(HTTPStatus.OK, "no prefill worker computed the prompt")
+    taken = sum(each.blocks for each in last.origins if each.source in ELSEWHERE)
+    return Answer(handed=True if taken else False if last.prompt_blocks > 1 else None)
+
+
+def _refusal(content: bytes, key: str) -> str:
+    try:
+        error = msgspec.json.decode(content, type=_Refusal).error
+    except msgspec.MsgspecError:
+        return "not in words of a router"
+    text = " ".join(error.message.split())
+    if key:
+        text = text.replace(key, "(key)")
+    return f"{error.code}: {text[:MOST_CHARACTERS]}"

@@ -1,0 +1,203 @@
+"""What has to be shown before a deployment is called Ready: that its workers answer requests that come through its routers. Pure.
+
+Rules:
+
+1. Every worker that answers requests has to have answered one, asked for by name. Where prefill workers compute prompts, one of them
+   computes the probe's, and the worker that answers has to say that it took the blocks over.
+2. A pod whose container has begun anew is another one. When routers or prefill workers are others than at the last answer, one worker of each
+   role that answers is asked again.
+3. What was shown is kept in the status as a digest of the pods. As long as these are the same nothing is sent, by the next leader neither.
+4. One failure may be a Service that has not heard of its pods yet: the second one in a row is told.
+5. A router that wants a key which nobody has given has shown nothing: that is not known, and not a failure.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+TOLD_AFTER = 2
+"""Failures in a row."""
+
+
+class Running(Struct, frozen=True, order=True):
+    """A pod, and how often its containers have begun anew."""
+
+    pod: str
+    restarts: int = 0
+
+
+class Aim(Struct, frozen=True, order=True):
+    """One request that is to be answered."""
+
+    role: str
+    worker: Running
+    """That has to answer."""
+
+    pair: bool = False
+    """A prefill worker has to compute the prompt."""
+
+
+class Subject(Struct, frozen=True, kw_only=True):
+    """The pods that requests pass through."""
+
+    service: str
+    """Of the routers, for clients."""
+
+    model: str
+    routers: tuple[Running, ...]
+    prefills: tuple[Running, ...]
+    aims: tuple[Aim, ...]
+
+    @property
+    def around(self) -> str:
+        """What stands before those who answer."""
+        return _digest([self.model, self.routers, self.prefills])
+
+    @property
+    def digest(self) -> str:
+        return _digest([self.around, self.aims])
+
+
+class Probe(Struct, frozen=True, kw_only=True):
+    """One request."""
+
+    namespace: str
+    deployment: str
+    service: str
+    """Of the routers, for clients."""
+
+    model: str
+    worker: str
+    pair: bool
+
+
+class Answer(Struct, frozen=True):
+    """A completion."""
+
+    handed: bool | None = None
+    """Whether the blocks of the prompt came from another worker; None: that cannot be told, or was not asked for."""
+
+
+class Failure(Struct, frozen=True):
+    """No completion."""
+
+    status: int
+    """Of HTTP; 0: nobody answered."""
+
+    text: str
+    """Short, and fit for conditions: no secrets."""
+
+    wants_key: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.text}" if self.status else self.text
+
+
+class Shown(Struct, frozen=True, kw_only=True):
+    """What the probes of one deployment have shown so far."""
+
+    through: frozenset[tuple[str, str]] = frozenset()
+    """Roles, and what stood before them (`Subject.around`) at their last answers."""
+
+    answered: frozenset[Aim] = frozenset()
+    unhanded: frozenset[Aim] = frozenset()
+    """Of these: those that computed a prompt which they should have taken over."""
+
+    unclear: frozenset[Aim] = frozenset()
+    """And those of which it cannot be told."""
+
+    failure: Failure | None = None
+    """Of the last probe, at `failed`."""
+
+    failed: str = ""
+    """Worker."""
+
+    about: str = ""
+    """Digest of what was to be shown."""
+
+    failures: int = 0
+    """In a row."""
+
+    @property
+    def told(self) -> Failure | None:
+        """The failure, once it may be told."""
+        return self.failure if self.failures >= TOLD_AFTER else None
+
+
+class Wanted(Struct, frozen=True):
+    """What is still to be shown, and what is known already; nothing is sent where all is."""
+
+    subject: Subject
+    shown: Shown
+
+
+def unanswered(subject: Subject, shown: Shown) -> tuple[Aim, ...]:
+    """Those without whose answers it is not Ready, in order."""
+    found: dict[str, list[Aim]] = {}
+    for aim in subject.aims:
+        asked = found.setdefault(aim.role, [])
+        if aim not in shown.answered:
+            asked.append(aim)
+    around = subject.around
+    for aim in subject.aims:
+        if not found[aim.role] and (aim.role, around) not in shown.through:
+            found[aim.role].append(aim)
+    return tuple(aim for role in found.values() for aim in role)
+
+
+def wanted(subject: Subject, shown: Shown) -> tuple[Aim, ...]:
+    """Those to be asked, in order: they have not answered yet, or did without taking blocks over."""
+    missing = unanswered(subject, shown)
+    return missing + tuple(aim for aim in subject.aims if aim in shown.unhanded and aim not in missing)
+
+
+def answered(shown: Shown, subject: Subject, aim: Aim, answer: Answer) -> Shown:
+    """After an answer."""
+    through = {(role, around) for role, around in shown.through if role != aim.role} | {(aim.role, subject.around)}
+    unhanded, unclear = shown.unhanded - {aim}, shown.unclear - {aim}
+    if aim.pair and answer.handed is False:
+        unhanded |= {aim}
+    if aim.pair and answer.handed is None:
+        unclear |= {aim}
+    return Shown(through=frozenset(through), answered=shown.answered | {aim}, unhanded=unhanded, unclear=unclear)
+
+
+def failed(shown: Shown, subject: Subject, aim: Aim, failure: Failure) -> Shown:
+    """After a failure: what was shown before stays so."""
+    return msgspec.structs.replace(
+        shown, failure=failure, failed=aim.worker.pod, about=subject.digest, failures=shown.failures + 1
+    )
+
+
+def kept(subject: Subject, shown: Shown) -> Shown:
+    """What counts of it: answers of pods that are there, and failures of just these."""
+    if shown.failure is not None and shown.about != subject.digest:
+        shown = msgspec.structs.replace(shown, failure=None, failed="", about="", failures=0)
+    there = frozenset(subject.aims)
+    if shown.answered <= there:
+        return shown
+    return msgspec.structs.replace(
+        shown, answered=shown.answered & there, unhanded=shown.unhanded & there, unclear=shown.unclear & there
+    )
+
+
+def recalled(subject: Subject, handed: str) -> Shown:
+    """What was shown by whoever wrote the status.
+
+    Args:
+        subject: That its digest is of.
+        handed: Status of its condition KVPathReady.
+    """
+    pairs = frozenset(aim for aim in subject.aims if aim.pair)
+    return Shown(
+        through=frozenset((aim.role, subject.around) for aim in subject.aims),
+        answered=frozenset(subject.aims),
+        unhanded=pairs if handed == "False" else frozenset(),
+        unclear=pairs if handed == "Unknown" else frozenset(),
+    )
+
+
+def _digest(content: Sequence[object]) -> str:
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]

@@ -1,0 +1,319 @@
+"""From a ServingRequest to the DisaggDeployment that keeps what it promises, or to why there is none. Pure: `fleet.hardware.sizing`, in Kubernetes' words.
+
+Rules:
+
+1. A proposal is whole: as it stands, `kubectl apply` makes pods of it that take the requests that were described. What else its engines have to be
+   told (how long a request may be, how many run at once, how much of a prompt a step takes) is in its podTemplates, before what the request says there.
+2. What was predicted is said beside what was asked for, with the median error of such predictions, and whose measurements they rest on.
+3. What cannot be is said by the goal that fails, with the best that can be had and what would have to change. Texts hold numbers and names of ours; of
+   what somebody wrote nothing but a field of a config that is not understood.
+"""
+
+from collections.abc import Iterator
+from math import ceil, floor
+from typing import Any
+
+from msgspec import Struct
+
+from fleet.errors import ConfigurationRefused
+from fleet.hardware.coefficients import Basis, Estimate
+from fleet.hardware.gpus import Gpu, gpus
+from fleet.hardware.known import Sized, by_config, by_repository
+from fleet.hardware.open_loop import Request
+from fleet.hardware.prediction import BUDGET_TOKENS
+from fleet.hardware.sizing import MOST_GPUS, MOST_RUNNING, Demand, Goal, Goals, Pool, Shortfall, Sizing, Supply, size
+from fleet.roles import Role as Work
+from operators.resources import (
+    Balance,
+    DisaggDeploymentSpec,
+    Drain,
+    Figure,
+    GpuVendor,
+    KvPath,
+    KvTransfer,
+    Objective,
+    Parallelism,
+    Role,
+    RoleType,
+    Rollout,
+    Routing,
+    ServingRequestSpec,
+    Target,
+)
+from operators.resources import Gpus as RoleGpus
+
+VENDORS = {"nvidia": GpuVendor.NVIDIA, "amd": GpuVendor.AMD}
+TYPES = {Work.BOTH: RoleType.AGGREGATED, Work.PREFILL: RoleType.PREFILL, Work.DECODE: RoleType.DECODE}
+NAMES = {Work.BOTH: "workers", Work.PREFILL: "prefill", Work.DECODE: "decode"}
+ROUTERS = 2
+"""So that one may end, or its node."""
+
+UNKNOWN_CONTEXT = 2
+"""So many times the request that was described may be the longest one, where the config does not say what the model takes."""
+
+ANSWERS = 2
+"""So many times as long as an answer takes may a worker have to finish what it does before it ends."""
+
+MINUTE = 60.0
+RESTS_ON = {
+    Basis.MODEL: "measurements of this model on these GPUs",
+    Basis.GPU: "measurements of other models on these GPUs",
+    Basis.ENGINE: "measurements on other GPUs",
+}
+
+
+class Proposal(Struct, frozen=True, kw_only=True):
+    """What keeps the goals."""
+
+    spec: DisaggDeploymentSpec
+    reason: str
+    message: str
+    figures: tuple[Figure, ...]
+    basis: str
+
+
+class Infeasible(Struct, frozen=True, kw_only=True):
+    """Why nothing does."""
+
+    reason: str
+    message: str
+    figures: tuple[Figure, ...] = ()
+    basis: str = ""
+
+
+Answer = Proposal | Infeasible
+
+
+def answer(asked: ServingRequestSpec) -> Answer:
+    """To a request."""
+    if (asked.workload.requests_per_minute > 0) == (asked.workload.concurrency > 0):
+        text = "spec.workload: one of requestsPerMinute and concurrency must be above 0"
+        return Infeasible(reason="SpecificationRefused", message=text)
+    known = gpus()
+    gpu = known.get(asked.hardware.gpu.lower())
+    if gpu is None:
+        text = f"spec.hardware.gpu: is not one of {', '.join(known)}"
+        return Infeasible(reason="GpuUnknown", message=text)
+    try:
+        sized = _model(asked)
+    except ConfigurationRefused as error:
+        return Infeasible(reason="ModelUnknown", message=f"spec.{error}")
+    if sized is None:
+        text = "spec.model: is in no repository whose model is known; give the content of its config.json as spec.modelConfig"
+        return Infeasible(reason="ModelUnknown", message=text)
+    supply = Supply(gpu=gpu, gpus=asked.hardware.count, per_node=asked.hardware.per_node)
+    found = size(sized, _demand(asked), _goals(asked.objective), supply)
+    return _proposed(asked, sized, found) if isinstance(found, Sizing) else _infeasible(asked, sized, supply, found)
+
+
+def _model(asked: ServingRequestSpec) -> Sized | None:
+    if asked.model_config:
+        return by_config(asked.model_config, "modelConfig")
+    return by_repository(asked.model.uri or asked.model.name)
+
+
+def _demand(asked: ServingRequestSpec) -> Demand:
+    work = asked.workload
+    # At least one token is computed: whoever has all of a prompt has no first token yet.
+    cached = min(work.prompt_tokens * work.cached_percent / 100, work.prompt_tokens - 1)
+    request = Request(prompt_tokens=work.prompt_tokens, answer_tokens=work.answer_tokens, cached_tokens=cached)
+    return Demand(request=request, rate=work.requests_per_minute / MINUTE, clients=work.concurrency)
+
+
+def _goals(objective: Objective) -> Goals:
+    return Goals(ttft=objective.ttft_ms / 1000, tpot=objective.tpot_ms / 1000, percentile=objective.percentile / 100)
+
+
+# What keeps them.
+
+
+def _proposed(asked: ServingRequestSpec, sized: Sized, found: Sizing) -> Proposal:
+    objective, estimate = asked.objective, found.estimate
+    per_minute = Target.CONCURRENCY if asked.workload.concurrency else Target.RATE
+    load = asked.workload.concurrency or asked.workload.requests_per_minute
+    most = found.most if asked.workload.concurrency else found.most * MINUTE
+    first = _figure(Target.TTFT, objective.ttft_ms, found.ttft * 1000, estimate.ttft_error)
+    token = _figure(Target.TPOT, objective.tpot_ms, found.tpot * 1000, estimate.tpot_error)
+    pools = " and ".join(f"{pool.replicas} x {NAMES[pool.role]}" for pool in found.pools)
+    surely = all(each.predicted * (100 + each.error_percent) <= 100 * each.asked for each in (first, token))
+    text = (
+        f"{pools}, {found.placement.parallelism.gpus} GPUs each; {objective.percentile} of 100 requests have their first token within "
+        f"{first.predicted} ms ({first.asked} are asked for) and then one each {token.predicted} ms ({token.asked})"
+    )
+    if not surely:
+        text += "; a goal lies within the error of what is predicted: try it before you rely on it"
+    return Proposal(
+        spec=_deployment(asked, sized, found),
+        reason="GoalsMet" if surely else "GoalsWithinError",
+        message=text,
+        figures=(
+            first,
+            token,
+            Figure(goal=Target.GPUS, asked=asked.hardware.count, predicted=found.gpus, met=True),
+            Figure(goal=per_minute, asked=load, predicted=max(load, floor(most)), met=True),
+        ),
+        basis=_basis(estimate),
+    )
+
+
+def _deployment(asked: ServingRequestSpec, sized: Sized, found: Sizing) -> DisaggDeploymentSpec:
+    count, each = asked.hardware.count, found.placement.parallelism.gpus
+    # A rollout makes a new replica of every role before an old one goes, if there are GPUs for that.
+    surge = count - found.gpus >= each * len(found.pools)
+    rollout = Rollout() if surge else Rollout(max_surge=0, max_unavailable=1)
+    seconds = found.ttft + asked.workload.answer_tokens * found.tpot
+    drain = Drain(timeout_seconds=min(86_400, max(Drain().timeout_seconds, ceil(ANSWERS * seconds))))
+    template = _template(asked, _context(asked, sized, found))
+    roles = [_role(asked, found, pool, rollout, drain, template) for pool in found.pools]
+    new_tokens = floor(_demand(asked).request.new_tokens)
+    # Prompts like those described go to prefill workers, also short ones.
+    routing = Routing(disaggregate_above_tokens=min(Routing().disaggregate_above_tokens, new_tokens // 2))
+    return DisaggDeploymentSpec(
+        model=asked.model,
+        roles=(Role(name="router", type=RoleType.ROUTER, replicas=ROUTERS), *roles),
+        image=asked.image,
+        kv_transfer=KvTransfer(paths=(KvPath.DIRECT,)),
+        routing=routing if len(found.pools) > 1 else Routing(),
+        balance=Balance(gpu_budget=count, max_step=min(1000, max(pool.replicas for pool in found.pools))),
+    )
+
+
+def _role(
+    asked: ServingRequestSpec, found: Sizing, pool: Pool, rollout: Rollout, drain: Drain, template: dict[str, Any]
+) -> Role:
+    tensor = found.placement.parallelism.tp
+    return Role(
+        name=NAMES[pool.role],
+        type=TYPES[pool.role],
+        replicas=pool.replicas,
+        parallelism=Parallelism(tensor=tensor),
+        gpus=RoleGpus(vendor=VENDORS[found.placement.gpu.maker], product=asked.hardware.product, per_replica=tensor),
+        topology=asked.topology,
+        rollout=rollout,
+        drain=drain,
+        pod_template=template,
+    )
+
+
+def _context(asked: ServingRequestSpec, sized: Sized, found: Sizing) -> int:
+    """Tokens of the longest request that is taken: as long as the model allows and an engine holds."""
+    described = asked.workload.prompt_tokens + asked.workload.answer_tokens
+    return min(sized.context or UNKNOWN_CONTEXT * described, found.room)
+
+
+def _template(asked: ServingRequestSpec, context: int) -> dict[str, Any]:
+    """What engines are told that a DisaggDeployment has no field for, and after it what the request says."""
+    ours = [
+        f"--set=max_model_len={context}",
+        f"--set=max_running={MOST_RUNNING}",
+        f"--set=vllm.extra_args.max_num_batched_tokens={int(BUDGET_TOKENS)}",
+    ]
+    template = dict(asked.pod_template)
+    given = template.get("spec")
+    pod = dict(given) if isinstance(given, dict) else {}
+    listed = pod.get("containers")
+    containers = list(listed) if isinstance(listed, list) else []
+    for index, each in enumerate(containers):
+        if isinstance(each, dict) and each.get("name") == "main":
+            theirs = each.get("args")
+            containers[index] = each | {"args": [*ours, *(theirs if isinstance(theirs, list) else ())]}
+            break
+    else:
+        containers.append({"name": "main", "args": ours})
+    return template | {"spec": pod | {"containers": containers}}
+
+
+def _figure(goal: Target, asked: int, milliseconds: float, error: float) -> Figure:
+    predicted = ceil(milliseconds)
+    return Figure(
+        goal=goal, asked=asked, predicted=predicted, error_percent=ceil(100 * error), met=milliseconds <= asked
+    )
+
+
+def _basis(estimate: Estimate) -> str:
+    return f"{estimate.rows} {RESTS_ON[estimate.basis]}; errors are medians of such predictions"
+
+
+# What does not.
+
+
+def _infeasible(asked: ServingRequestSpec, sized: Sized, supply: Supply, why: Shortfall) -> Infeasible:
+    match why.goal:
+        case Goal.MEMORY:
+            return _too_large(asked, sized, supply, why)
+        case Goal.CONTEXT:
+            text = (
+                f"spec.workload: promptTokens and answerTokens are {ceil(why.wanted):,} together, and the model takes {ceil(why.best):,}; "
+                "ask for shorter ones, or take a model with a longer context"
+            )
+            figure = Figure(goal=Target.CONTEXT, asked=ceil(why.wanted), predicted=ceil(why.best), met=False)
+            return Infeasible(reason="ContextTooLong", message=text, figures=(figure,))
+        case Goal.GPUS:
+            return _too_few(asked, why)
+        case Goal.TTFT | Goal.TPOT:
+            return _too_slow(asked, sized, supply, why)
+
+
+def _too_large(asked: ServingRequestSpec, sized: Sized, supply: Supply, why: Shortfall) -> Infeasible:
+    needs = f"takes {ceil(why.best)} of {supply.gpu.name}" if why.best else f"fits on no number of {supply.gpu.name}"
+    have = f"a node has {supply.per_node}" if supply.gpus >= supply.per_node else f"there are {supply.gpus}"
+    fitting = [
+        other
+        for other, found in _elsewhere(asked, sized, supply)
+        if isinstance(found, Sizing) or found.goal is not Goal.MEMORY
+    ]
+    text = (
+        f"spec.hardware: for the weights and one request's KV an engine {needs}, in one node, and {have}; take {_others(fitting)}, "
+        "narrower weights (fp8, fp4), or shorter requests"
+    )
+    figure = Figure(goal=Target.GPUS_PER_NODE, asked=ceil(why.wanted), predicted=ceil(why.best), met=False)
+    return Infeasible(reason="ModelDoesNotFit", message=text, figures=(figure,))
+
+
+def _too_few(asked: ServingRequestSpec, why: Shortfall) -> Infeasible:
+    assert why.placement is not None, "GPUs are counted for a cut"
+    waiting = asked.workload.concurrency > 0
+    load = asked.workload.concurrency or asked.workload.requests_per_minute
+    most = floor(why.most if waiting else why.most * MINUTE)
+    of = "at once" if waiting else "requests a minute"
+    text = (
+        f"spec.hardware.count: {ceil(why.best):,} GPUs keep the goals, {why.placement.parallelism.gpus} for each engine; the {ceil(why.wanted):,} "
+        f"there are would do for {most:,} {of}; take more of them, faster ones, or looser goals"
+    )
+    figures = (
+        Figure(goal=Target.GPUS, asked=ceil(why.wanted), predicted=ceil(why.best), met=False),
+        Figure(goal=Target.CONCURRENCY if waiting else Target.RATE, asked=load, predicted=most, met=False),
+    )
+    return Infeasible(reason="TooFewGpus", message=text, figures=figures)
+
+
+def _too_slow(asked: ServingRequestSpec, sized: Sized, supply: Supply, why: Shortfall) -> Infeasible:
+    assert why.placement is not None, "times are of a cut"
+    first = why.goal is Goal.TTFT
+    what, field = ("the first token takes", "ttftMs") if first else ("a token takes", "tpotMs")
+    keep = [other for other, found in _elsewhere(asked, sized, supply) if isinstance(found, Sizing)]
+    text = (
+        f"spec.objective.{field}: {what} {why.best * 1000:.1f} ms where nobody else is served, on {why.placement.parallelism.gpus} of "
+        f"{supply.gpu.name}, the best cut of it; take {_others(keep)}, narrower weights (fp8, fp4), "
+        f"{'shorter prompts, more of them cached, ' if first else ''}or a looser goal"
+    )
+    asked_ms = asked.objective.ttft_ms if first else asked.objective.tpot_ms
+    figure = _figure(Target.TTFT if first else Target.TPOT, asked_ms, why.best * 1000, 0.0)
+    return Infeasible(reason="TtftOutOfReach" if first else "TpotOutOfReach", message=text, figures=(figure,))
+
+
+def _elsewhere(asked: ServingRequestSpec, sized: Sized, supply: Supply) -> Iterator[tuple[Gpu, Sizing | Shortfall]]:
+    """On any number of every other GPU."""
+    within = min(supply.per_node, supply.gpus)
+    for other in gpus().values():
+        if other.id != supply.gpu.id:
+            there = Supply(gpu=other, gpus=MOST_GPUS, per_node=within)
+            yield other, size(sized, _demand(asked), _goals(asked.objective), there)
+
+
+def _others(found: list[Gpu]) -> str:
+    return (
+        f"other GPUs ({', '.join(other.id for other in found)})"
+        if found
+        else "other GPUs (none that is known would do)"
+    )

@@ -1,0 +1,178 @@
+"""What becomes of a ServingRequest: the DisaggDeployment that is made for it, and its status. Pure.
+
+Rules:
+
+1. The deployment has the request's name and is owned by it: it goes when the request goes. One of that name that is not the request's own is left
+   alone. It is written when its digest differs, and now and then afresh, like every child (`operators.reconcile`, rule 2).
+2. A request that cannot be kept any more, or that is to be applied no more, changes nothing of the deployment that was made for it.
+3. A role that the present proposal lacks is scaled to 0 first, and is left out when the deployment says that its last pod has gone.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from operators.imports.deployments import said
+from operators.observe import conditions_of
+from operators.proposals import Answer, Infeasible, Proposal
+from operators.reconcile import DIGEST, Apply, with_digest
+from operators.resources import GROUP, VERSION, RoleType, ServingRequestSpec, ServingRequestStatus
+from operators.seen import Refusal
+from operators.status import FALSE, TRUE, Said, condition
+from operators.views import Custom
+
+Manifest = dict[str, Any]
+
+
+def proposed(name: str, answer: Answer) -> Manifest:
+    """The DisaggDeployment, as people write it; nothing where there is none."""
+    if isinstance(answer, Infeasible):
+        return {}
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "DisaggDeployment",
+        "metadata": {"name": name},
+        "spec": said(answer.spec),
+    }
+
+
+def actions(
+    request: Custom, asked: ServingRequestSpec, answer: Answer, there: Custom | None, *, afresh: bool = False
+) -> tuple[Apply, ...]:
+    """What to write.
+
+    Args:
+        request: As it is on the server.
+        asked: What it says.
+        answer: To that.
+        there: The DisaggDeployment of its name, whosever it is.
+        afresh: Also what seems to be as it should.
+    """
+    if not asked.apply or isinstance(answer, Infeasible) or _foreign(request, there):
+        return ()
+    made = _manifest(request, answer, there)
+    return (
+        (Apply(made),) if afresh or there is None or _digest(there) != made["metadata"]["annotations"][DIGEST] else ()
+    )
+
+
+def status(
+    request: Custom,
+    asked: ServingRequestSpec,
+    answer: Answer,
+    there: Custom | None,
+    refusals: Sequence[Refusal],
+    now: str,
+) -> ServingRequestStatus:
+    """What it says.
+
+    Args:
+        request: As it is on the server.
+        asked: What it says.
+        answer: To that.
+        there: The DisaggDeployment of its name, whosever it is, after `actions`.
+        refusals: Of these.
+        now: RFC 3339.
+    """
+    feasible = isinstance(answer, Proposal)
+    conditions: list[Said] = [
+        ("Feasible", TRUE if feasible else FALSE, answer.reason, answer.message),
+        ("Proposed", TRUE, "Proposed", "") if feasible else ("Proposed", FALSE, answer.reason, "nothing to propose"),
+        _applied(request, asked, answer, there, refusals),
+    ]
+    if asked.apply:
+        conditions.append(_ready(conditions[-1], there))
+    ready = asked.apply and conditions[-1][1] == TRUE
+    return ServingRequestStatus(
+        observed_generation=request.metadata.generation,
+        phase="Infeasible" if not feasible else "Ready" if ready else "Deploying" if asked.apply else "Proposed",
+        deployment=there.metadata.name if there is not None and not _foreign(request, there) else "",
+        figures=answer.figures,
+        basis=answer.basis,
+        proposal=proposed(request.metadata.name, answer),
+        conditions=_dated(request, conditions, now),
+    )
+
+
+def misread(request: Custom, problem: str, now: str) -> ServingRequestStatus:
+    """Of a request that this operator does not understand: it was written for another version."""
+    return ServingRequestStatus(
+        observed_generation=request.metadata.generation,
+        phase="Infeasible",
+        conditions=_dated(request, [("Feasible", FALSE, "SpecificationRefused", problem)], now),
+    )
+
+
+def _dated(request: Custom, conditions: Sequence[Said], now: str) -> tuple[Any, ...]:
+    before, generation = conditions_of(request), request.metadata.generation
+    return tuple(condition(before, generation, now, each) for each in conditions)
+
+
+def _foreign(request: Custom, there: Custom | None) -> bool:
+    return there is not None and there.metadata.owner_uid != request.metadata.uid
+
+
+def _digest(there: Custom) -> str:
+    return there.metadata.annotations.get(DIGEST, "")
+
+
+def _manifest(request: Custom, answer: Proposal, there: Custom | None) -> Manifest:
+    made = proposed(request.metadata.name, answer)
+    made["metadata"] |= {
+        "namespace": request.metadata.namespace,
+        "ownerReferences": [
+            {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": "ServingRequest",
+                "name": request.metadata.name,
+                "uid": request.metadata.uid,
+                "controller": True,
+                "blockOwnerDeletion": False,  # see operators.access, rule 4
+            }
+        ],
+    }
+    made["spec"]["roles"] += _leaving(made["spec"]["roles"], there)
+    return with_digest(made)
+
+
+def _leaving(roles: Sequence[Manifest], there: Custom | None) -> Iterator[Manifest]:
+    """Roles of before, as long as there is anything of them."""
+    if there is None:
+        return
+    named = {role["name"] for role in roles}
+    current = there.status.get("observedGeneration") == there.metadata.generation
+    pods = {role["name"]: role.get("replicas", 0) + role.get("draining", 0) for role in there.status.get("roles", ())}
+    for role in there.spec.get("roles", ()):
+        if role["name"] not in named and role["type"] != RoleType.ROUTER:
+            gone = current and not role.get("replicas", 1) and not pods.get(role["name"], 0)
+            if not gone:
+                yield role | {"replicas": 0}
+
+
+def _applied(
+    request: Custom, asked: ServingRequestSpec, answer: Answer, there: Custom | None, refusals: Sequence[Refusal]
+) -> Said:
+    if _foreign(request, there):
+        text = "a DisaggDeployment of this name is not of this request; delete it, or give the request another name"
+        return "Applied", FALSE, "NameTaken", text
+    if not asked.apply:
+        text = "spec.apply is false" if there is None else "spec.apply is false; the deployment stays as it is"
+        return "Applied", FALSE, "NotAskedFor", text
+    if isinstance(answer, Infeasible):
+        text = "" if there is None else "the deployment stays as it was made before"
+        return "Applied", FALSE, answer.reason, text
+    if refusals:
+        return "Applied", FALSE, refusals[0].reason, refusals[0].message
+    if there is None or there.metadata.deleted:
+        return "Applied", FALSE, "Pending", "the deployment is on its way out, and is made again then"
+    return "Applied", TRUE, "Applied", ""
+
+
+def _ready(applied: Said, there: Custom | None) -> Said:
+    """As the deployment is, if it is the one that should be."""
+    _, holds, reason, message = applied
+    if holds != TRUE or there is None:
+        return "Ready", FALSE, reason, message
+    found = next((each for each in conditions_of(there) if each.type == "Ready"), None)
+    if found is None or found.observed_generation != there.metadata.generation:
+        return "Ready", FALSE, "NotTold", "the deployment does not say yet how it is"
+    return "Ready", found.status, found.reason, found.message

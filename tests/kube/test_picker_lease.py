@@ -1,0 +1,263 @@
+"""Several endpoint pickers behind one InferencePool: real routers as the chart has them, with its roles, of which one is asked at a time."""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+
+import msgspec
+import pytest
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from fleet.adapters.clock import SystemClock, utc_now
+from fleet.adapters.picker_lease import open_candidate
+from fleet.errors import ConfigurationRefused
+from fleet.router.picker_settings import EndpointPickerSettings, PickerLease
+from tests.certificates import Authority
+from tests.gateways import a_completion, a_gateway
+from tests.kube.charts import by_name, documents, helm_3_render
+from tests.kube.clients import Api
+from tests.kube.running import ApiServer, an_api_server
+from tests.openai_servers import OpenAiServer
+from tests.ways import Way
+
+SECONDS = 20
+LEASE_SECONDS = 3
+ACCOUNT = "system:serviceaccount:serving:fleet-routers"
+NAME = "fleet-routers-picker"
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/serving/leases/{NAME}"
+SLICE = f"/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices/{NAME}"
+DEPLOYMENT = "/apis/apps/v1/namespaces/serving/deployments/fleet-routers"
+PLURALS = {
+    "ServiceAccount": "/api/v1/namespaces/serving/serviceaccounts",
+    "Service": "/api/v1/namespaces/serving/services",
+    "Role": "/apis/rbac.authorization.k8s.io/v1/namespaces/serving/roles",
+    "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/namespaces/serving/rolebindings",
+    "Deployment": "/apis/apps/v1/namespaces/serving/deployments",
+}
+
+
+async def until(look, seconds: float = SECONDS):
+    async with asyncio.timeout(seconds):
+        while not (found := await look()):
+            await asyncio.sleep(0.02)
+        return found
+
+
+class Installed:
+    """What the chart gives, without a kubelet."""
+
+    def __init__(self, server, api, folder, url: str) -> None:
+        lease = {"duration_seconds": LEASE_SECONDS}
+        settings = {
+            "endpoint_picker": {"lease": lease},
+            "openai_workers": [{"worker_id": "gpu-0", "url": url, "model": "tiny"}],
+        }
+        self.objects = by_name(documents(helm_3_render({"routers": {"settings": settings}})))
+        self.server, self.api, self.folder = server, api, folder
+        self.config = folder / "settings.json"
+        self.config.write_text(self.objects["ConfigMap", "fleet-routers"]["data"]["settings.json"])
+        for (kind, name), each in self.objects.items():
+            if kind in PLURALS and name.startswith("fleet-routers"):
+                api.post(PLURALS[kind], each).expect(201)
+
+    def command(self, name: str, address: str) -> list[str]:
+        """Of a router's pod, but on free ports."""
+        (container,) = self.objects["Deployment", "fleet-routers"]["spec"]["template"]["spec"]["containers"]
+        words = [*container["command"][1:], *container["args"]]
+        words = [word.replace("$(POD_NAME)", name).replace("$(POD_IP)", address) for word in words]
+        words = [word.replace("/etc/fleet/settings/settings.json", str(self.config)) for word in words]
+        free = [f"--set={door}_listen=127.0.0.1:0" for door in ("http", "grpc", "control")]
+        free += ["--set=endpoint_picker.host=127.0.0.1", "--set=endpoint_picker.port=0"]
+        config = self.server.kubeconfig(self.folder, namespace="serving", token=ACCOUNT)
+        return [*words, *free, f"--set=endpoint_picker.lease.kubeconfig={config}"]
+
+    async def leader(self) -> str:
+        """Where gateways are sent."""
+        found = await asyncio.to_thread(self.api.get, SLICE)
+        return found.body["endpoints"][0]["addresses"][0] if found.code == 200 else ""
+
+
+class Picker:
+    """A router's process."""
+
+    def __init__(self, installed: Installed, name: str, address: str) -> None:
+        self.installed, self.name, self.ip = installed, name, address
+
+    async def start(self) -> "Picker":
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "fleet.cli.main", *self.installed.command(self.name, self.ip)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(SECONDS):
+            self.address = json.loads(await self.process.stdout.readline())["endpoint_picker"]
+        return self
+
+    async def serving(self) -> bool:
+        async with a_gateway(self.address) as gateway:
+            answer = await HealthStub(gateway.channel).Check(health_pb2.HealthCheckRequest(service="readiness"))
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def follows(self) -> bool:
+        async with a_gateway(self.address) as gateway:
+            asked = await gateway.request().ask(a_completion())
+            return asked.status == 503 and asked.error["code"] == "draining"
+
+    async def picks(self) -> list[str]:
+        async with a_gateway(self.address) as gateway:
+            return (await gateway.request().ask(a_completion())).endpoints
+
+    async def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        async with asyncio.timeout(SECONDS):
+            return await self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path):
+    with an_api_server(with_controllers=True, authority=Authority(tmp_path, "authority")) as server:
+        yield server
+
+
+@pytest.fixture
+def api(server):
+    with Api(server.url, authority=server.authority) as api:
+        api.post("/api/v1/namespaces", {"metadata": {"name": "serving"}}).expect(201)
+        yield api
+
+
+async def test_of_two_pickers_one_is_asked_and_the_other_takes_over_when_that_is_killed(server, api, tmp_path):
+    worker = OpenAiServer()
+    await worker.start()
+    installed = Installed(server, api, tmp_path, worker.url)
+    first, second = Picker(installed, "one", "10.0.0.1"), Picker(installed, "two", "10.0.0.2")
+    try:
+        await first.start()
+        await until(first.serving)
+        await second.start()
+        await until(second.follows)
+        assert not await second.serving()
+        assert await until(installed.leader) == "10.0.0.1"
+
+        await first.end(signal.SIGKILL)
+        killed = time.monotonic()
+        await until(second.serving)
+        took = time.monotonic() - killed
+        # It had been renewed within 2/15 of the lease, and who waits looks as often.
+        assert LEASE_SECONDS * 11 / 15 < took < LEASE_SECONDS * 2, took
+        assert await second.picks() == [worker.url.removeprefix("http://")]
+        await until(lambda: _is(installed, "10.0.0.2"))
+
+        assert await second.end(signal.SIGTERM) == 0
+        assert api.get(LEASE).expect(200)["spec"]["holderIdentity"] == "", "it was given back"
+        requests = [each for each in server.requests() if each["user"] == ACCOUNT]
+        assert {each["code"] for each in requests} <= {200, 201, 404, 409, 0}
+        assert {(each["resource"], each["verb"]) for each in requests} | {("endpointslices", "create")} == {
+            (resource, verb)  # to apply what is not there is to create it
+            for rule in installed.objects["Role", NAME]["rules"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        }
+
+        api.delete(DEPLOYMENT, propagationPolicy="Background").expect(200)
+        await until(lambda: _gone(api, LEASE, SLICE))
+    finally:
+        for each in (first, second):
+            if each.process.returncode is None:
+                await each.end(signal.SIGKILL)
+        await worker.stop()
+
+
+async def _is(installed, address) -> bool:
+    return await installed.leader() == address
+
+
+async def _gone(api, *paths) -> bool:
+    return all([(await asyncio.to_thread(api.get, path)).code == 404 for path in paths])
+
+
+async def test_who_is_cut_off_is_not_ready_and_refuses_nobody_until_it_hears_of_another(tmp_path):
+    with an_api_server() as server:
+        way = Way(int(server.url.rpartition(":")[2]))
+        await way.open()
+
+        def settings(identity: str, at: ApiServer) -> PickerLease:
+            config = at.kubeconfig(tmp_path).rename(tmp_path / identity)
+            given = {"name": "picker", "namespace": "default", "duration_seconds": 2}
+            return PickerLease(identity=identity, kubeconfig=str(config), **given)
+
+        async with (
+            asyncio.timeout(60),
+            open_candidate(settings("far", ApiServer(f"http://127.0.0.1:{way.port}")), SystemClock(), utc_now) as far,
+        ):
+            await until(lambda: _leads(far))
+            async with open_candidate(settings("near", server), SystemClock(), utc_now) as near:
+                await until(lambda: _follows(near))
+                await way.close()
+                await until(lambda: _leads(near))
+                assert (far.leads(), far.follows()) == (False, False)
+                await way.open()
+                await until(lambda: _follows(far))
+                assert near.leads()
+            with Api(server.url) as api:
+                lease = api.get("/apis/coordination.k8s.io/v1/namespaces/default/leases/picker").expect(200)
+            assert lease["spec"]["holderIdentity"] == "far", (
+                "it was given back, and who gave it back has waited for that"
+            )
+            await until(lambda: _leads(far))
+        await way.close()
+
+
+async def _leads(candidate) -> bool:
+    return candidate.leads()
+
+
+async def _follows(candidate) -> bool:
+    return candidate.follows()
+
+
+async def test_processes_of_one_router_lead_together(tmp_path):
+    """They tell each other what they have booked, and are one picker: with one identity."""
+    with an_api_server() as server:
+        config = str(server.kubeconfig(tmp_path))
+        lease = PickerLease(name="picker", namespace="default", kubeconfig=config, identity="one", duration_seconds=2)
+        async with (
+            open_candidate(lease, SystemClock(), utc_now) as first,
+            open_candidate(lease, SystemClock(), utc_now) as second,
+        ):
+            await until(lambda: _leads(first))
+            await until(lambda: _leads(second))
+            ends = time.monotonic() + 2.5
+            while time.monotonic() < ends:
+                assert (first.leads(), second.leads()) == (True, True)
+                await asyncio.sleep(0.05)
+
+
+async def test_where_the_api_is_not_to_be_found_the_settings_are_refused(tmp_path):
+    lease = PickerLease(name="picker", identity="one", kubeconfig="/nowhere")
+    for given, message in (
+        (lease, r"^endpoint_picker\.lease\.namespace: is needed"),
+        (msgspec.structs.replace(lease, namespace="default"), r"^endpoint_picker\.lease\.kubeconfig: /nowhere"),
+    ):
+        with pytest.raises(ConfigurationRefused, match=message):
+            async with open_candidate(given, SystemClock(), utc_now):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lease": {"name": "a"}}, "identity"),
+        ({"lease": {"name": "a", "identity": "b", "service": "c"}}, r"endpoint: '' must be ip:port"),
+        ({"lease": {"name": "a", "identity": "b"}, "router_endpoint": "10.0.0.1:80"}, "leave out one of the two"),
+        ({"lease": {"name": "a", "identity": "b", "duration_seconds": 1}}, ">= 2"),
+    ],
+)
+def test_a_lease_that_cannot_be_is_refused(settings, message):
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert(settings, EndpointPickerSettings)

@@ -1,0 +1,193 @@
+"""A ServingRequest on an API server with an operator: it becomes a deployment whose pods come up, or says why it cannot."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+import msgspec
+
+from operators.proposals import Proposal, answer
+from operators.requested import proposed
+from operators.resources import GROUP, VERSION, ServingRequestSpec
+from tests.kube.operator_running import an_operator, eventually
+from tests.kube.test_crds import refusal
+from tests.unit.operators.test_proposals import FEASIBLE
+from tests.unit.operators.test_proposals import asked as asking
+
+SAMPLE = Path(__file__).parents[2] / "deploy" / "samples" / "requests" / "llama-70b.yaml"
+IMPOSSIBLE = {"ttftMs": 1, "tpotMs": 1}
+APART = {"ttftMs": 1000, "tpotMs": 20}
+
+
+def a_request(name="please", **changes):
+    spec = {
+        "model": {"name": "llama", "uri": "meta-llama/Llama-3.3-70B-Instruct"},
+        "hardware": {"gpu": "h100", "count": 32, "product": "NVIDIA-H100-80GB-HBM3"},
+        "workload": {"promptTokens": 2048, "answerTokens": 256, "requestsPerMinute": 600},
+        "objective": {"ttftMs": 1000, "tpotMs": 50},
+        "apply": True,
+    }
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "ServingRequest",
+        "metadata": {"name": name},
+        "spec": spec | changes,
+    }
+
+
+class Requests:
+    """What a test asks of the API server about them."""
+
+    def __init__(self, asked):
+        self._asked = asked
+
+    def apply(self, manifest):
+        name = manifest["metadata"]["name"]
+        return self._asked.api.apply(self._asked.path("servingrequests", name), manifest, "somebody", force="true")
+
+    def status(self, name="please"):
+        return self._asked.api.get(self._asked.path("servingrequests", name)).expect(200).get("status", {})
+
+    def conditions(self, name="please"):
+        """Of what it says now; nothing as long as what is said is of an earlier generation."""
+        found = self._asked.api.get(self._asked.path("servingrequests", name)).expect(200)
+        generation = found["metadata"]["generation"]
+        said = found.get("status", {}).get("conditions", ())
+        return {
+            each["type"]: (each["status"], each["reason"]) for each in said if each["observedGeneration"] == generation
+        }
+
+    def deployment(self, name="please"):
+        found = self._asked.api.get(self._asked.path("disaggdeployments", name))
+        return found.body if found.code == 200 else None
+
+
+@pytest.fixture
+def requests(asked):
+    return Requests(asked)
+
+
+def roles(deployment):
+    return {role["name"]: role["replicas"] for role in deployment["spec"]["roles"]}
+
+
+async def test_a_request_becomes_a_deployment_whose_pods_are_ready_and_goes_with_it(asked, requests):
+    async with an_operator(asked):
+        requests.apply(a_request()).expect(201)
+        await eventually(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
+
+        status, made = requests.status(), requests.deployment()
+        assert (status["phase"], status["deployment"], status["observedGeneration"]) == ("Ready", "please", 1)
+        assert status["proposal"]["spec"]["roles"][1]["replicas"] == 3
+        assert {each["goal"]: each["met"] for each in status["figures"]} == dict.fromkeys(
+            ("ttftMs", "tpotMs", "gpus", "requestsPerMinute"), True
+        )
+        assert roles(made) == {"router": 2, "workers": 3}
+        assert asked.replicas() == {"workers": 3}
+        written = [each for each in asked.writes() if each[1] in ("disaggdeployments", "servingrequests/status")]
+        assert [each for each in written if each[1] == "disaggdeployments"] in (
+            [("patch", "disaggdeployments", "please")],
+            [("create", "disaggdeployments", "please")],
+        )
+        assert len(written) <= 5, written
+
+        asked.api.delete(asked.path("servingrequests", "please")).expect(200)
+        await eventually(lambda: requests.deployment() is None and not asked.workers())
+
+
+async def test_what_cannot_be_kept_is_a_condition_and_makes_nothing(asked, requests):
+    cases = {
+        "slow": ({"objective": IMPOSSIBLE}, "TtftOutOfReach"),
+        "few": ({"hardware": {"gpu": "h100", "count": 8}, "objective": APART}, "TooFewGpus"),
+        "large": ({"hardware": {"gpu": "h100", "count": 1}}, "ModelDoesNotFit"),
+        "nobody": ({"model": {"name": "nobody/knows-this"}}, "ModelUnknown"),
+        "nothing": ({"hardware": {"gpu": "nothing", "count": 8}}, "GpuUnknown"),
+    }
+    async with an_operator(asked):
+        for name, (changes, _) in cases.items():
+            requests.apply(a_request(name, **changes)).expect(201)
+        for name, (_, reason) in cases.items():
+            await eventually(
+                lambda name=name, reason=reason: requests.conditions(name).get("Feasible") == ("False", reason)
+            )
+            assert requests.conditions(name)["Ready"] == ("False", reason)
+            assert requests.status(name)["phase"] == "Infeasible"
+            assert requests.deployment(name) is None
+        figure = requests.status("slow")["figures"][0]
+        assert (figure["goal"], figure["asked"], figure["met"]) == ("ttftMs", 1, False)
+
+        requests.apply(a_request("slow")).expect(200)
+        await eventually(lambda: requests.conditions("slow").get("Applied") == ("True", "Applied"))
+
+
+async def test_a_changed_request_changes_its_own_deployment_alone_also_from_one_pool_to_two(asked, requests):
+    async with an_operator(asked):
+        for name in ("please", "other"):
+            requests.apply(a_request(name)).expect(201)
+        await eventually(
+            lambda: all(requests.conditions(name).get("Ready", ("",))[0] == "True" for name in ("please", "other"))
+        )
+        before = requests.deployment("other")["metadata"]["generation"]
+
+        requests.apply(a_request(objective=APART)).expect(200)
+        await eventually(
+            lambda: (
+                requests.conditions().get("Ready", ("",))[0] == "True"
+                and roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
+            )
+        )
+        await eventually(lambda: asked.ready("please") and asked.ready("other"))
+
+        assert requests.deployment("other")["metadata"]["generation"] == before
+        requests.apply(a_request(objective=IMPOSSIBLE)).expect(200)
+        await eventually(lambda: requests.conditions().get("Feasible", ("",))[0] == "False")
+        assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
+        requests.apply(a_request(apply=False)).expect(200)
+        await eventually(lambda: requests.conditions().get("Applied") == ("False", "NotAskedFor"))
+        assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
+
+
+async def test_a_proposal_is_applied_by_hand_as_it_is_and_then_nobody_elses(asked, requests):
+    async with an_operator(asked) as operator:
+        requests.apply(a_request(apply=False)).expect(201)
+        await eventually(lambda: requests.conditions().get("Proposed") == ("True", "Proposed"))
+        assert requests.deployment() is None
+
+        asked.apply(requests.status()["proposal"]).expect(201)
+        await eventually(lambda: asked.ready("please"))
+
+        requests.apply(a_request(objective=APART)).expect(200)
+        await eventually(lambda: requests.conditions().get("Applied") == ("False", "NameTaken"))
+        assert roles(requests.deployment()) == {"router": 2, "workers": 3}
+        assert requests.status().get("deployment", "") == ""
+
+        await eventually(lambda: not operator.waiting())  # so that it is the deletion that wakes it
+        asked.api.delete(asked.path("disaggdeployments", "please")).expect(200)
+        await eventually(lambda: (made := requests.deployment()) and "decode" in roles(made))
+
+
+def test_every_proposal_is_taken_by_schema_and_rules(asked):
+    for number, changes in enumerate(FEASIBLE):
+        got = answer(asking(**changes))
+        assert isinstance(got, Proposal)
+        made = proposed(f"proposal-{number}", got)
+        asked.api.post(asked.path("disaggdeployments"), made, fieldValidation="Strict").expect(201)
+
+
+@pytest.mark.parametrize("name", ["a" * 48, "llama-3.3", "1a"])
+def test_a_request_whose_deployment_could_not_be_called_after_it_is_refused(asked, name):
+    said = refusal(asked.api.post(asked.path("servingrequests"), a_request(name)))
+    assert "metadata.name: the deployment and its Services are called after it" in said
+
+
+def test_the_sample_is_taken_and_kept(asked):
+    sample = yaml.safe_load(SAMPLE.read_text())
+    asked.api.post(asked.path("servingrequests"), sample, fieldValidation="Strict").expect(201)
+
+    got = answer(msgspec.convert(sample["spec"], ServingRequestSpec))
+
+    assert isinstance(got, Proposal)
+    assert got.reason == "GoalsMet"

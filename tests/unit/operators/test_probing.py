@@ -1,0 +1,117 @@
+"""What has to be shown before a deployment is called Ready, and what is not asked twice."""
+
+import msgspec
+
+from operators.probing import (
+    Aim,
+    Answer,
+    Failure,
+    Running,
+    Shown,
+    Subject,
+    answered,
+    failed,
+    kept,
+    recalled,
+    unanswered,
+    wanted,
+)
+
+REFUSED = Failure(503, "no_worker: nobody serves it")
+
+
+def an_aim(worker, role="decode", restarts=0, pair=True):
+    return Aim(role, Running(worker, restarts), pair)
+
+
+def a_subject(*aims, routers=("r",), prefills=("p",)):
+    return Subject(
+        service="dd-router",
+        model="m",
+        routers=tuple(map(Running, routers)),
+        prefills=tuple(map(Running, prefills)),
+        aims=aims,
+    )
+
+
+def after(subject, *workers, shown=None, handed=True):
+    shown = shown or Shown()
+    for aim in subject.aims:
+        if aim.worker.pod in workers:
+            shown = answered(shown, subject, aim, Answer(handed))
+    return shown
+
+
+def asked(subject, shown):
+    return [aim.worker.pod for aim in wanted(subject, kept(subject, shown))]
+
+
+def test_every_worker_that_answers_requests_is_asked_once():
+    subject = a_subject(an_aim("a"), an_aim("b"))
+
+    assert asked(subject, Shown()) == ["a", "b"]
+    assert asked(subject, after(subject, "a")) == ["b"]
+    assert asked(subject, after(subject, "a", "b")) == []
+
+
+def test_a_new_pod_and_one_that_has_begun_anew_are_asked_and_the_others_are_not():
+    before = a_subject(an_aim("a"), an_aim("b"))
+    shown = after(before, "a", "b")
+
+    assert asked(a_subject(an_aim("a"), an_aim("b"), an_aim("c")), shown) == ["c"]
+    assert asked(a_subject(an_aim("a", restarts=1), an_aim("b")), shown) == ["a"]
+    assert asked(a_subject(an_aim("a")), shown) == []
+
+
+def test_behind_other_routers_or_prefill_workers_one_of_each_role_is_asked_again():
+    aims = (an_aim("a"), an_aim("b"), an_aim("x", "whole", pair=False), an_aim("y", "whole", pair=False))
+    shown = after(a_subject(*aims), "a", "b", "x", "y")
+
+    for changed in (a_subject(*aims, routers=("other",)), a_subject(*aims, prefills=("p", "q"))):
+        assert [each.worker.pod for each in unanswered(changed, shown)] == ["a", "x"]
+        part = answered(shown, changed, aims[1], Answer(True))
+        assert asked(changed, part) == ["x"], "one answer of a role is enough"
+        assert asked(changed, answered(part, changed, aims[2], Answer())) == []
+
+
+def test_a_worker_that_computed_what_it_should_have_taken_over_has_answered_and_is_asked_again():
+    subject = a_subject(an_aim("a"), an_aim("b"))
+    shown = after(subject, "b", shown=after(subject, "a", handed=False))
+
+    assert unanswered(subject, shown) == ()
+    assert asked(subject, shown) == ["a"]
+    assert asked(subject, after(subject, "a", shown=shown)) == []
+    assert after(subject, "a", handed=None).unclear == {subject.aims[0]}
+
+
+def test_one_failure_is_not_told_and_two_are_until_there_is_an_answer_or_other_pods():
+    subject = a_subject(an_aim("a"))
+    once = failed(Shown(), subject, subject.aims[0], REFUSED)
+    twice = failed(once, subject, subject.aims[0], REFUSED)
+
+    assert (once.told, twice.told, twice.failed) == (None, REFUSED, "a")
+    assert answered(twice, subject, subject.aims[0], Answer()).told is None
+    assert kept(a_subject(an_aim("b")), twice).told is None
+    assert kept(subject, twice).told == REFUSED
+
+
+def test_what_the_status_says_was_shown_is_believed_by_the_next_leader():
+    subject = a_subject(an_aim("a"), an_aim("b"))
+
+    assert asked(subject, recalled(subject, "True")) == []
+    assert asked(subject, recalled(subject, "False")) == ["a", "b"]
+    assert unanswered(subject, recalled(subject, "False")) == ()
+
+
+def test_a_digest_is_of_all_pods_that_requests_pass_through():
+    subject = a_subject(an_aim("a"))
+    others = [
+        a_subject(an_aim("a"), routers=("other",)),
+        a_subject(an_aim("a"), prefills=()),
+        a_subject(an_aim("a", restarts=1)),
+        a_subject(an_aim("a", pair=False)),
+        msgspec.structs.replace(subject, model="n"),
+    ]
+
+    assert len({each.digest for each in (subject, *others)}) == 6
+    assert subject.digest == a_subject(an_aim("a")).digest

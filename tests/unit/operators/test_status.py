@@ -1,0 +1,217 @@
+"""What stands in a status: Ready only after answers, the way of blocks as it was seen, and how pools move."""
+
+import msgspec
+import pytest
+
+from operators.probing import Answer, Failure, Running, Shown, answered, failed
+from operators.reconcile import reconcile
+from operators.scaling import Replicas
+from operators.seen import RouterSeen
+from tests.unit.operators.test_reconcile import IMAGES, LATER, NOW, Cluster, a_wish, condition
+
+DIRECT = {"kvTransfer": {"paths": ["direct"]}}
+DOWN = Failure(503, "no_worker: nobody serves it")
+
+
+def settled(wish):
+    """Of a deployment in whose way nothing stands, with pods by name."""
+    cluster = Cluster()
+    cluster.settle(wish)
+    seen = cluster.seen()
+    children = tuple(
+        msgspec.structs.replace(each, serving=tuple(Running(f"{each.role}-{at}") for at in range(each.replicas.ready)))
+        for each in seen.children
+    )
+    router = msgspec.structs.replace(seen.router, pods=(Running("router-0"),))
+    return msgspec.structs.replace(seen, children=children, router=router, shown=Shown())
+
+
+def look(seen, wish=None, now=NOW, **changes):
+    return reconcile(wish or a_wish(), msgspec.structs.replace(seen, **changes), IMAGES, now)
+
+
+def ready(outcome):
+    found = condition(outcome.status, "Ready")
+    return found.status, found.reason
+
+
+def all_answered(subject, handed=True):
+    shown = Shown()
+    for aim in subject.aims:
+        shown = answered(shown, subject, aim, Answer(handed))
+    return shown
+
+
+def test_nothing_is_ready_before_all_who_answer_requests_have_answered_one():
+    seen = settled(a_wish())
+
+    first = look(seen)
+    subject = first.wanted.subject
+    half = look(seen, shown=answered(Shown(), subject, subject.aims[0], Answer(True)))
+    whole = look(seen, shown=all_answered(subject))
+
+    assert [(aim.worker.pod, aim.pair) for aim in subject.aims] == [("decode-0", True), ("decode-1", True)]
+    assert (ready(first), ready(half)) == (("False", "ServedProbePending"), ("False", "ServedProbePending"))
+    assert condition(half.status, "Ready").message == "1 of 2 workers have answered a request"
+    assert ready(whole) == ("True", "AllRolesReady")
+    assert (half.status.proved, whole.status.proved) == ("", subject.digest)
+
+
+def test_what_has_not_come_up_is_not_probed():
+    seen = settled(a_wish())
+    [prefill, decode] = sorted(seen.children, key=lambda each: each.role == "decode")
+    missing = msgspec.structs.replace(decode, ready_pods=1)
+
+    outcome = look(seen, children=(prefill, missing))
+
+    assert (ready(outcome), outcome.wanted) == (("False", "RolesNotReady"), None)
+
+
+def test_a_deployment_that_answers_errors_is_never_ready_and_says_which():
+    seen = settled(a_wish())
+    subject = look(seen).wanted.subject
+    shown = Shown()
+    for _ in range(9):
+        shown = failed(shown, subject, subject.aims[0], DOWN)
+        assert ready(look(seen, shown=shown))[0] == "False"
+
+    found = condition(look(seen, shown=shown).status, "Ready")
+    assert (found.reason, found.message) == ("ServedProbeFailed", "decode-0: 503 no_worker: nobody serves it")
+
+
+def test_routers_that_want_a_key_which_nobody_gave_leave_ready_unknown_and_say_what_to_do():
+    seen = settled(a_wish())
+    subject = look(seen).wanted.subject
+    shown = Shown()
+    for _ in range(2):
+        shown = failed(shown, subject, subject.aims[0], Failure(401, "its routers want an API key", wants_key=True))
+
+    found = condition(look(seen, shown=shown).status, "Ready")
+
+    assert (found.status, found.reason) == ("Unknown", "ServedProbeNeedsKey")
+    assert found.message == "401 its routers want an API key; give the operator one for ns/dd: probe.keys"
+
+
+def test_what_is_proved_stays_ready_for_an_operator_that_has_just_begun():
+    seen = settled(a_wish())
+    proved = look(seen, shown=all_answered(look(seen).wanted.subject)).status
+
+    again = look(seen, now=LATER, proved=proved.proved, conditions=proved.conditions)
+    other = look(
+        seen,
+        proved=proved.proved,
+        conditions=proved.conditions,
+        router=msgspec.structs.replace(seen.router, pods=(Running("router-0", 1),)),
+    )
+
+    assert again.status == proved
+    assert ready(other) == ("False", "ServedProbePending")
+
+
+def test_without_probes_ready_says_so():
+    found = condition(look(settled(a_wish()), shown=None).status, "Ready")
+
+    assert found.status == "True"
+    assert "probe.enabled is off" in found.message
+
+    seen = settled(a_wish())
+    before = look(seen, shown=all_answered(look(seen).wanted.subject)).status.conditions
+    assert condition(look(seen, shown=None, conditions=before).status, "KVPathReady").status == "Unknown"
+
+
+def test_the_way_of_blocks_is_ready_when_each_worker_that_answers_took_some_over():
+    seen = settled(a_wish())
+    subject = look(seen).wanted.subject
+
+    def said(handed):
+        found = condition(look(seen, shown=all_answered(subject, handed)).status, "KVPathReady")
+        return found.status, found.reason
+
+    assert said(True) == ("True", "HandedOver")
+    assert said(False) == ("False", "NotHandedOver")
+    assert said(None) == ("Unknown", "NotObserved")
+    before = condition(look(seen).status, "KVPathReady")
+    assert (before.status, before.reason) == ("Unknown", "NotObserved")
+
+
+def test_between_two_probes_the_way_of_blocks_is_as_it_was_seen_last():
+    seen = settled(a_wish())
+    conditions = look(seen, shown=all_answered(look(seen).wanted.subject)).status.conditions
+
+    rolling = look(seen, conditions=conditions, router=RouterSeen(name="dd-router", asked=1), now=LATER)
+
+    assert ready(rolling)[0] == "False"
+    assert condition(rolling.status, "KVPathReady") == condition(
+        look(seen, conditions=conditions).status, "KVPathReady"
+    )
+    assert condition(rolling.status, "KVPathReady").reason == "HandedOver"
+
+
+def test_where_no_blocks_can_be_handed_over_decode_workers_are_asked_alone():
+    store = a_wish(kvTransfer={"paths": ["store"]})
+    whole = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
+
+    assert [aim.pair for aim in look(settled(store), store).wanted.subject.aims] == [False, False]
+    assert [aim.pair for aim in look(settled(whole), whole).wanted.subject.aims] == [False, False]
+    assert look(settled(whole), whole).wanted.subject.prefills == ()
+
+
+def test_a_worker_that_some_routers_do_not_know_is_named_with_them():
+    seen = settled(a_wish())
+    children = tuple(msgspec.structs.replace(each, registered=each.ready_pods - 1) for each in seen.children)
+
+    outcome = look(seen, children=children, partly={"decode-1": ("router-b",)})
+
+    found = condition(outcome.status, "RolesRegistered")
+    assert (found.status, found.reason, ready(outcome)[1]) == ("False", "NotRegistered", "NotRegistered")
+    assert "decode: 1 of 2 known to all routers; decode-1 is not known to router-b" in found.message
+
+
+def test_a_router_that_says_nothing_leaves_it_unknown():
+    outcome = look(settled(a_wish()), silent=("router-b",))
+
+    found = condition(outcome.status, "RolesRegistered")
+    assert (found.status, found.reason, ready(outcome)) == ("Unknown", "NotTold", ("False", "RouterSilent"))
+    assert found.message == "router-b: has not said which workers it knows"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "status", "reason"),
+    [
+        ((1, 0), (2, 0), "False", "Settled"),
+        ((2, 0), (2, 0), "True", "Shrinking"),
+        ((1, 1), (2, 0), "True", "Draining"),
+        ((1, 1), (1, 0), "True", "Draining"),
+        ((1, 0), (1, 0), "True", "Growing"),
+        ((0, 0), (1, 0), "False", "Settled"),
+    ],
+)
+def test_while_pools_move_beside_each_other_it_is_called_rebalancing(prefill, decode, status, reason):
+    seen = settled(a_wish())
+
+    def moved(child, asked, leaving):
+        replicas = Replicas(revision=child.replicas.revision, asked=asked, pods=asked, ready=asked, leaving=leaving)
+        return msgspec.structs.replace(child, replicas=replicas)
+
+    counts = {"prefill": prefill, "decode": decode}
+    outcome = look(seen, children=tuple(moved(each, *counts[each.role]) for each in seen.children))
+
+    found = condition(outcome.status, "Rebalancing")
+    assert (found.status, found.reason) == (status, reason)
+    if status == "True":
+        assert found.message == f"prefill to decode: {prefill[0]}:{decode[0]}, to be 1:2"
+
+
+def test_a_rollout_by_itself_is_no_rebalancing():
+    cluster = Cluster()
+    cluster.settle(a_wish())
+    said = []
+    for _ in range(60):
+        outcome = reconcile(a_wish(image="another"), cluster.seen(), IMAGES, NOW)
+        said.append(condition(outcome.status, "Rebalancing").status)
+        for action in outcome.actions:
+            cluster.do(action)
+        cluster.pass_time()
+
+    assert condition(outcome.status, "Ready").status == "True"
+    assert set(said) == {"False"}

@@ -11,7 +11,8 @@ Rules:
    by pod name and address. Nothing else is needed to be found. Settings are a file in a ConfigMap; what only the pod knows is put in by `--set`.
 4. What a user's `podTemplate` says counts: lists that have names (containers, environment, volumes, ports, mounts) are merged by them, other values
    are replaced.
-5. Pods run as nobody, without privileges, with a read-only root; what they write goes to memory or to an emptyDir.
+5. Pods run as nobody, without privileges, with a read-only root; what they write goes to memory or to an emptyDir, and models that they
+   fetch to the claim that keeps them, if one is named.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from fleet.hub import repository_of
 from operators.kinds import Served
 from operators.resources import (
     GROUP,
@@ -60,6 +62,8 @@ LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
 SETTINGS = "/etc/fleet/settings.json"
 SCRATCH = "/tmp"  # noqa: S108 - an emptyDir of the pod's own
 MODELS = "/models"
+HUB_CACHE = "/hub"
+HUB_SECRET = "/etc/fleet-hub"  # noqa: S105 - the folder of one
 REDIS_FOLDER = "/etc/fleet-redis"
 SHARED_MEMORY = "4Gi"
 SERVED = Served()
@@ -282,6 +286,7 @@ def _worker_settings(deployment: Deployment, role: Role) -> Manifest:
         "role": ROLES[role.type],
         "model": spec.model.name,
         "model_dir": _model_dir(deployment),
+        **_hub(deployment),
         "registry": f"{_child(deployment, deployment.router)}-control.{deployment.namespace}:{CONTROL}",
         "listen": f"0.0.0.0:{WORKER}",
         "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
@@ -323,6 +328,7 @@ def _router_settings(deployment: Deployment) -> Manifest:
         "control_listen": f"0.0.0.0:{CONTROL}",
         "connection_seconds": CONNECTION_SECONDS,
         "models": {spec.model.name: _model_dir(deployment)},
+        **_hub(deployment),
         "policy": routing.policy,
         "remote_prefill_min_tokens": routing.disaggregate_above_tokens,
         "prefer_direct": spec.kv_transfer.paths[0] is KvPath.DIRECT,
@@ -396,9 +402,16 @@ def _pod(
     if not routes and (secret := deployment.spec.kv_transfer.redis_secret):
         volumes.append({"name": "redis", "secret": {"secretName": secret}})
         container["volumeMounts"].append({"name": "redis", "mountPath": REDIS_FOLDER, "readOnly": True})
-    if secret := deployment.spec.model.token_secret:
-        reference = {"secretKeyRef": {"name": secret, "key": "token"}}
-        container["env"].append({"name": "HF_TOKEN", "valueFrom": reference})
+    if _is_fetched(deployment):
+        kept = deployment.spec.model.cache_claim
+        source: Manifest = {"persistentVolumeClaim": {"claimName": kept}} if kept else {"emptyDir": {}}
+        volumes.append({"name": "hub", **source})
+        container["volumeMounts"].append({"name": "hub", "mountPath": HUB_CACHE})
+        if secret := deployment.spec.model.token_secret:
+            # Nothing else that may be in it; and where it is missing, the process says so, for which a pod would only wait.
+            only = {"items": [{"key": "token", "path": "token"}], "optional": True}
+            volumes.append({"name": "hub-token", "secret": {"secretName": secret} | only})
+            container["volumeMounts"].append({"name": "hub-token", "mountPath": HUB_SECRET, "readOnly": True})
     pod: Manifest = {
         "containers": [container],
         "volumes": volumes,
@@ -474,6 +487,24 @@ def _model_dir(deployment: Deployment) -> str:
     if model.claim:
         return f"{MODELS}/{model.uri}".rstrip("/")
     return model.uri or model.name
+
+
+def _is_fetched(deployment: Deployment) -> bool:
+    """Whether pods fetch the model from the hub, which is not so of folders in a volume or an image: their paths begin at the root."""
+    return repository_of(_model_dir(deployment)) is not None
+
+
+def _hub(deployment: Deployment) -> Manifest:
+    """Where processes fetch the model from, where they do."""
+    if not _is_fetched(deployment):
+        return {}
+    model = deployment.spec.model
+    settings = {"cache": HUB_CACHE}
+    if model.endpoint:
+        settings["endpoint"] = model.endpoint
+    if model.token_secret:
+        settings["token_file"] = f"{HUB_SECRET}/token"
+    return {"hub": settings}
 
 
 def in_bytes(quantity: str) -> int:

@@ -33,7 +33,8 @@ class Leader:
         self, cluster: Cluster, settings: LeaseSettings, namespace: str, identity: str, clock: Clock, wall: Wall
     ) -> None:
         self.changed = asyncio.Event()
-        """Set when it begins to act; cleared by whoever waits for it."""
+        """Set when it begins to act, and when it has made the Lease anew, with which goes what belonged to the one before; cleared by whoever
+        waits for it."""
 
         self.waits = False
         """Whether somebody else held the Lease when it was last read."""
@@ -92,6 +93,8 @@ class Leader:
             self._owner_uid = await self._owner()
         await self._write(lease, step, holder=self._identity)
         self._election.wrote(began)
+        if step is Step.CREATE:
+            self.changed.set()
 
     async def _read(self) -> Lease | None:
         try:

@@ -162,15 +162,15 @@ class Look:
     async def _write_status(self, key: Key, kind: Kind, custom: Custom, said: Any) -> None:
         """If it differs from what is there, and when `operators.pace` says; else `key` is looked at again then."""
         try:
-            there = msgspec.convert(custom.status, type(said))
+            there = _sorted(msgspec.convert(custom.status, type(said)))
         except msgspec.ValidationError:
             there = None
-        written = Key(kind.name, custom.metadata.namespace, custom.metadata.name)
-        if there == said:
+        written, here = Key(kind.name, custom.metadata.namespace, custom.metadata.name), _sorted(said)
+        if there == here:
             self._pace.rests(written)
             return
         now = self._clock.now()
-        due = self._pace.due(written, now, urgent=_urgent(there, said), brief=_brief(there, said))
+        due = self._pace.due(written, now, urgent=_urgent(there, here), brief=_brief(there, here))
         if due > now:
             self._again(key, Nanos(due - now))
             return
@@ -202,6 +202,13 @@ class Look:
 
     def _now(self) -> str:
         return rfc3339(self._wall())
+
+
+def _sorted(status: Any) -> Any:
+    """With its lists in an order of ours: a server that merges them item by item keeps the order in which these came."""
+    lists = {name: value for name in status.__struct_fields__ if isinstance(value := getattr(status, name), tuple)}
+    ordered = {name: tuple(sorted(value, key=msgspec.json.encode)) for name, value in lists.items()}
+    return msgspec.structs.replace(status, **ordered)
 
 
 def _urgent(there: Any, said: Any) -> bool:

@@ -183,7 +183,7 @@ def _text(value: object) -> str:
 
 
 def _running(pods: Iterable[Pod]) -> tuple[Running, ...]:
-    return tuple(sorted(Running(pod.metadata.name, pod.restarts) for pod in pods))
+    return tuple(sorted(Running(pod.metadata.name, pod.restarts, pod.metadata.uid) for pod in pods))
 
 
 def _owned(named: Mapping[str, Kept], uid: str) -> Iterator[Kept]:

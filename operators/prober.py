@@ -2,13 +2,15 @@
 
 Rules:
 
-1. A deployment has one probe on its way at most, all of them together `at_once`. Nobody waits for a probe but the task that sent it.
+1. A deployment has one probe on its way at most, all of them together `at_once`; deployments whose last one failed have half of these,
+   so that the others wait for no deadline of theirs. Nobody waits for a probe but the task that sent it.
 2. After a failure there is a pause that doubles, up to `longest_seconds`. Other pods are another subject, and begin anew.
 3. Nothing is sent by who does not lead.
 """
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Never
 
 from operators import probing
@@ -34,6 +36,7 @@ class Prober:
         self._leads = leads
         self._heard = heard
         self._asking = asyncio.Semaphore(at_once)
+        self._asking_again = asyncio.Semaphore(max(1, at_once // 2))
         self._shown: dict[Key, Shown] = {}
         self._subjects: dict[Key, Subject] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
@@ -83,7 +86,7 @@ class Prober:
     async def _show(self, key: Key, subject: Subject) -> None:
         pause = min(FIRST_PAUSE_SECONDS, self._longest_seconds)
         while aims := probing.wanted(subject, self.of(key)):
-            async with self._asking:
+            async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
                 if not self._leads():
                     self._subjects.pop(key, None)  # whoever leads again begins again
                     return

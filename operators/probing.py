@@ -4,9 +4,9 @@ Rules:
 
 1. Every worker that answers requests has to have answered one, asked for by name. Where prefill workers compute prompts, one of them
    computes the probe's, and the worker that answers has to say that it took the blocks over.
-2. A pod whose container has begun anew is another one. When routers or prefill workers are others than at the last answer, one worker of each
-   role that answers is asked again.
-3. What was shown is kept in the status as a digest of the pods. As long as these are the same nothing is sent, by the next leader neither.
+2. A pod whose container has begun anew is another one, and so is one that was made anew with the same name, as StatefulSets do. When routers or
+   prefill workers are others than at the last answer, one worker of each role that answers is asked again.
+3. What was shown is kept in the status as a digest of the pods. As long as these are the same nothing is sent, not by the next leader either.
 4. One failure may be a Service that has not heard of its pods yet: the second one in a row is told.
 5. A router that wants a key which nobody has given has shown nothing: that is not known, and not a failure.
 """
@@ -22,10 +22,11 @@ TOLD_AFTER = 2
 
 
 class Running(Struct, frozen=True, order=True):
-    """A pod, and how often its containers have begun anew."""
+    """A pod, and how often its containers have begun anew. Names of pods may come again, uids do not."""
 
     pod: str
     restarts: int = 0
+    uid: str = ""
 
 
 class Aim(Struct, frozen=True, order=True):

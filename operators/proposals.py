@@ -54,6 +54,9 @@ UNKNOWN_CONTEXT = 2
 ANSWERS = 2
 """So many times as long as an answer takes may a worker have to finish what it does before it ends."""
 
+MOST_REPLICAS = 10_000
+"""Of a role, as `operators.resources.Role` has it."""
+
 MINUTE = 60.0
 RESTS_ON = {
     Basis.MODEL: "measurements of this model on these GPUs",
@@ -89,6 +92,8 @@ def answer(asked: ServingRequestSpec) -> Answer:
     if (asked.workload.requests_per_minute > 0) == (asked.workload.concurrency > 0):
         text = "spec.workload: one of requestsPerMinute and concurrency must be above 0"
         return Infeasible(reason="SpecificationRefused", message=text)
+    if wrong := _misshapen(asked.pod_template):
+        return Infeasible(reason="SpecificationRefused", message=f"spec.podTemplate.{wrong}")
     known = gpus()
     gpu = known.get(asked.hardware.gpu.lower())
     if gpu is None:
@@ -103,7 +108,15 @@ def answer(asked: ServingRequestSpec) -> Answer:
         return Infeasible(reason="ModelUnknown", message=text)
     supply = Supply(gpu=gpu, gpus=asked.hardware.count, per_node=asked.hardware.per_node)
     found = size(sized, _demand(asked), _goals(asked.objective), supply)
-    return _proposed(asked, sized, found) if isinstance(found, Sizing) else _infeasible(asked, sized, supply, found)
+    if isinstance(found, Shortfall):
+        return _infeasible(asked, sized, supply, found)
+    if (most := max(pool.replicas for pool in found.pools)) > MOST_REPLICAS:
+        text = (
+            f"spec.workload: {most:,} engines of one kind would keep the goals, and a role has {MOST_REPLICAS:,} at most; "
+            "share the load out among several requests"
+        )
+        return Infeasible(reason="TooManyReplicas", message=text)
+    return _proposed(asked, sized, found)
 
 
 def _model(asked: ServingRequestSpec) -> Sized | None:
@@ -208,19 +221,32 @@ def _template(asked: ServingRequestSpec, context: int) -> dict[str, Any]:
         f"--set=max_running={MOST_RUNNING}",
         f"--set=vllm.extra_args.max_num_batched_tokens={int(BUDGET_TOKENS)}",
     ]
-    template = dict(asked.pod_template)
-    given = template.get("spec")
-    pod = dict(given) if isinstance(given, dict) else {}
-    listed = pod.get("containers")
-    containers = list(listed) if isinstance(listed, list) else []
+    template = asked.pod_template
+    pod = template.get("spec") or {}
+    containers = list(pod.get("containers") or ())
     for index, each in enumerate(containers):
-        if isinstance(each, dict) and each.get("name") == "main":
-            theirs = each.get("args")
-            containers[index] = each | {"args": [*ours, *(theirs if isinstance(theirs, list) else ())]}
+        if each.get("name") == "main":
+            containers[index] = each | {"args": [*ours, *(each.get("args") or ())]}
             break
     else:
         containers.append({"name": "main", "args": ours})
     return template | {"spec": pod | {"containers": containers}}
+
+
+def _misshapen(template: dict[str, Any]) -> str:
+    """What cannot be filled in, and would be lost; everything else the API server checks, when pods are made of it."""
+    pod = template.get("spec")
+    if not isinstance(pod, dict | None):
+        return "spec: must be an object"
+    containers = (pod or {}).get("containers")
+    if not isinstance(containers, list | None):
+        return "spec.containers: must be a list"
+    for index, each in enumerate(containers or ()):
+        if not isinstance(each, dict):
+            return f"spec.containers[{index}]: must be an object"
+        if not isinstance(each.get("args"), list | None):
+            return f"spec.containers[{index}].args: must be a list"
+    return ""
 
 
 def _figure(goal: Target, asked: int, milliseconds: float, error: float) -> Figure:

@@ -5,7 +5,8 @@ Rules:
 1. The deployment has the request's name and is owned by it: it goes when the request goes. One of that name that is not the request's own is left
    alone. It is written when its digest differs, and now and then afresh, like every child (`operators.reconcile`, rule 2).
 2. A request that cannot be kept any more, or that is to be applied no more, changes nothing of the deployment that was made for it.
-3. A role that the present proposal lacks is scaled to 0 first, and is left out when the deployment says that its last pod has gone.
+3. A role that the present proposal lacks is scaled to 0 first, and is left out when the deployment says that its last pod has gone. Roles that
+   somebody else has added are that one's: which ones the request has made is an annotation of the deployment.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,9 @@ from operators.status import FALSE, TRUE, Said, condition
 from operators.views import Custom
 
 Manifest = dict[str, Any]
+
+ROLES = f"{GROUP}/roles"
+"""Names of those that are the request's."""
 
 
 def proposed(name: str, answer: Answer) -> Manifest:
@@ -131,7 +135,9 @@ def _manifest(request: Custom, answer: Proposal, there: Custom | None) -> Manife
         ],
     }
     made["spec"]["roles"] += _leaving(made["spec"]["roles"], there)
-    return with_digest(made)
+    whole = with_digest(made)
+    whole["metadata"]["annotations"][ROLES] = ",".join(role["name"] for role in made["spec"]["roles"])
+    return whole
 
 
 def _leaving(roles: Sequence[Manifest], there: Custom | None) -> Iterator[Manifest]:
@@ -139,10 +145,11 @@ def _leaving(roles: Sequence[Manifest], there: Custom | None) -> Iterator[Manife
     if there is None:
         return
     named = {role["name"] for role in roles}
+    made = there.metadata.annotations.get(ROLES, "").split(",")
     current = there.status.get("observedGeneration") == there.metadata.generation
     pods = {role["name"]: role.get("replicas", 0) + role.get("draining", 0) for role in there.status.get("roles", ())}
     for role in there.spec.get("roles", ()):
-        if role["name"] not in named and role["type"] != RoleType.ROUTER:
+        if role["name"] in made and role["name"] not in named and role["type"] != RoleType.ROUTER:
             gone = current and not role.get("replicas", 1) and not pods.get(role["name"], 0)
             if not gone:
                 yield role | {"replicas": 0}

@@ -99,13 +99,29 @@ class ModelSource(_Resource, frozen=True):
     """What clients call it."""
 
     uri: Text = ""
-    """A Hugging Face repository, or a path in the image or volume. Empty: `name`."""
+    """A repository of the Hugging Face Hub (owner/name, with @revision after it if it is not to be the newest), which every pod fetches
+    before it serves; or a folder in the image; or with `claim` one in that volume. Empty: `name`."""
 
     claim: Annotated[str, Meta(max_length=253)] = ""
-    """A PersistentVolumeClaim with the weights, mounted read-only at /models."""
+    """A PersistentVolumeClaim with the weights, mounted read-only at /models. Nothing is fetched then."""
+
+    cache_claim: Annotated[str, Meta(max_length=253)] = ""
+    """A PersistentVolumeClaim that keeps what is fetched, for all pods that are let to write to it (ReadWriteMany, if they are on
+    several nodes). Empty: each pod fetches the model for itself, and keeps it on its node's disk for as long as it is there."""
 
     token_secret: Annotated[str, Meta(max_length=253)] = ""
-    """A Secret whose key `token` opens the repository."""
+    """A Secret whose key `token` opens the repository; pods read it from a file."""
+
+    endpoint: Annotated[str, Meta(max_length=512, pattern=r"^(https?://[^/ ?#@]+(/[^ ?#@]*)?)?$")] = ""
+    """Where the repository is fetched from: a mirror of the hub. Empty: https://huggingface.co."""
+
+
+_MODEL = _rules(
+    (
+        "self.claim == '' || self.cacheClaim == ''",
+        "cacheClaim: keeps what is fetched, and with claim nothing is",
+    ),
+)
 
 
 class Scaling(_Resource, frozen=True):
@@ -305,7 +321,7 @@ name of one and a hash are a label of its pods."""
 
 
 class DisaggDeploymentSpec(_Resource, frozen=True):
-    model: ModelSource
+    model: Annotated[ModelSource, _MODEL]
     roles: Annotated[tuple[Annotated[Role, _ROLE_RULES], ...], Meta(min_length=1, max_length=16), _ROLES]
     engine: EngineKind = EngineKind.VLLM
     image: Text = ""
@@ -477,7 +493,7 @@ REQUEST_RULES = _rules(
 
 
 class ServingRequestSpec(_Resource, frozen=True):
-    model: ModelSource
+    model: Annotated[ModelSource, _MODEL]
     hardware: Hardware
     workload: Annotated[Workload, _WORKLOAD]
     objective: Objective = Objective()

@@ -258,9 +258,9 @@ def _kv_path(wish: Deployment, seen: Seen, wanted: Wanted | None) -> Said:
     subject, shown = (wanted.subject, wanted.shown) if wanted is not None else (None, Shown())
     pairs = [aim for aim in subject.aims if aim.pair] if subject is not None else []
     if not pairs or any(aim not in shown.answered for aim in pairs):
-        status, reason, message = _before(seen, "KVPathReady")[1:]
-        if seen.shown is not None and reason in {"HandedOver", "NotHandedOver", "NotObserved"}:
-            return "KVPathReady", status, reason, message
+        was = _before(seen, "KVPathReady")
+        if seen.shown is not None and was[2] in {"HandedOver", "NotHandedOver", "NotObserved"}:
+            return was
         return (
             "KVPathReady",
             UNKNOWN,

@@ -32,9 +32,9 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config.config_exception import ConfigException
 from msgspec import Struct
 
-from fleet.adapters import endpoint_slices
 from fleet.adapters.clock import SystemClock, unix_milliseconds
 from fleet.adapters.endpoint_slices import endpoint_slice
+from fleet.adapters.kubernetes_objects import CONFLICT, FORBIDDEN, LEASES, NOT_FOUND, Manifest, Objects
 from fleet.adapters.own_pod import Pod, own_namespace, own_pod
 from fleet.adapters.unrenewed import Ended, Unrenewed
 from fleet.clock import Clock, Nanos
@@ -52,22 +52,15 @@ REGISTRATION = f"{GROUP}/registration"
 CLUSTER = "app.kubernetes.io/instance"
 RECORD = f"{GROUP}/record"
 WARM = f"{GROUP}/warm-blocks"
-LEASES = ("coordination.k8s.io", "v1")
-SLICES = (endpoint_slices.GROUP, endpoint_slices.VERSION)
-APPLY = "application/apply-patch+yaml"
 AGENT = MANAGER = "fleet-worker"
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,200}[a-z0-9])?")
 
-CALL_SECONDS = 5.0
-WATCH_SECONDS = 240
 SILENCE_SECONDS = 30.0  # workers renew more often: what is silent for longer is cut, or has none
 SWEEP_SECONDS = 1.0  # between two looks for leases that have ended
 EXPIRED = 410
 LONGEST_EVENT = 2 << 20  # bytes; an object is 1.5 MiB at most where etcd keeps it
 TRIES = 3  # of a write that others' writes come before
 MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)  # what is not as the API has it
-
-Manifest = dict[str, Any]
 
 
 class Event(Struct, frozen=True):
@@ -116,9 +109,7 @@ class KubernetesDirectory:
             self._pod = own_pod()
         self._client = await _client(self._settings)
         self._namespace = _namespace(self._settings)
-        self._objects = client.CustomObjectsApi(
-            self._client
-        )  # takes any kind as it is, and spares building it from parts
+        self._objects = Objects(self._client, self._namespace, MANAGER)
         return self
 
     async def __aexit__(
@@ -150,35 +141,21 @@ class KubernetesDirectory:
                 if held is None or _incarnation(held) != incarnation:
                     return
                 name = held["metadata"]["name"]
-                if await self._delete(LEASES, "leases", name, held["metadata"]["resourceVersion"]):
+                if await self._objects.delete_lease(name, held["metadata"]["resourceVersion"]):
                     if sliced is not None:  # the collector of garbage would take its time
-                        version = sliced["metadata"]["resourceVersion"]
-                        await self._delete(SLICES, endpoint_slices.PLURAL, name, version)
+                        await self._objects.delete_slice(name, sliced["metadata"]["resourceVersion"])
                     return
-                held = await self._read(name)
+                held = await self._objects.lease(name)
 
     async def sightings(self) -> AsyncGenerator[Sighting, None]:
         selected = f"{REGISTRATION}=worker,{CLUSTER}={self._settings.cluster}"
         async with _directory_errors():
-            listed: Any = await self._objects.list_namespaced_custom_object(
-                *LEASES, self._namespace, "leases", label_selector=selected, _request_timeout=CALL_SECONDS
-            )
-            found = [seen for item in listed["items"] if (seen := self._look(item)) is not None]
-            self._unrenewed.only(item["metadata"]["name"] for item in listed["items"])
-            revision: str = listed["metadata"]["resourceVersion"]
+            listed, revision = await self._objects.leases(selected)
+            found = [seen for item in listed if (seen := self._look(item)) is not None]
+            self._unrenewed.only(item["metadata"]["name"] for item in listed)
         yield Listed(all=tuple(found))
         async with _directory_errors():
-            answer = await self._objects.list_namespaced_custom_object_without_preload_content(
-                *LEASES,
-                self._namespace,
-                "leases",
-                watch=True,
-                label_selector=selected,
-                resource_version=revision,
-                allow_watch_bookmarks=True,
-                timeout_seconds=WATCH_SECONDS,
-                _request_timeout=WATCH_SECONDS + SILENCE_SECONDS,
-            )
+            answer = await self._objects.watch_leases(selected, revision, SILENCE_SECONDS)
         async with answer, _directory_errors():
             answer.raise_for_status()
             async for event in self._events(answer):
@@ -227,10 +204,10 @@ class KubernetesDirectory:
         if not self._may_remove:
             return
         try:
-            if await self._delete(LEASES, "leases", ended.name, ended.version):
+            if await self._objects.delete_lease(ended.name, ended.version):
                 log.info("removed the lease of a worker that is gone", extra={"lease": ended.name})
         except ApiException as error:
-            if error.status != 403:
+            if error.status != FORBIDDEN:
                 raise
             self._may_remove = False
             log.warning("leases of dead workers stay: the service account has not the verb delete")
@@ -246,16 +223,16 @@ class KubernetesDirectory:
             return False
         for _ in range(TRIES):
             try:
-                self._held[me] = await self._replace(self._lease(record, held))
+                self._held[me] = await self._objects.replace_lease(self._lease(record, held))
             except ApiException as error:
-                if error.status == 404:
+                if error.status == NOT_FOUND:
                     del self._held[me]
                     return False
-                if error.status != 409:
+                if error.status != CONFLICT:
                     raise
             else:
                 return True
-            found = await self._read(held["metadata"]["name"])
+            found = await self._objects.lease(held["metadata"]["name"])
             if found is None:
                 del self._held[me]
                 return False
@@ -273,16 +250,17 @@ class KubernetesDirectory:
         """
         name = _name(record.worker_id)
         for _ in range(TRIES):
-            found = await self._read(name)
+            found = await self._objects.lease(name)
             if found is not None and not self._labels().items() <= found["metadata"].get("labels", {}).items():
                 raise RegistryUnreachable(
                     f"the lease {self._namespace}/{name} is not of the cluster {self._settings.cluster!r}; rename the worker"
                 )
             lease = self._lease(record, found)
             try:
-                written = await (self._create(lease) if found is None else self._replace(lease))
+                write = self._objects.create_lease if found is None else self._objects.replace_lease
+                written = await write(lease)
             except ApiException as error:
-                if error.status not in {404, 409}:
+                if error.status not in {NOT_FOUND, CONFLICT}:
                     raise
             else:
                 self._held[record.worker_id, record.incarnation] = written
@@ -330,23 +308,7 @@ class KubernetesDirectory:
             raise RegistryUnreachable(
                 f"discovery.service: {record.address} is no IP address and port; set `advertise` to the pod's"
             ) from error
-        # Of an object that an apply has made (201), the client otherwise gives nothing.
-        answer = await self._objects.patch_namespaced_custom_object_without_preload_content(
-            *SLICES,
-            self._namespace,
-            endpoint_slices.PLURAL,
-            ours["name"],
-            body,
-            field_manager=MANAGER,
-            force=True,
-            _content_type=APPLY,
-            _request_timeout=CALL_SECONDS,
-        )
-        async with answer:
-            if answer.status >= 400:
-                raise ApiException(status=answer.status, reason=answer.reason)
-            applied: Manifest = msgspec.json.decode(await answer.read())
-        return applied
+        return await self._objects.apply_slice(body)
 
     def _metadata(self, record: Record) -> Manifest:
         metadata: Manifest = {
@@ -368,45 +330,6 @@ class KubernetesDirectory:
         """As `MicroTime` has it; later than the last one, whatever the clock does."""
         self._last_ms = max(self._last_ms + 1, self._now_unix_ms())
         return datetime.fromtimestamp(self._last_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-    async def _read(self, name: str) -> Manifest | None:
-        try:
-            found: Any = await self._objects.get_namespaced_custom_object(
-                *LEASES, self._namespace, "leases", name, _request_timeout=CALL_SECONDS
-            )
-        except ApiException as error:
-            if error.status == 404:
-                return None
-            raise
-        read: Manifest = found
-        return read
-
-    async def _create(self, lease: Manifest) -> Manifest:
-        written: Any = await self._objects.create_namespaced_custom_object(
-            *LEASES, self._namespace, "leases", lease, _request_timeout=CALL_SECONDS
-        )
-        created: Manifest = written
-        return created
-
-    async def _replace(self, lease: Manifest) -> Manifest:
-        written: Any = await self._objects.replace_namespaced_custom_object(
-            *LEASES, self._namespace, "leases", lease["metadata"]["name"], lease, _request_timeout=CALL_SECONDS
-        )
-        replaced: Manifest = written
-        return replaced
-
-    async def _delete(self, kind: tuple[str, str], plural: str, name: str, version: str) -> bool:
-        """False where it is not as it was; it is no mistake that it is not there."""
-        options = client.V1DeleteOptions(preconditions=client.V1Preconditions(resource_version=version))
-        try:
-            await self._objects.delete_namespaced_custom_object(
-                *kind, self._namespace, plural, name, body=options, _request_timeout=CALL_SECONDS
-            )
-        except ApiException as error:
-            if error.status not in {404, 409}:
-                raise
-            return bool(error.status == 404)
-        return True
 
 
 async def _client(settings: KubernetesDiscovery) -> client.ApiClient:
@@ -477,7 +400,7 @@ async def _directory_errors() -> AsyncIterator[None]:
 def _said(error: Exception) -> str:
     if not isinstance(error, ApiException):
         return f"Kubernetes: {str(error) or type(error).__name__}"
-    hint = "; does the service account have the verbs?" if error.status == 403 else ""
+    hint = "; does the service account have the verbs?" if error.status == FORBIDDEN else ""
     return f"Kubernetes: {error.status} {error.reason}{hint}"
 
 

@@ -7,7 +7,6 @@ Rules:
 3. Of what went wrong the status is told, and the text of a refusal of ours; what else somebody answers may hold anything. No key is told.
 """
 
-import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -24,6 +23,9 @@ from operators.probing import Answer, Failure, Probe
 
 LONGEST_ANSWER = 64 << 10
 MOST_CHARACTERS = 200
+NO_SUCH_JSON = (msgspec.MsgspecError, RecursionError)
+"""The second: what is nested a thousand times."""
+
 WORDS = " ".join(f"and then comes number {number}," for number in range(40))
 """Some 200 tokens."""
 
@@ -70,8 +72,11 @@ class _Refusal(Struct, frozen=True):
 
 
 def door_address(namespace: str, service: str) -> str:
-    """As pods of any namespace dial it."""
-    return f"{service}.{namespace}:{HTTP}"
+    """As pods of any namespace dial it.
+
+    Without `svc`, one that is not there is looked for on the internet, where the namespace is called like a domain: `llama-router.dev`.
+    """
+    return f"{service}.{namespace}.svc:{HTTP}"
 
 
 class ServedProbes:
@@ -105,7 +110,7 @@ class ServedProbes:
             ):
                 content = await _read(response)
                 status = response.status
-        except (TimeoutError, asyncio.IncompleteReadError):
+        except TimeoutError:
             return Failure(0, f"no answer within {self._deadline_seconds:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return Failure(0, f"no answer: {type(error).__name__}")
@@ -142,7 +147,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 def _answer(probe: Probe, content: bytes) -> Answer | Failure:
     try:
         completion = msgspec.json.decode(content, type=_Completion)
-    except msgspec.MsgspecError:
+    except NO_SUCH_JSON:
         return Failure(HTTPStatus.OK, "what was answered is no completion")
     if not completion.choices or completion.usage.completion_tokens < 1:
         return Failure(HTTPStatus.OK, "the completion has no token")
@@ -161,9 +166,10 @@ def _answer(probe: Probe, content: bytes) -> Answer | Failure:
 def _refusal(content: bytes, key: str) -> str:
     try:
         error = msgspec.json.decode(content, type=_Refusal).error
-    except msgspec.MsgspecError:
+    except NO_SUCH_JSON:
         return "not in words of a router"
-    text = " ".join(error.message.split())
+    # What is not printable may make terminals do things.
+    text = " ".join("".join(each if each.isprintable() else " " for each in error.message).split())
     if key:
         text = text.replace(key, "(key)")
     return f"{error.code}: {text[:MOST_CHARACTERS]}"

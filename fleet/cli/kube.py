@@ -30,7 +30,10 @@ MOST_CHARACTERS = 1 << 20
 MOST_VALUES = 1 << 18
 """Of a file, with what its aliases repeat: a few lines of YAML may stand for billions."""
 
-NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+REQUEST_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
+"""As `operators.resources.REQUEST_RULES` has it."""
+
 _NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
 _QUOTED = re.compile(r"""(['"])(?!<)..+\1""")
 """A word of a file, in an error of the YAML library; not one of its own (``'<stream end>'``)."""
@@ -98,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    if arguments.name and not NAME.match(arguments.name):
+    if arguments.name and not NAME.fullmatch(arguments.name):
         raise ConfigurationRefused(f"--name: {_no_name()}")
     documents = _read(arguments.file)
     try:
@@ -116,6 +119,10 @@ def _propose(arguments: argparse.Namespace) -> int:
     for number, content in enumerate(_read(arguments.file), start=1):
         try:
             metadata, asked = _document(content, "ServingRequest", "default", ServingRequestSpec)
+            if not REQUEST_NAME.fullmatch(metadata["name"]):
+                raise ConfigurationRefused(
+                    "metadata.name: must be at most 47 characters of a-z 0-9 and -, the first of them a letter"
+                )
         except ConfigurationRefused as refused:
             raise ConfigurationRefused(f"document {number}: {refused}") from refused
         found = answer(asked)
@@ -181,7 +188,7 @@ def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[
         raise ConfigurationRefused("metadata.name: is missing")
     named = {"name": metadata["name"], "namespace": metadata.get("namespace") or namespace}
     for field, name in named.items():
-        if not isinstance(name, str) or not NAME.match(name):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ConfigurationRefused(f"metadata.{field}: {_no_name()}")
     try:
         return named, msgspec.convert(content.get("spec"), of)

@@ -24,6 +24,9 @@ WINDOWED = ("sliding_attention", "chunked_attention")
 MOST = 1 << 24
 """Of whatever a config counts; the largest vocabularies have a quarter million entries."""
 
+MOST_LAYERS = 1 << 12
+"""They are looked at one by one; the deepest models have some hundred."""
+
 
 class Attention(StrEnum):
     GROUPED = "grouped"
@@ -144,6 +147,8 @@ def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precisio
     """
     fields = _Fields(config, name)
     hidden, layers, heads = (fields.count(each) for each in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    if layers > MOST_LAYERS:
+        raise fields.refusal("num_hidden_layers", f"must be at most {MOST_LAYERS:,}")
     kinds = _layer_kinds(fields, layers)
     full = sum(kind not in (*LINEAR, *WINDOWED) for kind in kinds)
     windowed = sum(kind in WINDOWED for kind in kinds)
@@ -218,7 +223,7 @@ class _Fields:
         value = self._fields[found]
         least = 0 if default == 0 else 1
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.refusal(found, f"must be a whole number from {least} on, not {value!r}")
+            raise self.refusal(found, f"must be a whole number from {least} on, not {value!r:.50}")
         if value > MOST:
             raise self.refusal(found, f"must be at most {MOST:,}")
         return value
@@ -242,7 +247,10 @@ def _moe_layers(fields: _Fields, layers: int) -> int:
     dense = fields.get("mlp_only_layers", ())
     if dense_first > layers:
         raise fields.refusal("first_k_dense_replace", f"must be at most num_hidden_layers, {layers}, not {dense_first}")
-    return (layers - dense_first) // every - len(dense)
+    left = (layers - dense_first) // every
+    if not isinstance(dense, Sequence) or isinstance(dense, str) or len(dense) > left:
+        raise fields.refusal("mlp_only_layers", f"must list at most {left} layers")
+    return left - len(dense)
 
 
 def _experts_per_token(fields: _Fields, experts: int) -> int:

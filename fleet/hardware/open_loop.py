@@ -6,9 +6,11 @@ Rules:
    told by how many requests it runs on average (`running`), or, of prompts alone, by how many come a second.
 2. While it answers one request with others, a turn of all of them is their answers' steps and one prompt each. So
    `running / (answer × step + running × prompt)` requests come and go a second, and a token's time is its step and its share of prompts.
-3. How many others are there when one runs is Poisson-distributed about their mean where requests come at a rate, and never more than there are
-   clients where these wait for answers. A percentile of a token's time is the time among that many others.
-4. Prompts wait for prompts before them: as in M/D/1, whose waits have an exponential tail, 2 (1 - u) / s; prompts that wait are computed in full
+3. How many others are there when one runs is Poisson-distributed about their mean where requests come at a rate (as in M/G/inf; its tail is
+   taken from the normal distribution of that mean and variance), and never more than there are clients where these wait for answers. A
+   percentile of a token's time is the time among that many others.
+4. Prompts wait for prompts before them: as in M/D/1, where a share `u` waits at all, and waits have an exponential tail of rate 2 (1 - u) / s (Kingman's
+   heavy-traffic limit, 1962; its mean is Pollaczek's and Khinchine's). Prompts that wait are computed in full
    steps, so `s` is a prompt's share of one. Those in one step end together, so that one waits for some that came later, too: half as many as
    were before it, as far as a step has room. Nobody's wait is less than a step that is under way.
 5. As if requests were spread over engines by chance. A router that looks does better; nothing is counted on that.

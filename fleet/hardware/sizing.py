@@ -43,7 +43,7 @@ HEADROOM = 0.8
 """Of an engine's throughput that is planned with: what arrives is never quite what was said, and waits grow without bound near 1."""
 
 MOST_RUNNING = 256
-"""Requests in one batch, as vLLM's default."""
+"""Requests in one batch, as proposals tell engines: vLLM's own default on GPUs below 70 GiB; larger ones take 1,024 when nobody says (0.32)."""
 
 MOST_GPUS = 1_000_000
 """That are counted to when it is said how many would do."""
@@ -92,6 +92,8 @@ class Goals(Struct, frozen=True, kw_only=True):
     """Seconds to the first token."""
 
     tpot: float
+    """Seconds of each further one."""
+
     percentile: float
     """Share of all requests that keep each of them."""
 

@@ -30,6 +30,7 @@ from tests.kube.charts import (
     pods,
     rendered,
 )
+from tests.kube.documentation import is_ours, shown_manifests, shown_values
 from tests.kube.published import check
 from tests.kube.restricted import complaints
 
@@ -530,17 +531,19 @@ def _helm_4_says(values):
     return str(refused.value)
 
 
-def test_what_the_documentation_shows_is_accepted():
-    text = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
-    values, scaler, *_ = (
-        yaml.safe_load(each) for each in re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    )
-    shells = re.findall(r"<<END\n(.*?)^END", text, re.DOTALL | re.MULTILINE)
+@pytest.mark.parametrize("number", range(len(shown_values())))
+def test_values_that_the_documentation_shows_are_accepted(number):
+    assert documents(helm_3_render(shown_values()[number])) != rendered("default")
 
-    for each in (values, *map(yaml.safe_load, shells)):
-        assert documents(helm_3_render(each)) != rendered("default")
+
+def test_manifests_of_kubernetes_that_the_documentation_shows_are_accepted():
+    """Fleet's own are in `test_crds`."""
+    shown = [each for each in shown_manifests() if not is_ours(each)]
+
+    assert {each["kind"] for each in shown} == {"HorizontalPodAutoscaler", "Pod"}
     for version in VERSIONS:
-        check(scaler, version)
+        for each in shown:
+            check(each, version)
 
 
 def test_it_can_be_part_of_another_chart(tmp_path):

@@ -7,6 +7,7 @@ import yaml
 from operators.crds import KINDS, definition
 from operators.resources import GROUP, VERSION
 from tests.kube.clients import eventually
+from tests.kube.documentation import is_ours, shown_manifests
 
 API = f"{GROUP}/{VERSION}"
 MOST_BYTES = 100_000  # of a definition; 262,144 cannot be applied by clients
@@ -67,6 +68,15 @@ def test_a_deployment_with_a_model_and_two_roles_is_enough(api, path):
     assert prefill["parallelism"] == {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1}
     assert prefill["rollout"] == {"maxSurge": 1, "maxUnavailable": 0}
     assert made["spec"]["routing"]["disaggregateAboveTokens"] == 512
+
+
+@pytest.mark.parametrize(
+    "shown", [each for each in shown_manifests() if is_ours(each)], ids=lambda each: each["metadata"]["name"]
+)
+def test_what_documentation_and_samples_show_is_accepted(api, path, shown):
+    plural = {kind.name: kind.plural for kind in KINDS}[shown["kind"]]
+
+    api.post(path(plural), shown, fieldValidation="Strict").expect(201)
 
 
 def test_a_pod_template_is_kept_as_it_is(api, path):
@@ -161,6 +171,12 @@ def test_a_misspelt_field_is_refused_when_asked_to_be_strict(api, path):
         ([a_role("aggregated", replicas=-1)], {}, "spec.roles[0].replicas"),
         ([a_role("aggregated")], {"balance": {"ratio": {"most": "1/4"}}}, "spec.balance.ratio.most"),
         ([a_role("aggregated")], {"model": {}}, "spec.model.name"),
+        (
+            [a_role("aggregated")],
+            {"model": {"name": "a/b", "claim": "weights", "cacheClaim": "models"}},
+            "cacheClaim: keeps what is fetched",
+        ),
+        ([a_role("aggregated")], {"model": {"name": "a/b", "endpoint": "mirror:80"}}, "spec.model.endpoint"),
     ],
 )
 def test_a_deployment_that_cannot_be_is_refused_with_the_field(api, path, roles, spec, said):

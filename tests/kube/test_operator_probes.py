@@ -133,6 +133,31 @@ async def test_new_pods_are_asked_and_those_that_have_answered_are_not(asked):
         assert len(clients.asked) == 1, "there are other routers: one worker of the role says whether these serve"
 
 
+async def test_pods_that_a_stateful_set_has_made_anew_are_asked_though_they_have_the_names_of_before(asked):
+    clients = Clients()
+    wide = {"name": "wide", "type": "aggregated", "nodesPerReplica": 2}
+    wide |= {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}}
+
+    def pods():
+        found = asked.children("pods", "v1").items()
+        return {name: pod["metadata"]["uid"] for name, pod in found if "-wide-" in name}
+
+    async with an_operator(asked, clients=clients):
+        asked.apply(a_deployment(wide)).expect(201)
+        await eventually(asked.ready)
+        before, asked_before = pods(), sorted(clients.workers())
+        clients.asked.clear()
+        clients.said["dd"] = DOWN
+
+        for name in before:
+            asked.api.delete(asked.path("pods", name, "v1"))
+        await eventually(lambda: asked.condition("Ready").get("reason") == "ServedProbeFailed")
+        assert pods().keys() == before.keys()
+        clients.said.clear()
+        await eventually(asked.ready)
+        assert sorted(set(clients.workers())) == asked_before
+
+
 async def test_a_deployment_that_does_not_answer_keeps_no_other_from_becoming_ready(asked):
     clients = Clients()
     names = [f"slow-{at}" for at in range(3)]

@@ -213,6 +213,27 @@ async def test_who_is_cut_off_is_not_ready_and_refuses_nobody_until_it_hears_of_
         await way.close()
 
 
+async def test_a_lease_that_somebody_removes_takes_nobody_away_from_gateways_for_long(tmp_path):
+    with an_api_server(with_controllers=True) as server, Api(server.url) as api:
+        api.post("/api/v1/namespaces", {"metadata": {"name": "serving"}}).expect(201)
+        given = {"namespace": "serving", "kubeconfig": str(server.kubeconfig(tmp_path)), "duration_seconds": 2}
+        lease = PickerLease(name=NAME, identity="one", service="picker", endpoint="10.0.0.1:9002", **given)
+
+        async def owner() -> str:
+            found = await asyncio.to_thread(api.get, SLICE)
+            return found.body["metadata"]["ownerReferences"][0]["uid"] if found.code == 200 else ""
+
+        async with open_candidate(lease, SystemClock(), utc_now):
+            before = await until(owner)
+            api.delete(LEASE).expect(200)
+
+            await until(lambda: _differs(owner, before), 5)
+
+
+async def _differs(look, before) -> bool:
+    return await look() not in ("", before)
+
+
 async def _leads(candidate) -> bool:
     return candidate.leads()
 
@@ -232,7 +253,7 @@ async def test_processes_of_one_router_lead_together(tmp_path):
         ):
             await until(lambda: _leads(first))
             await until(lambda: _leads(second))
-            ends = time.monotonic() + 2.5
+            ends = time.monotonic() + 1.8  # longer than one renewal holds
             while time.monotonic() < ends:
                 assert (first.leads(), second.leads()) == (True, True)
                 await asyncio.sleep(0.05)

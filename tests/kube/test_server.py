@@ -218,32 +218,6 @@ def test_who_writes_takes_the_field_from_who_applied(api):
     assert left_out["spec"]["replicas"] == 5
 
 
-def test_an_apply_that_names_a_version_makes_what_is_not_there_and_changes_nothing_that_is(api):
-    """Not recorded: read in the source of 1.30 to 1.36 (`registry/generic/registry/store.go`), where what is created has no version to
-    differ from, and told so by users (kubernetes/kubernetes#106745)."""
-    never = {"resourceVersion": "1"}
-    ours = a_deployment(replicas=2)
-    ours["metadata"] |= never
-    made = api.apply(f"{DEPLOYMENTS}/web", ours, "one", force="true").expect(201)
-    assert made["metadata"]["resourceVersion"] != "1"
-    assert [each["operation"] for each in made["metadata"]["managedFields"]] == ["Apply"]
-
-    theirs = ours | {"spec": ours["spec"] | {"replicas": 5}}
-    api.apply(f"{DEPLOYMENTS}/web", theirs, "two", force="true").refused(409, "Conflict")
-
-    assert api.get(f"{DEPLOYMENTS}/web").expect(200) == made
-
-
-def test_an_apply_that_names_a_uid_makes_nothing(api):
-    ours = a_deployment()
-    ours["metadata"] |= {"uid": "88e00824-7f0e-11e8-94a1-c8d3ffb15800"}
-
-    said = api.apply(f"{DEPLOYMENTS}/web", ours, "one", force="true").refused(409, "Conflict")
-
-    assert "no existing object was found" in said["message"]
-    api.get(f"{DEPLOYMENTS}/web").refused(404, "NotFound")
-
-
 def test_two_who_apply_the_same_value_share_it(api):
     api.apply(f"{DEPLOYMENTS}/web", a_deployment(replicas=2), "one").expect(201)
     api.apply(f"{DEPLOYMENTS}/web", a_deployment(replicas=2), "two").expect(200)

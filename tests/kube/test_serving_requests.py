@@ -1,9 +1,6 @@
 """A ServingRequest on an API server with an operator: it becomes a deployment whose pods come up, or says why it cannot."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
@@ -12,12 +9,12 @@ import msgspec
 from operators.proposals import Proposal, answer
 from operators.requested import proposed
 from operators.resources import GROUP, VERSION, ServingRequestSpec
+from tests.kube.documentation import shown_manifests
 from tests.kube.operator_running import an_operator, eventually
 from tests.kube.test_crds import refusal
 from tests.unit.operators.test_proposals import FEASIBLE
 from tests.unit.operators.test_proposals import asked as asking
 
-SAMPLE = Path(__file__).parents[2] / "deploy" / "samples" / "requests" / "llama-70b.yaml"
 IMPOSSIBLE = {"ttftMs": 1, "tpotMs": 1}
 APART = {"ttftMs": 1000, "tpotMs": 20}
 
@@ -150,6 +147,30 @@ async def test_a_changed_request_changes_its_own_deployment_alone_also_from_one_
         assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
 
 
+async def test_a_role_that_somebody_adds_is_theirs_and_is_not_fought_over(asked, requests):
+    async with an_operator(asked) as operator:
+        requests.apply(a_request()).expect(201)
+        await eventually(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
+
+        asked.apply(
+            requests.deployment()
+            | {"spec": {"roles": [{"name": "extra", "type": "aggregated"}]}}
+            | {"metadata": {"name": "please"}}
+        ).expect(200)
+        await eventually(lambda: asked.replicas() == {"workers": 3, "extra": 1} and asked.ready("please"))
+        generation = requests.deployment()["metadata"]["generation"]
+        requests.apply(a_request(objective=APART)).expect(200)
+        await eventually(lambda: asked.replicas() == {"prefill": 2, "decode": 1, "extra": 1})
+        await eventually(lambda: asked.ready("please") and not operator.waiting())
+
+        assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1, "extra": 1}
+        assert requests.deployment()["metadata"]["generation"] <= generation + 3
+        asked.server.forget_requests()
+        operator.look_at_everything()
+        await eventually(lambda: not operator.waiting())
+        assert asked.writes() == [], "roles are in another order on the server"
+
+
 async def test_a_proposal_is_applied_by_hand_as_it_is_and_then_nobody_elses(asked, requests):
     async with an_operator(asked) as operator:
         requests.apply(a_request(apply=False)).expect(201)
@@ -183,11 +204,12 @@ def test_a_request_whose_deployment_could_not_be_called_after_it_is_refused(aske
     assert "metadata.name: the deployment and its Services are called after it" in said
 
 
-def test_the_sample_is_taken_and_kept(asked):
-    sample = yaml.safe_load(SAMPLE.read_text())
-    asked.api.post(asked.path("servingrequests"), sample, fieldValidation="Strict").expect(201)
+def test_the_request_that_the_documentation_shows_is_the_sample_and_can_be_kept():
+    """That it is accepted is shown in `test_crds`."""
+    documented, sample = (each for each in shown_manifests() if each["kind"] == "ServingRequest")
 
     got = answer(msgspec.convert(sample["spec"], ServingRequestSpec))
 
+    assert documented == sample
     assert isinstance(got, Proposal)
     assert got.reason == "GoalsMet"

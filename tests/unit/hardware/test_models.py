@@ -80,6 +80,15 @@ def test_linear_layers_keep_a_state_instead_of_a_cache():
             {"num_local_experts": 8, "num_experts_per_tok": 9},
             "num_experts_per_tok must be at most the 8 experts, not 9",
         ),
+        ({"num_hidden_layers": 1 << 24}, "num_hidden_layers must be at most 4,096"),
+        (
+            {"num_local_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": 5},
+            "mlp_only_layers must list at most 80 layers",
+        ),
+        (
+            {"num_local_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0] * 81},
+            "mlp_only_layers must list at most 80 layers",
+        ),
         ({"layer_types": ["full_attention"]}, "layer_types must list num_hidden_layers, 80, kinds of layers"),
         ({"layer_types": ["sliding_attention"] * 80}, "sliding_window is missing"),
         ({"quantization_config": {"quant_method": "magic"}}, "quantization_config.quant_method 'magic' is not known"),

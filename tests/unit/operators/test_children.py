@@ -82,6 +82,50 @@ def test_stores_of_all_workers_share_the_redis_that_is_named_and_its_password_is
         assert mounted == ([secret] if secret and not routes else [])
 
 
+HUB_MODEL = {"name": "llama", "uri": "meta-llama/Llama-3.3-70B-Instruct@v1"}
+
+
+def hub_parts(model):
+    """Of routers, workers, and workers of several nodes: their settings of the hub, volumes of it by name, and whole containers."""
+    path = next(path for path in SAMPLES if path.stem == "b200-deepseek-moe")
+    found = manifests(a_deployment(path, model=model))
+    settings = [msgspec.json.decode(each["data"]["settings.json"]).get("hub") for each in of_kind(found, "ConfigMap")]
+    templates = [
+        spec.get("leaderWorkerTemplate", {}).get("workerTemplate") or spec.get("template")
+        for spec in (each.get("spec", {}) for each in found)
+    ]
+    pods = [template["spec"] for template in templates if template]
+    volumes = [{each["name"]: each for each in pod["volumes"] if each["name"].startswith("hub")} for pod in pods]
+    return settings, volumes, [pod["containers"][0] for pod in pods]
+
+
+def test_every_pod_that_is_told_a_repository_has_room_for_it_and_its_token_in_a_file():
+    settings, volumes, mains = hub_parts(HUB_MODEL | {"tokenSecret": "hugging-face"})
+    assert settings == 3 * [{"cache": "/hub", "token_file": "/etc/fleet-hub/token"}]
+    secret = {"secretName": "hugging-face", "items": [{"key": "token", "path": "token"}], "optional": True}
+    assert volumes == 3 * [
+        {"hub": {"name": "hub", "emptyDir": {}}, "hub-token": {"name": "hub-token", "secret": secret}}
+    ]
+    for main in mains:
+        mounted = {each["mountPath"]: each.get("readOnly", False) for each in main["volumeMounts"]}
+        assert (mounted["/hub"], mounted["/etc/fleet-hub"]) == (False, True)
+        assert "hugging-face" not in str(main["env"])
+
+
+def test_a_claim_may_keep_what_pods_fetch_and_a_mirror_may_have_it():
+    settings, volumes, _ = hub_parts(HUB_MODEL | {"cacheClaim": "models", "endpoint": "https://mirror.example/hub"})
+    assert settings == 3 * [{"cache": "/hub", "endpoint": "https://mirror.example/hub"}]
+    assert volumes == 3 * [{"hub": {"name": "hub", "persistentVolumeClaim": {"claimName": "models"}}}]
+
+
+@pytest.mark.parametrize(
+    "model", [HUB_MODEL | {"claim": "weights"}, {"name": "llama", "uri": "/opt/llama"}, {"name": "llama"}]
+)
+def test_what_is_in_a_volume_or_an_image_is_not_fetched(model):
+    settings, volumes, _ = hub_parts(model | {"tokenSecret": "hugging-face"})
+    assert (settings, volumes) == (3 * [None], 3 * [{}])
+
+
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_everything_goes_when_the_deployment_goes_and_names_are_unique(path):
     found = manifests(a_deployment(path))

@@ -154,7 +154,7 @@ def test_a_group_is_one_replica_which_is_ready_when_all_of_it_is():
     part = group(member("a"), a_lease("a"))
 
     assert (whole.replicas.pods, whole.replicas.ready, whole.registered) == (1, 1, 1)
-    assert whole.serving == (Running("a"),), "the others answer no requests"
+    assert whole.serving == (Running("a", uid="a"),), "the others answer no requests"
     assert (part.replicas.pods, part.replicas.ready) == (1, 0)
 
 
@@ -238,9 +238,9 @@ def test_pods_that_serve_are_told_with_how_often_they_have_begun_anew():
 
     found = seen(a_child(4), *pods, a_router("r1"), told={"r1": word("a", "b", "c")})
 
-    assert found.children[0].serving == (Running("a"), Running("b", 2))
+    assert found.children[0].serving == (Running("a", uid="a"), Running("b", 2, "b"))
     router = seen(msgspec.structs.replace(a_child(), metadata=without_revision("dd-router")), a_router("r1")).router
-    assert router.pods == (Running("r1"),)
+    assert router.pods == (Running("r1", uid="r1"),)
 
 
 def without_revision(name):

@@ -122,6 +122,21 @@ async def test_a_failure_comes_again_after_a_pause_and_is_heard_of_once():
     assert heard == [key] * 3
 
 
+async def test_those_that_fail_leave_room_for_those_that_have_not_been_asked():
+    clients = Clients()
+    async with a_prober(clients) as (prober, _):
+        for name in ("dd-0", "dd-1"):
+            prober.want(key_of("ns", name), a_want("a"))
+            clients.answers.put_nowait(REFUSED)
+        await clients.until(3)
+        await asyncio.sleep(0.05)  # both pauses are over
+        prober.want(key_of("ns", "other"), a_want("a"))
+        await clients.until(4)
+
+        assert clients.asked[3] == ("other", "a")
+        assert clients.on_the_way == 2
+
+
 async def test_after_a_failure_there_is_a_pause():
     clients = Clients()
     async with a_prober(clients, longest_seconds=30) as (prober, _):

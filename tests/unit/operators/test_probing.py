@@ -63,6 +63,13 @@ def test_a_new_pod_and_one_that_has_begun_anew_are_asked_and_the_others_are_not(
     assert asked(a_subject(an_aim("a")), shown) == []
 
 
+def test_a_pod_that_was_made_anew_under_its_name_is_asked():
+    before, after_it = (a_subject(Aim("wide", Running("dd-0-0", 0, uid))) for uid in ("u-1", "u-2"))
+
+    assert asked(after_it, after(before, "dd-0-0")) == ["dd-0-0"]
+    assert before.digest != after_it.digest, "what the status proves is of the one before"
+
+
 def test_behind_other_routers_or_prefill_workers_one_of_each_role_is_asked_again():
     aims = (an_aim("a"), an_aim("b"), an_aim("x", "whole", pair=False), an_aim("y", "whole", pair=False))
     shown = after(a_subject(*aims), "a", "b", "x", "y")

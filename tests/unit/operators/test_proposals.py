@@ -68,6 +68,7 @@ TABLE = [
     ({"hardware": on("b200", 32)}, {"workers": (3, 2)}),
     ({"hardware": on("mi300x", 32)}, {"workers": (3, 4)}),
     ({"hardware": on("h100", 11)}, "TooFewGpus"),
+    ({"hardware": on("h100", 100_000), "workload": work(2048, 256, rate=5_000_000)}, "TooManyReplicas"),
     ({"hardware": on("h100", 1)}, "ModelDoesNotFit"),
     ({"hardware": on("h100", 32, perNode=1)}, "ModelDoesNotFit"),
     ({"hardware": on("l40s", 32, perNode=2)}, "ModelDoesNotFit"),
@@ -273,6 +274,22 @@ def test_a_config_tells_what_a_repository_nobody_knows_holds():
 
     fields = answer(asked(modelConfig=DEEPSEEK_V3 | {"kv_lora_rank": "many"}))
     assert fields.message == "spec.modelConfig: kv_lora_rank must be a whole number from 1 on, not 'many'"
+
+
+@pytest.mark.parametrize(
+    ("template", "field"),
+    [
+        ({"spec": "s3cret"}, "spec: must be an object"),
+        ({"spec": {"containers": {"name": "main"}}}, "spec.containers: must be a list"),
+        ({"spec": {"containers": ["main"]}}, "spec.containers[0]: must be an object"),
+        ({"spec": {"containers": [{"name": "main", "args": "s3cret"}]}}, "spec.containers[0].args: must be a list"),
+    ],
+)
+def test_a_pod_template_that_cannot_be_filled_in_is_refused_and_nothing_of_it_is_lost(template, field):
+    refused = answer(asked(podTemplate=template))
+
+    assert isinstance(refused, Infeasible)
+    assert (refused.reason, refused.message) == ("SpecificationRefused", f"spec.podTemplate.{field}")
 
 
 def test_what_was_written_as_a_text_is_in_no_message():

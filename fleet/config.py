@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fleet.errors import ConfigurationRefused, why_and_where
+from fleet.hub import HubSettings
 from fleet.ids import ModelName
 from fleet.roles import KvPath, Role
 from fleet.router.settings import RouterSettings
@@ -42,10 +43,11 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What all processes share."""
 
     model: Annotated[str, Meta(min_length=1)] = TINY
-    """Local Hugging Face folder, relative to the file; or "tiny", the model that the project builds by itself."""
+    """Hugging Face folder, relative to the file; or a repository of the hub, as in Qwen/Qwen3-0.6B, with @revision after it if it is
+    not to be the newest; or "tiny", the model that the project builds by itself."""
 
     served_name: str = ""
-    """Name under which clients ask for the model; empty: the folder's name."""
+    """Name under which clients ask for the model; empty: the folder's, or the repository's."""
 
     engine: Annotated[str, Meta(min_length=1)] = "vllm"
     """Name of an entry point in the group `workers.engines`."""
@@ -110,6 +112,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole cluster on one machine, for `fleet up`."""
 
     cluster: ClusterSection = ClusterSection()
+    hub: HubSettings = HubSettings()
     router: RouterSettings = RouterSettings()
     store: StoreSection = StoreSection()
     pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from msgspec import Struct
+
 from kvstore.admission import ReuseAdmission, WriteBudget
 from kvstore.client import StoreClient
 from kvstore.clock import Clock, Nanos
@@ -37,22 +39,24 @@ class _SharedBudget(WriteBudget):
             return super().take(size_bytes, now)
 
 
+class _Opened(Struct, frozen=True, kw_only=True):
+    """A tier, and what is known of it here."""
+
+    tier: BackingTier
+    rule: TierRule
+    codecs: Codecs
+    settings: AnyTier
+    spend: Callable[[int], bool]
+    """Charge its budget of writes so many bytes; False where they are not left."""
+
+
 class Backing:
     """All tiers of a node, in the order in which they are asked."""
 
-    def __init__(
-        self,
-        tiers: Sequence[BackingTier],
-        rules: Sequence[TierRule],
-        codecs: Sequence[Codecs],
-        settings: Sequence[AnyTier] = (),
-        spending: Sequence[Callable[[int], bool]] = (),
-    ):
-        self.tiers = tiers
-        self.rules = rules
-        self._codecs = codecs
-        self._settings = settings
-        self._spending = spending
+    def __init__(self, opened: Sequence[_Opened]):
+        self.tiers = [each.tier for each in opened]
+        self.rules = [each.rule for each in opened]
+        self._opened = opened
 
     @classmethod
     def open(
@@ -75,7 +79,7 @@ class Backing:
         Raises:
             StoreNotStarted: A tier cannot be had; the message begins with the setting, as in ``tiers[0].url: …``.
         """
-        tiers, rules, all_codecs, spending = [], [], [], []
+        opened = []
         for index, each in enumerate(settings):
             budget = _budget(each, clock)
             with _within(f"tiers[{index}].codec"):
@@ -83,12 +87,10 @@ class Backing:
             with _within(f"tiers[{index}]"):
                 tier = _open(each, _codec_of(codecs, namespaces), namespaces, budget, credentials, clock)
             held.callback(tier.close)
-            tiers.append(tier)
             admission = _admission(each, budget)
-            rules.append(TierRule(name=tier.name, admission=admission, finds_in_memory=tier.finds_in_memory))
-            all_codecs.append(codecs)
-            spending.append(_rewriting(budget, clock))
-        return cls(tiers, rules, all_codecs, settings, spending)
+            rule = TierRule(name=tier.name, admission=admission, finds_in_memory=tier.finds_in_memory)
+            opened.append(_Opened(tier=tier, rule=rule, codecs=codecs, settings=each, spend=_rewriting(budget, clock)))
+        return cls(opened)
 
     def open_namespace(self, namespace: Namespace) -> None:
         """Blocks of this kind may come.
@@ -96,8 +98,8 @@ class Backing:
         Raises:
             InvalidArgument: A tier's compression is not for values of this kind; names the field.
         """
-        for codecs in self._codecs:
-            codecs.open(namespace)
+        for each in self._opened:
+            each.codecs.open(namespace)
 
     def refuge(self, *, leaving: bool) -> int | None:
         """Where blocks go that other nodes are to find; None: nowhere, or they need not (`kvstore.evacuation`).
@@ -108,16 +110,16 @@ class Backing:
         if leaving:
             kinds += (PeerSettings, SsdSettings)
         for kind in kinds:
-            for index, settings in enumerate(self._settings):
-                if isinstance(settings, kind) and settings.keep is not Keep.NONE:
-                    if isinstance(tier := self.tiers[index], PeerTier):
-                        tier.leave()
+            for index, each in enumerate(self._opened):
+                if isinstance(each.settings, kind) and each.settings.keep is not Keep.NONE:
+                    if isinstance(each.tier, PeerTier):
+                        each.tier.leave()
                     return index
         return None
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
         """Charge the tier's budget of writes; False where nothing is left of it."""
-        return self._spending[tier](size_bytes)
+        return self._opened[tier].spend(size_bytes)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ LOOK_AGAIN_SECONDS = 0.01  # at a tier that writes; a batch takes longer
 
 
 class Evacuations:
-    """Of one node. Any number at a time: they share the tier's queue."""
+    """Of one node. Any number at a time: they share the tier's queue, and what is on its way for one is for all."""
 
     def __init__(
         self,
@@ -67,30 +67,42 @@ class Evacuations:
         if refuge is None:
             return Evacuated(done=len(names))
         keys = [BlockKey(digest, name) for name in names]
-        here = [key for key in keys if self._machine.is_present(key)]
-        wanted = {
-            key: None
-            for key in here
-            if not self._hierarchy.has(refuge, key) and self._backing.may_write(refuge, block_bytes)
-        }
-        there = sum(self._hierarchy.has(refuge, key) for key in here)
-        waiting = list(wanted)
+        here = [key for key in dict.fromkeys(keys) if self._machine.is_present(key)]
+        wanted = [key for key in here if not self._hierarchy.has(refuge, key)]
+        handed = settled = 0  # leading ones of them: given to the tier, and through with it
         while True:
             now = self._clock.now()
-            del waiting[: self._hierarchy.hand_down(refuge, waiting, now)]
+            handed += self._hand_down(refuge, wanted[handed:], block_bytes, now)
             self._settle()
-            going = self._hierarchy.going_down(refuge) & wanted.keys()
+            while settled < handed and not self._is_open(refuge, wanted[settled]):
+                settled += 1
             fenced = self._hierarchy.is_fenced(refuge)
-            if fenced or now >= deadline or not (waiting or going):
+            if fenced or now >= deadline or settled == len(wanted):
                 break
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
-        open_ones = going.union(waiting)
+        open_ones = {key for key in wanted[settled:handed] if self._is_open(refuge, key)}.union(wanted[handed:])
         moved = sum(self._hierarchy.has(refuge, key) for key in wanted)
         return Evacuated(
             tier=self._backing.tiers[refuge].name,
             done=next((index for index, key in enumerate(keys) if key in open_ones), len(keys)),
             moved=moved,
-            there=there,
-            refused=len(here) - there - moved - len(open_ones),
+            there=len(here) - len(wanted),
+            refused=len(wanted) - moved - len(open_ones),
             fenced=fenced,
         )
+
+    def _hand_down(self, refuge: int, waiting: Sequence[BlockKey], block_bytes: int, now: Nanos) -> int:
+        """Have the tier keep those of these leading ones that there is room for; what is there or on its way costs no second write."""
+        leading = waiting[: self._hierarchy.room(refuge)]
+        keys = [
+            key
+            for key in leading
+            if not self._hierarchy.has(refuge, key)
+            and not self._hierarchy.is_going_down(refuge, key)
+            and self._backing.may_write(refuge, block_bytes)
+        ]
+        self._hierarchy.hand_down(refuge, keys, now)
+        return len(leading)
+
+    def _is_open(self, refuge: int, key: BlockKey) -> bool:
+        return self._hierarchy.is_going_down(refuge, key) and not self._hierarchy.has(refuge, key)

@@ -302,16 +302,21 @@ class Hierarchy:
             NamespaceUnknown: Theirs was never opened.
         """
         which = self._tiers[tier]
-        taken = keys[: max(0, which.rule.queue_blocks - len(which.queue))]
+        taken = keys[: self.room(tier)]
         for key in taken:
             which.enqueue(key, self._pool.block_bytes(key.digest))
         self._keep(which, now)
         return len(taken)
 
-    def going_down(self, tier: int) -> set[BlockKey]:
-        """What waits for a tier, or is on its way to it."""
-        moving = (each.key for copy in self._copies.values() if copy.tier == tier for each in copy.pinned.addresses)
-        return self._tiers[tier].queue.keys() | set(moving)
+    def room(self, tier: int) -> int:
+        """For how many more blocks there is room in its queue."""
+        which = self._tiers[tier]
+        return max(0, which.rule.queue_blocks - len(which.queue))
+
+    def is_going_down(self, tier: int, key: BlockKey) -> bool:
+        """Whether a block waits for a tier, or is on its way to it."""
+        copies = (copy for copy in self._copies.values() if copy.tier == tier)
+        return key in self._tiers[tier].queue or any(key in copy.keys for copy in copies)
 
     def has(self, tier: int, key: BlockKey) -> bool:
         """Whether a tier is known to have a block."""
@@ -509,7 +514,14 @@ class Hierarchy:
             if not pinned.addresses:
                 self._pool.unpin(pinned.pin_id, now)
                 continue  # all evicted while they waited
-            copy = _Copy(CopyId(self._next_id()), tier.index, pinned, now, Nanos(now + KEEP_WITHIN))
+            copy = _Copy(
+                id=CopyId(self._next_id()),
+                tier=tier.index,
+                pinned=pinned,
+                keys=frozenset(each.key for each in pinned.addresses),
+                began=now,
+                until=Nanos(now + KEEP_WITHIN),
+            )
             self._copies[copy.id] = copy
             tier.copying += 1
             self._commands.append(Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, copy.until))
@@ -598,6 +610,7 @@ class _Copy(Struct, frozen=True):
     id: CopyId
     tier: int
     pinned: Pinned
+    keys: frozenset[BlockKey]
     began: Nanos
     until: Nanos
 

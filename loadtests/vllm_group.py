@@ -5,7 +5,8 @@ tokens those of an engine in one process? Does the further one end when its lead
 end in order when only the further one is told to? Does the leader give up if the further one dies while it starts? Prints a JSON object for
 each life; fails (exit 1) if any of it is not so.
 
-What it does not show: pipeline stages, which end vLLM 0.32's engine for CPUs with its first request on one node, too; several hosts, and accelerators, whose collective operations (NCCL) vLLM sets up in other ways.
+What it does not show: pipeline stages, which end vLLM 0.32's engine for CPUs with its first request on one node, too; several hosts; and
+accelerators, whose collective operations (NCCL) vLLM sets up in other ways.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 import msgspec
 import psutil
+from msgspec import Struct
 
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.ids import ModelName, WorkerId
@@ -32,13 +34,30 @@ from workers.settings import GroupSettings, VllmSettings, WorkerSettings
 START_SECONDS = 300
 END_SECONDS = 60
 ANSWER_SECONDS = 60
-PORT = 17_411
+PORT = 17_411  # of the group's leader; nothing else may listen there
 ITS_PROCESSES = 2  # the resource tracker of multiprocessing, and the engine's scheduler
 TOKENS = 12
 PROMPTS = [[7 + 13 * number + place % 911 for place in range(90 + 40 * number)] for number in range(4)]
 WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "data": {"data_parallel_size": 2},
+}
+
+
+class End(Struct, frozen=True):
+    """How a group's life ends."""
+
+    victim: int  # rank
+    sent: signal.Signals  # to it
+    exits: list[int]  # by rank, as `subprocess` counts
+
+
+EARLY = "rank killed while the engine starts"
+ENDS = {
+    "rank told": End(1, signal.SIGTERM, [0, 0]),
+    "rank killed": End(1, signal.SIGKILL, [1, -9]),
+    "leader killed": End(0, signal.SIGKILL, [-9, 1]),
+    EARLY: End(1, signal.SIGKILL, [1, -9]),
 }
 
 
@@ -136,23 +155,12 @@ async def a_life(model: Path, folder: Path, way: str, how: str) -> dict[str, Any
 
 
 async def ended_by(both: list[Process], how: str) -> list[int]:
-    victim, number = ENDS[how]
-    both[victim].process.send_signal(number)
+    both[ENDS[how].victim].process.send_signal(ENDS[how].sent)
     return [await each.ended() for each in both]
 
 
 def a_group(rank: int) -> GroupSettings:
     return GroupSettings(nodes=2, rank=rank, leader=f"127.0.0.1:{PORT}", silence_ms=10_000)
-
-
-EARLY = "rank killed while the engine starts"
-ENDS = {
-    "rank told": (1, signal.SIGTERM),
-    "rank killed": (1, signal.SIGKILL),
-    "leader killed": (0, signal.SIGKILL),
-    EARLY: (1, signal.SIGKILL),
-}
-EXITS = {"rank told": [0, 0], "rank killed": [1, -9], "leader killed": [-9, 1], EARLY: [1, -9]}
 
 
 async def main(ways: list[str]) -> int:
@@ -162,11 +170,11 @@ async def main(ways: list[str]) -> int:
         model = build_tiny_model(folder)
         expected = await on_one_node(model, folder)
         for way in ways:
-            for how, exits in EXITS.items():
+            for how, end in ENDS.items():
                 found = await a_life(model, folder, way, how)
                 if how != EARLY:
                     found["same_tokens"] = found.pop("tokens") == expected
-                found["as_it_should"] = found["exits"] == exits
+                found["as_it_should"] = found["exits"] == end.exits
                 good &= found["as_it_should"] and found.get("same_tokens", True)
                 print(json.dumps({"way": way, "end": how} | found), flush=True)
     return 0 if good else 1

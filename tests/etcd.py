@@ -2,10 +2,13 @@
 
 import importlib.util
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.kv_builders import a_short_folder
 from tests.servers import ServerProcess, a_free_port, can_connect
 
 
@@ -37,3 +40,15 @@ class EtcdServer(ServerProcess):
             *options,
         ]
         super().__init__(command, folder, lambda: can_connect(("127.0.0.1", self.port)))
+
+
+@contextmanager
+def an_etcd(*options: str, scheme: str = "http") -> Iterator[EtcdServer]:
+    """For tests that also need the extra `etcd`."""
+    pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
+    with a_short_folder() as folder:
+        server = EtcdServer(folder, *options, scheme=scheme)
+        try:
+            yield server
+        finally:
+            server.kill()

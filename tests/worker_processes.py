@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -20,10 +20,14 @@ SECONDS = 30  # for a process to start or to end
 
 
 class WorkerProcess:
-    """Started by `start`; `terminate`, `kill`, `freeze` and `thaw` are what happens to it."""
+    """Started by `start`; `terminate`, `kill`, `freeze` and `thaw` are what happens to it.
 
-    def __init__(self, folder: Path, settings: WorkerSettings) -> None:
+    What it says on standard error goes to `log`, else where the tests' own goes.
+    """
+
+    def __init__(self, folder: Path, settings: WorkerSettings, log: Path | None = None) -> None:
         self.settings = settings
+        self.log = log
         self._config = folder / f"{settings.worker_id}.json"
         self._config.write_bytes(msgspec.json.encode(settings))
         self.process: asyncio.subprocess.Process | None = None
@@ -32,18 +36,28 @@ class WorkerProcess:
         self.endpoints: dict[str, str] = {}  # all that it announced
 
     async def start(self) -> None:
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "fleet.cli.main", "serve", "worker", "--config", str(self._config)),
-            stdout=asyncio.subprocess.PIPE,
-        )
+        await self.spawn()
+        await self.ready()
+
+    async def spawn(self) -> None:
+        with self.log.open("ab") if self.log is not None else nullcontext() as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "fleet.cli.main", "serve", "worker", "--config", str(self._config)),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+            )
+
+    async def ready(self) -> None:
+        """Wait until it says where it is."""
+        assert self.process is not None
         assert self.process.stdout is not None
         async with asyncio.timeout(SECONDS):
             while (line := await self.process.stdout.readline()) and not line.startswith(b"{"):
                 pass  # vLLM's libraries say something there as well
         assert line, "the worker ended before it was ready"
         self.endpoints = json.loads(line)
-        self.address, self.control = self.endpoints["stream"], self.endpoints.get("grpc", "")
+        self.address, self.control = self.endpoints.get("stream", ""), self.endpoints.get("grpc", "")
 
     def terminate(self) -> None:
         assert self.process is not None
@@ -66,6 +80,14 @@ class WorkerProcess:
         async with asyncio.timeout(SECONDS):
             return await self.process.wait()
 
+    async def close(self) -> None:
+        """Whatever has become of it."""
+        if self.process is None:
+            return
+        if self.process.returncode is None:
+            self.kill()
+        await self.ended()
+
 
 @asynccontextmanager
 async def a_worker_process(folder: Path, settings: WorkerSettings) -> AsyncIterator[WorkerProcess]:
@@ -74,10 +96,7 @@ async def a_worker_process(folder: Path, settings: WorkerSettings) -> AsyncItera
         await worker.start()
         yield worker
     finally:
-        if worker.process is not None:
-            if worker.process.returncode is None:
-                worker.kill()
-            await worker.ended()
+        await worker.close()
 
 
 class StreamEnded(Exception):

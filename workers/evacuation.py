@@ -12,35 +12,28 @@ Rules:
    requests still ran, a second time, with what these have added.
 """
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
 
 from msgspec import Struct, structs
 
 from fleet.clock import SECOND, Clock, Nanos
 from kvstore.block import ChainHash
-from kvstore.client import StoreClient
 from kvstore.credentials import Credentials
-from kvstore.errors import StoreUnreachable
 from kvstore.fingerprint import Fingerprint
 from workers.ports import Saving
+from workers.store_thread import StoreThread, open_store_thread
 from workers.worth import Prompt, by_worth
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 5.0
 AT_ONCE = 1024
 """Blocks a call: the node looks each up before it does anything else, in a few milliseconds."""
 
 SAVED_AT_ONCE = 64  # blocks that the engine copies in one turn of the loop
 SAVE_WITHIN = Nanos(2 * SECOND)
-
-Answer = TypeVar("Answer")
 
 
 class Brought(Struct, frozen=True, kw_only=True):
@@ -60,8 +53,7 @@ class StoreEvacuator:
 
     def __init__(
         self,
-        client: StoreClient,
-        thread: ThreadPoolExecutor,
+        store: StoreThread,
         engine: Saving | None,
         clock: Clock,
         *,
@@ -69,12 +61,12 @@ class StoreEvacuator:
         most_bytes: int,
     ) -> None:
         self.brought = Brought()
-        self._client = client
-        self._thread = thread
+        self._call = store.call
+        self._client = store.client
         self._engine = engine
         self._clock = clock
         self._leaving = leaving
-        self._room = most_bytes // client.namespace.block_bytes  # blocks that may still be moved
+        self._room = most_bytes // store.client.namespace.block_bytes  # blocks that may still be moved
 
     async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[ChainHash], deadline: Nanos) -> None:
         began = self._clock.now()
@@ -121,9 +113,6 @@ class StoreEvacuator:
         namespace = self._client.namespace
         return by_worth(prompts, cached, block_tokens=namespace.block_tokens, algorithm=namespace.hash_algorithm)
 
-    async def _call(self, call: Callable[[], Answer]) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
 
 @asynccontextmanager
 async def open_evacuator(
@@ -150,19 +139,8 @@ async def open_evacuator(
     Raises:
         LayoutMismatch: The node holds blocks of this model that are not like these.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="evacuation") as thread:
-        run = partial(asyncio.get_running_loop().run_in_executor, thread)
-        try:
-            client = await run(
-                lambda: StoreClient.connect(
-                    address, kv.at_rest, timeout_seconds=CONNECT_SECONDS, credentials=credentials
-                )
-            )
-        except StoreUnreachable as error:
-            log.warning("warm blocks will not be brought away", extra={"cause": str(error)})
+    async with open_store_thread(address, kv, credentials, "evacuation") as store:
+        if store is None:
             yield None
             return
-        try:
-            yield StoreEvacuator(client, thread, engine, clock, leaving=leaving, most_bytes=most_bytes)
-        finally:
-            await asyncio.shield(run(client.close))
+        yield StoreEvacuator(store, engine, clock, leaving=leaving, most_bytes=most_bytes)

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from fleet.clock import MILLISECOND, Nanos
+from fleet.hub import HubSettings
 from fleet.ids import WorkerId
 from workers.settings import GroupSettings, WorkerSettings
 
@@ -76,6 +77,7 @@ def common_of(settings: WorkerSettings) -> str:
         advertise="",
         discovery=None,
         embedded_store=None,
+        hub=HubSettings(),
         group=structs.replace(settings.group, rank=0, leader="127.0.0.1:1", listen=""),
         simulated=structs.replace(settings.simulated, direct_listen=""),
     )

@@ -84,8 +84,8 @@ class Engine(Protocol):
 class Saving(Protocol):
     """An engine that writes blocks of its own memory to the store when it is asked; others do so once, as they fill."""
 
-    async def save(self, names: Sequence[ChainHash], deadline: Nanos) -> int:
-        """Write those of these blocks that it holds and the store does not, within `deadline`; returns how many.
+    async def save(self, names: Sequence[ChainHash], within: Nanos) -> int:
+        """Write those of these blocks that it holds and the store does not, within a time from now; returns how many.
 
         Never raises because of the store.
         """

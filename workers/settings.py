@@ -6,6 +6,7 @@ from msgspec import Meta, Struct, field
 
 from fleet.discovery import Discovery
 from fleet.hardware.latency import EngineLatency
+from fleet.hub import HubSettings
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
 from kvstore.addresses import host_port, unix_path
@@ -149,7 +150,11 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Name of an entry point in the group `workers.engines`."""
 
     model_dir: str = ""
-    """Local Hugging Face folder. The simulated engine reads only its config.json, and only where there is one."""
+    """Hugging Face folder; or a repository of the hub, as in Qwen/Qwen3-0.6B, with @revision after it if it is not to be the newest.
+    The simulated engine reads only its config.json, and only where there is one."""
+
+    hub: HubSettings = HubSettings()
+    """Where a repository in `model_dir` is fetched from, and kept."""
 
     model: Annotated[ModelName, Meta(min_length=1)]
     """The name under which clients ask for it."""

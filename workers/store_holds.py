@@ -11,39 +11,32 @@ Rules:
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
-from typing import TypeVar
 
 from fleet.clock import SECOND
 from kvstore.block import ChainHash, chain
-from kvstore.client import StoreClient
 from kvstore.credentials import Credentials
-from kvstore.errors import StoreUnreachable
 from kvstore.fingerprint import Fingerprint
 from kvstore.messages import Held
 from workers.holds import Hold, Release
+from workers.store_thread import StoreThread, open_store_thread
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 5.0
 MAX_HOLDS = 256
 PAUSES = (0.05, 0.2, 1.0)  # seconds
-
-Answer = TypeVar("Answer")
 
 
 class StoreHoldKeeper:
     """Implements `workers.ports.HoldKeeper`; made by `open_hold_keeper`."""
 
-    def __init__(self, client: StoreClient, thread: ThreadPoolExecutor, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, store: StoreThread, tasks: asyncio.TaskGroup) -> None:
         self.held = 0  # chains
         self.refused = 0  # chains of which a part exceeded what the node's holds may keep
         self.dropped = 0  # holds that were not asked for, or not answered
-        self._client = client
-        self._thread = thread
+        self._store = store
         self._tasks = tasks
         self._numbers = count(1)
         self._wanted: dict[str, int] = {}  # number of the hold that each session is to have
@@ -77,13 +70,13 @@ class StoreHoldKeeper:
             self.dropped += 1
 
     async def _hold(self, asked: Hold, number: int) -> None:
-        names = await self._call(lambda: self._chain(asked))
+        names = await self._store.call(lambda: self._chain(asked))
         held: Held | None = None
         for pause in (0.0, *PAUSES):
             await asyncio.sleep(pause)
             if self._wanted.get(asked.session) != number:
                 return  # it has gone on, or holds anew
-            held = await self._call(lambda: self._client.hold(asked.session, names, seconds=asked.lasting / SECOND))
+            held = await self._store.call(partial(self._ask, asked, names))
             if held is None or held.refused or held.blocks == len(names):
                 break
         if self._wanted.get(asked.session) == number:
@@ -95,14 +88,14 @@ class StoreHoldKeeper:
         self.refused += held.refused > 0
 
     async def _release(self, asked: Release) -> None:
-        await self._call(lambda: self._client.release_hold(asked.session))
+        await self._store.call(lambda: self._store.client.release_hold(asked.session))
+
+    def _ask(self, asked: Hold, names: list[ChainHash]) -> Held | None:
+        return self._store.client.hold(asked.session, names, seconds=asked.lasting / SECOND)
 
     def _chain(self, asked: Hold) -> list[ChainHash]:
-        namespace = self._client.namespace
+        namespace = self._store.client.namespace
         return chain(asked.tokens, namespace.block_tokens, salt=asked.salt, algorithm=namespace.hash_algorithm)
-
-    async def _call(self, call: Callable[[], Answer]) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
 
 @asynccontextmanager
@@ -111,29 +104,18 @@ async def open_hold_keeper(
 ) -> AsyncIterator[StoreHoldKeeper | None]:
     """Keeps chains in the node at `address`, for an engine with blocks like `kv`; None when it does not answer any more.
 
-    Leaving takes as long as a call that is under way: the client is of one thread, which closes it.
+    Leaving takes as long as a call that is under way.
 
     Raises:
         LayoutMismatch: The node holds blocks of this model that are not like these.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="store-holds") as thread:
-        run = partial(asyncio.get_running_loop().run_in_executor, thread)
-        try:
-            client = await run(
-                lambda: StoreClient.connect(
-                    address, kv.at_rest, timeout_seconds=CONNECT_SECONDS, credentials=credentials
-                )
-            )
-        except StoreUnreachable as error:
-            log.warning("sessions will not be held", extra={"cause": str(error)})
+    async with open_store_thread(address, kv, credentials, "store-holds") as store:
+        if store is None:
             yield None
             return
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                keeper = StoreHoldKeeper(client, thread, tasks)
-                try:
-                    yield keeper
-                finally:
-                    keeper.close()
-        finally:
-            await asyncio.shield(run(client.close))
+        async with asyncio.TaskGroup() as tasks:
+            keeper = StoreHoldKeeper(store, tasks)
+            try:
+                yield keeper
+            finally:
+                keeper.close()

@@ -72,7 +72,7 @@ class FolderRecords:
     def _file(self, name: str, of: type[Record]) -> Record | None:
         path = self._folder / name
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=_at_once) as file:
                 content = file.read(MOST_BYTES + 1)
         except FileNotFoundError:
             if not self._folder.is_dir():
@@ -80,8 +80,10 @@ class FolderRecords:
             return None
         except OSError as error:
             raise _unreachable(path, error) from error
+        if len(content) > MOST_BYTES:
+            raise Unreachable(f"{path}: is longer than {MOST_BYTES} bytes, so it is not from whom it should be")
         try:
-            return msgspec.json.decode(content[:MOST_BYTES], type=of)
+            return msgspec.json.decode(content, type=of)
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
             raise Unreachable(f"{path}: {error}") from error
 
@@ -94,6 +96,11 @@ class FolderRecords:
             with suppress(OSError):
                 beside.unlink()
             raise _unreachable(self._folder / name, error) from error
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open it, without waiting for anybody at the other end of what is no file."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _unreachable(path: Path, error: OSError) -> Unreachable:

@@ -171,10 +171,9 @@ class KubernetesConnector:
         status = _understood(found.status, _Status, "status")
         current = status.observed_generation == found.metadata.generation
         scalers = await self._scalers()
-        names = f"{target.deployment}-"
         return Observation(
             tuple(
-                self._pool(role, scalers.get(PoolName(role.name)), status, current, f"{names}{role.name}-")
+                self._pool(role, scalers.get(PoolName(role.name)), status, current, f"{target.deployment}-{role.name}-")
                 for role in sorted(spec.roles, key=lambda role: role.name)
                 if role.type is not RoleType.ROUTER
             )

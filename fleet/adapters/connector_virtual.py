@@ -104,11 +104,22 @@ class VirtualConnector:
         self._wall = wall
 
     async def observe(self) -> Observation:
-        return self._seen(await self._read())
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                return self._seen(await self._records.read())
+        except TimeoutError as error:
+            raise Unreachable("plan and report cannot be read in time") from error
 
     async def apply(self, plan: Plan, seen: Observation) -> None:
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                await self._apply(plan, seen)
+        except TimeoutError as error:
+            raise Unreachable("the plan cannot be written in time; perhaps it is") from error
+
+    async def _apply(self, plan: Plan, seen: Observation) -> None:
         for _ in range(TRIES):
-            kept = await self._read()
+            kept = await self._records.read()
             left = to_write(plan, seen, self._seen(kept))
             if not left or await self._write(plan, [each.name for each in left], kept):
                 return
@@ -123,18 +134,7 @@ class VirtualConnector:
         }
         settle_by = (self._wall() + timedelta(seconds=plan.within / SECOND)).isoformat(timespec="seconds")
         intent = Intent(revision=revision, settle_by=settle_by, pools=kept.intent.pools | written)
-        try:
-            async with asyncio.timeout(CALL_SECONDS):
-                return await self._records.write(intent, kept)
-        except TimeoutError as error:
-            raise Unreachable("the plan cannot be written in time; perhaps it is") from error
-
-    async def _read(self) -> Kept:
-        try:
-            async with asyncio.timeout(CALL_SECONDS):
-                return await self._records.read()
-        except TimeoutError as error:
-            raise Unreachable("plan and report cannot be read in time") from error
+        return await self._records.write(intent, kept)
 
     def _seen(self, kept: Kept) -> Observation:
         if kept.report is None:

@@ -20,10 +20,8 @@ OPTIONS = (
     # etcd ends connections that ping more often than every 5 s, or while nothing runs on them.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    (
-        "grpc.use_local_subchannel_pool",
-        1,
-    ),  # a broken connection must not make the next attempt wait for gRPC's own back-off
+    # A broken connection must not make the next attempt wait for gRPC's own back-off.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 
@@ -89,4 +87,5 @@ def _tls(credentials: Credentials, section: str) -> grpc.ChannelCredentials | No
 
 
 def said(error: grpc.aio.AioRpcError) -> str:
+    """In one line, for whoever has called."""
     return f"etcd: {error.code().name}: {error.details()}"

@@ -27,6 +27,7 @@ from fleet.adapters.local_topology import LocalPool, Plan, worker_process
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.config import Topology
 from fleet.control.supervision import Condition
+from fleet.errors import ConfigurationRefused
 from fleet.ids import WorkerId
 from fleet.planner.messages import PoolName, Why
 from fleet.planner.ports import Unreachable
@@ -67,6 +68,7 @@ class LocalPools:
         self._runtime = folder
         self.folder = folder / FOLDER
         """Where plans are read."""
+
         self.folder.mkdir()
         self._records = FolderRecords(self.folder)
         self._revision = 0
@@ -93,16 +95,21 @@ class LocalPools:
             Unreachable: The plan cannot be read, or nothing be said.
             OSError: The settings of a new worker cannot be written.
         """
+        self.folder.mkdir(exist_ok=True)  # what is old in /tmp may be cleared away
         intent = self._records.intent()
         if intent.revision != self._revision:
             self._take_up(intent)
         for pool in self._pools.values():
             pool.forget_all_but(self._processes.names)
             self._shrink(pool)
-        for pool in self._pools.values():
-            self._grow(pool)
+        for name, pool in self._pools.items():
+            try:
+                self._grow(pool)
+            except ConfigurationRefused as refused:  # of a pool that has had no worker yet
+                self._limited = {**self._limited, name: str(refused)}
+                pool.target = len(pool.staying)
         report = Report(revision=self._revision, pools={name: self._said(name) for name in self._pools})
-        if report != self._reported:
+        if report != self._reported or not (self.folder / REPORT).exists():
             self._records.report(report)
             self._reported = report
 
@@ -138,17 +145,17 @@ class LocalPools:
 
     def _grow(self, pool: "_Workers") -> None:
         for _ in range(min(pool.target - len(pool.staying), self._room())):
-            name = self._free_name(pool.plan)
-            self._processes.add(worker_process(pool.plan, name, self._runtime))
+            name = self._free_name(pool.kind)
+            self._processes.add(worker_process(pool.kind, name, self._runtime))
             pool.staying.append(name)
 
     def _room(self) -> int:
         there = sum(len(pool.staying) + len(pool.leaving) for pool in self._pools.values())
         return self._topology.cluster.most_workers - there
 
-    def _free_name(self, pool: LocalPool) -> WorkerId:
+    def _free_name(self, kind: LocalPool) -> WorkerId:
         number = 0
-        while (name := f"{pool.role}-{number}") in self._processes.names:
+        while (name := f"{kind.role}-{number}") in self._processes.names:
             number += 1
         return WorkerId(name)
 
@@ -175,10 +182,10 @@ class LocalPools:
 class _Workers:
     """Of one pool."""
 
-    def __init__(self, plan: LocalPool) -> None:
-        self.plan = plan
-        self.target = len(plan.workers)
-        self.staying = list(plan.workers)
+    def __init__(self, kind: LocalPool) -> None:
+        self.kind = kind
+        self.target = len(kind.workers)
+        self.staying = list(kind.workers)
         self.leaving: set[WorkerId] = set()
 
     def forget_all_but(self, names: frozenset[str]) -> None:

@@ -308,8 +308,10 @@ class LocalProcesses:
         self._events.put_nowait(Exited(name, status))
 
     async def _ask_to_drain(self, name: str, within: Nanos) -> None:
-        running = self._running.get(name)
-        told = self._drain is not None and await self._drain(self._endpoints[name], within)
+        running, endpoints = self._running.get(name), self._endpoints.get(name)
+        if running is None or endpoints is None:
+            return  # it has just ended by itself
+        told = self._drain is not None and await self._drain(endpoints, within)
         if not told and self._running.get(name) is running:
             self._send(name, signal.SIGTERM)
 

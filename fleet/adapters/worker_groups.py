@@ -5,6 +5,7 @@ when the group is at an end that nobody ordered.
 """
 
 import asyncio
+import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,7 @@ from fleet.adapters.listening import bind
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.errors import ConfigurationRefused
 from kvstore.addresses import host_port
+from kvstore.sockets import OUT_OF_FILES
 from workers.groups import (
     PORTS,
     Alive,
@@ -40,7 +42,7 @@ LINE_BYTES = 4096  # of a word; none is longer
 BEATS = 5  # words in the time that makes silence
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.1, 1.0  # between two tries to join
 CONNECT_SECONDS = 5.0
-STRANGERS = 64  # connections that have not joined; further ones are closed at once
+STRANGERS = 64  # connections that have not said a word; for a further one the oldest is closed
 
 Word = TypeVar("Word")
 
@@ -62,7 +64,7 @@ class Lead:
         self._roll = Roll(group, common, clock.now())
         self._clock = clock
         self._links: dict[int, asyncio.StreamWriter] = {}  # by rank
-        self._strangers = 0
+        self._strangers: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._joined = asyncio.Event()
         self._on_leaving: Callable[[], None] | None = None
@@ -98,15 +100,13 @@ class Lead:
 
     async def listen(self, listening: socket.socket) -> None:
         """Hear whoever connects, for ever."""
-        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as links:
-            while True:
-                connection, _ = await loop.sock_accept(listening)
-                if self._strangers < STRANGERS:
-                    self._strangers += 1
-                    links.create_task(self._hear(connection))
-                else:
-                    connection.close()
+            for number in itertools.count():
+                connection = await _accepted(listening)
+                if len(self._strangers) == STRANGERS:
+                    self._strangers.pop(next(iter(self._strangers))).cancel()  # ranks speak at once
+                self._strangers[number] = links.create_task(self._hear(number, connection))
+                await asyncio.sleep(0)  # however many come, it begins, and others have their turn
 
     async def watch(self) -> None:
         """Say a few words in the time that makes silence, until the group is at an end.
@@ -124,7 +124,7 @@ class Lead:
                 async with asyncio.timeout(_beat_seconds(self.group)):
                     await self._changed.wait()
 
-    async def _hear(self, connection: socket.socket) -> None:
+    async def _hear(self, number: int, connection: socket.socket) -> None:
         """One that has connected, from its first word to its last."""
         rank, writer = 0, None
         try:
@@ -132,7 +132,7 @@ class Lead:
                 reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
                 word = await _next(reader, FROM_RANK, self.group)
             finally:
-                self._strangers -= 1
+                self._strangers.pop(number, None)
             if isinstance(word, Join) and self._taken(word, writer):
                 rank = word.rank
                 while True:
@@ -148,7 +148,7 @@ class Lead:
                 writer.close()
 
     def _taken(self, asked: Join, writer: asyncio.StreamWriter) -> bool:
-        """Whether a rank is in; it's told if not."""
+        """Whether a rank is in; it is told if not."""
         if (refused := self._roll.join(asked)) is not None:
             if not refused.again:
                 log.warning("a rank is refused", extra={"cause": refused.why})
@@ -337,6 +337,18 @@ async def _begun(
         _say(writer, Alive())
 
 
+async def _accepted(listening: socket.socket) -> socket.socket:
+    while True:
+        try:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listening)
+        except OSError as error:
+            if error.errno not in OUT_OF_FILES:
+                raise
+            await asyncio.sleep(MOST_PAUSE_SECONDS)
+        else:
+            return connection
+
+
 def _beat_seconds(group: GroupSettings) -> float:
     return group.silence_ms / 1000 / BEATS
 
@@ -358,7 +370,7 @@ async def _next(reader: asyncio.StreamReader, words: msgspec.json.Decoder[Word],
         raise _Gone("has ended")
     try:
         return words.decode(line)
-    except msgspec.DecodeError as error:
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         raise _Gone("says what nobody understands; it is of another version") from error
 
 

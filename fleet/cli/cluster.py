@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from fleet.adapters.clock import SystemClock
+from fleet.adapters.hub import with_fetched
 from fleet.adapters.local_pools import LocalPools, drain
 from fleet.adapters.local_processes import ClusterFailed, LocalProcesses, runtime_folder
 from fleet.adapters.local_topology import Plan, plan
@@ -94,6 +95,7 @@ async def with_cluster(
             tiny = build_tiny_model(default_cache_dir(), tokenizer_only=simulated)
         except OSError as error:
             raise ConfigurationRefused(f"the tiny model cannot be built in {default_cache_dir()}: {error}") from error
+    topology = await with_fetched(topology, surroundings.relative_to, SystemClock())
     folder = model_folder(topology.cluster, tiny, surroundings.relative_to)
     adapters = adapter_folders(topology.cluster, surroundings.relative_to)
     topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))

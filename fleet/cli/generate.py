@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 
 from fleet.cli.exits import DONE, FAILED
+from fleet.cli.seconds import seconds
 from fleet.cli.status import add_address
 from fleet.client import Client, FleetError, KvPath, Placement, Result
 from fleet.errors import ConfigurationRefused
 
 DEFAULT_TOKENS = 128
-LONGEST_TIMEOUT = 86_400  # seconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, which is greedy")
     parser.add_argument("--placement", type=Placement, choices=tuple(Placement), default=Placement.AUTO)
     parser.add_argument("--kv-path", type=KvPath, choices=tuple(KvPath), help="the way of the blocks, if disaggregated")
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="for the whole answer")
+    parser.add_argument("--timeout", type=seconds, metavar="SECONDS", help="for the whole answer")
     parser.add_argument(
         "--chat", action="store_true", help="send the text as a user's message, through the chat template"
     )
@@ -83,16 +83,6 @@ def _key(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "is not a text"
         raise ConfigurationRefused(f"--api-key-file: {path}: {cause}") from error
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds <= LONGEST_TIMEOUT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {LONGEST_TIMEOUT}")
-    return seconds
 
 
 def summary(result: Result) -> Iterator[str]:

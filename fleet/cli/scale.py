@@ -11,17 +11,15 @@ from fleet.adapters.clock import SystemClock, unix_milliseconds
 from fleet.adapters.connectors import connector_of
 from fleet.adapters.local_pools import local_plans
 from fleet.cli.exits import DONE, FAILED
+from fleet.cli.seconds import seconds
 from fleet.clock import SECOND, Nanos
 from fleet.config import load
 from fleet.errors import ConfigurationRefused
 from fleet.planner.execution import Outcome
-from fleet.planner.messages import Observation, Plan, PlanId, PoolName, PoolSeen, Writer
+from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PoolName, PoolSeen, Writer
 from fleet.planner.ports import Connector, ConnectorError
 from fleet.planner.server import carry_out
 from fleet.planner.settings import ConnectorSettings, FolderTarget, KubernetesTarget, Target
-
-MOST_REPLICAS = 10_000
-LONGEST_SECONDS = 86_400
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--within",
-        type=_seconds,
+        type=seconds,
         default=600.0,
         metavar="SECONDS",
         help="what is not there by then is not wanted any more (default: 600)",
@@ -65,22 +63,24 @@ def run(arguments: argparse.Namespace) -> int:
         return FAILED
 
 
-async def _scale(target: Target, wishes: dict[PoolName, int], seconds: float) -> int:
+async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: float) -> int:
     async with connector_of(target, Writer.PERSON) as connector:
         before = await connector.observe()
         outcome, seen = Outcome.SETTLED, before
         if wishes:
-            outcome, seen = await _change(connector, wishes, before, seconds)
+            outcome, seen = await _change(connector, wishes, before, within_seconds)
     for line in _table(seen):
         print(line)
     return DONE if outcome is Outcome.SETTLED else FAILED
 
 
 async def _change(
-    connector: Connector, wishes: dict[PoolName, int], before: Observation, seconds: float
+    connector: Connector, wishes: dict[PoolName, int], before: Observation, within_seconds: float
 ) -> tuple[Outcome, Observation]:
     plan = Plan(
-        id=PlanId(f"scale-{unix_milliseconds()}-{os.getpid()}"), replicas=wishes, within=Nanos(round(seconds * SECOND))
+        id=PlanId(f"scale-{unix_milliseconds()}-{os.getpid()}"),
+        replicas=wishes,
+        within=Nanos(round(within_seconds * SECOND)),
     )
 
     def tell(seen: Observation) -> None:
@@ -88,7 +88,9 @@ async def _change(
             if each.name in wishes and not each.settled:
                 _say(_line(each))
 
-    outcome, seen = await carry_out(connector, plan, before, SystemClock(), tell)
+    outcome, seen = await carry_out(
+        connector, plan, before, SystemClock(), tell, lambda cause: _say(f"{cause}; trying again")
+    )
     match outcome:
         case Outcome.ROLLED_BACK:
             _say("not all of it came; what did not is not wanted any more")
@@ -146,13 +148,3 @@ def _wish(text: str) -> tuple[PoolName, int]:
     if not name or not number.isdecimal() or int(number) > MOST_REPLICAS:
         raise argparse.ArgumentTypeError(f"{text!r} is not POOL=N, with N from 0 to {MOST_REPLICAS}")
     return PoolName(name), int(number)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= LONGEST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, up to a day")
-    return seconds

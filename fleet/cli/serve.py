@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if arguments.processes > 1:
         return _serve_routers(arguments)
-    from fleet.app import serve  # noqa: PLC0415 - after the parent's death would be noticed, because it takes a second
+    from fleet.app.serving import serve  # noqa: PLC0415 - after the parent's death would be noticed, because it takes a second
     from kvstore.errors import NodeEnded, StoreUnreachable  # noqa: PLC0415
     from workers.ports import EngineDied  # noqa: PLC0415
 

@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="TOML", help="topology; the options below override it")
     parser.add_argument("--engine", help="vllm (default) or simulated, which needs no engine installed")
     parser.add_argument(
-        "--model", metavar="DIR", help="local Hugging Face folder (default: a tiny model, made on the spot)"
+        "--model", metavar="DIR", help="Hugging Face folder or repository (default: a tiny model, made on the spot)"
     )
     parser.add_argument("--prefill", type=_count, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=_count, metavar="N", help="decode workers (default: 1)")
@@ -127,7 +127,7 @@ def _topology(arguments: argparse.Namespace) -> Topology:
     )
     pools = _with_replicas(topology.pools, Role.PREFILL, arguments.prefill)
     pools = _with_replicas(pools, Role.DECODE, arguments.decode)
-    return checked(Topology, cluster=cluster, router=router, store=topology.store, pools=pools)
+    return checked(Topology, cluster=cluster, hub=topology.hub, router=router, store=topology.store, pools=pools)
 
 
 def _with_replicas(pools: tuple[PoolSection, ...], role: Role, replicas: int | None) -> tuple[PoolSection, ...]:

@@ -18,7 +18,8 @@ from fleet.clock import Nanos
 
 PoolName = NewType("PoolName", str)
 PlanId = NewType("PlanId", str)
-Replicas = Annotated[int, Meta(ge=0, le=10_000)]
+MOST_REPLICAS = 10_000  # of one pool; more is a slip of the pen
+Replicas = Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
 
 
 class Writer(StrEnum):

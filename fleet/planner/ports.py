@@ -4,6 +4,8 @@ from typing import Protocol
 
 from fleet.planner.messages import Observation, Plan, PoolName
 
+CALL_SECONDS = 10.0
+
 
 class Connector(Protocol):
     """A way to the pools, on behalf of one writer (`fleet.planner.messages.Writer`). Each call ends within `CALL_SECONDS`."""
@@ -28,9 +30,6 @@ class Connector(Protocol):
             Unreachable: Perhaps some of it is written.
         """
         ...
-
-
-CALL_SECONDS = 10.0
 
 
 class ConnectorError(Exception):

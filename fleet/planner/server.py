@@ -16,7 +16,12 @@ TAKE_BACK_WITHIN = Nanos(60 * SECOND)  # where nobody answers just then
 
 
 async def carry_out(
-    connector: Connector, plan: Plan, before: Observation, clock: Clock, tell: Callable[[Observation], None]
+    connector: Connector,
+    plan: Plan,
+    before: Observation,
+    clock: Clock,
+    tell: Callable[[Observation], None],
+    trouble: Callable[[str], None] = lambda _: None,
 ) -> tuple[Outcome, Observation]:
     """Write a plan and wait until it is settled, or its deadline has passed. Nobody waits for the rest of one of which a part is forbidden.
 
@@ -26,6 +31,7 @@ async def carry_out(
         before: What it was made by.
         clock: Time.
         tell: Is told what there is, whenever that has changed.
+        trouble: Is told why nobody answers, where that is tried again.
 
     Returns:
         How it went, and what was seen last.
@@ -36,24 +42,29 @@ async def carry_out(
         Unreachable: Nobody answered, up to the deadline, or then for a minute. What is written stays.
     """
     deadline = clock.now() + plan.within
-    await _patiently(lambda: connector.apply(plan, before), deadline, clock)
+    await _patiently(lambda: connector.apply(plan, before), deadline, clock, trouble)
     last = before
     while True:
-        seen = await _patiently(connector.observe, deadline, clock)
+        seen = await _patiently(connector.observe, deadline, clock, trouble)
         if seen != last:
             tell(seen)
             last = seen
         if settled(plan, seen):
             return Outcome.SETTLED, seen
         if clock.now() >= deadline:
-            return await _give_up(connector, plan, before, seen, clock)
+            return await _give_up(connector, plan, before, seen, clock, trouble)
         if (part := forbidden(plan, seen)) is not None:
-            return await _give_up(connector, part, before, seen, clock)
+            return await _give_up(connector, part, before, seen, clock, trouble)
         await asyncio.sleep(LOOK_EVERY)
 
 
 async def _give_up(
-    connector: Connector, plan: Plan, before: Observation, seen: Observation, clock: Clock
+    connector: Connector,
+    plan: Plan,
+    before: Observation,
+    seen: Observation,
+    clock: Clock,
+    trouble: Callable[[str], None],
 ) -> tuple[Outcome, Observation]:
     """Take back what has not come. Whoever writes at the same moment decides."""
     less = rollback(plan, before, seen)
@@ -61,18 +72,24 @@ async def _give_up(
         return Outcome.UNSETTLED, seen
     deadline, outcome = clock.now() + TAKE_BACK_WITHIN, Outcome.ROLLED_BACK
     try:
-        await _patiently(lambda: connector.apply(less, seen), deadline, clock)
+        await _patiently(lambda: connector.apply(less, seen), deadline, clock, trouble)
     except (Stale, Refused):
         outcome = Outcome.UNSETTLED
-    return outcome, await _patiently(connector.observe, deadline, clock)
+    return outcome, await _patiently(connector.observe, deadline, clock, trouble)
 
 
-async def _patiently(call: Callable[[], Awaitable[T]], deadline: int, clock: Clock) -> T:
+async def _patiently(
+    call: Callable[[], Awaitable[T]], deadline: int, clock: Clock, trouble: Callable[[str], None]
+) -> T:
     """What a call gives, tried again until the deadline while nobody answers."""
+    told = ""
     while True:
         try:
             return await call()
-        except Unreachable:
+        except Unreachable as error:
             if clock.now() >= deadline:
                 raise
+            if str(error) != told:
+                told = str(error)
+                trouble(told)
         await asyncio.sleep(LOOK_EVERY)

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta, Struct
 
 from fleet.discovery import Discovery
+from fleet.hub import HubSettings
 from fleet.ids import ModelName
 from fleet.router.http_settings import HttpSettings
 from fleet.router.picker_settings import EndpointPickerSettings
@@ -37,7 +38,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The name under which clients ask for its model, and under which it knows it."""
 
     tokenizer: str = ""
-    """Hugging Face folder of its model, so that prompts are compared token by token; empty: by pieces of text."""
+    """Hugging Face folder or repository of its model, so that prompts are compared token by token; empty: by pieces of text."""
 
     block_tokens: PositiveInt = 16
     """The server's block size. Without `kv_events` at least 64 tokens (of text: 4 bytes each) are compared at once."""
@@ -179,7 +180,11 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Tells gateways of the Gateway API Inference Extension where each request goes (Envoy's `ext_proc`); absent: it does not."""
 
     models: dict[ModelName, str] = {}
-    """Folder with tokenizer and chat template, by served model name."""
+    """Folder with tokenizer and chat template, or a repository of the Hugging Face Hub (as in Qwen/Qwen3-0.6B, with @revision after it
+    if it is not to be the newest), by served model name. Of a repository the tokenizer and the configuration are fetched."""
+
+    hub: HubSettings = HubSettings()
+    """Where repositories in `models`, and in `tokenizer` of `openai_workers`, are fetched from, and kept."""
 
     openai_workers: tuple[OpenAiWorkerSettings, ...] = ()
     """Servers that are workers as they are, each doing whole requests: the router passes bytes on."""

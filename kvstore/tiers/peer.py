@@ -16,6 +16,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Annotated, Protocol
 
 import xxhash
@@ -134,6 +135,7 @@ class PeerTier:
         self._doubts = Doubts()
         self._lock = threading.Lock()
         self._links: dict[tuple[str, bytes], Link] = {}
+        self._left = False
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         self._gate.require_open()
@@ -172,8 +174,8 @@ class PeerTier:
         if not self._settings.push or self._gate.is_late(deadline):
             return there
         for namespace, fitting in self._by_namespace(keys, blocks):
-            owner = self._owner(keys[fitting[0]])
-            if owner == self._settings.own_address:
+            owners = self._owners(keys[fitting[0]])
+            if owners[0] == self._settings.own_address:
                 continue
             copies = {index: blocks[index].copy() for index in fitting}  # the peer's client sums up what it finds
             indices = [index for index in fitting if crc32c([copies[index]]) == checksums[index]]
@@ -182,7 +184,9 @@ class PeerTier:
                 continue
             names = [keys[index].name for index in indices]
             try:
-                written, held = self._link(owner, namespace).push(names, [copies[index] for index in indices], deadline)
+                owner, written, held = self._push(
+                    owners, namespace, names, [copies[index] for index in indices], deadline
+                )
             except TierFailed:
                 self._tally.count(failures=1)
                 if not any(there):
@@ -226,10 +230,11 @@ class PeerTier:
     def leave(self) -> None:
         """This node goes: what goes down from now on goes to the peers' memory, and none of it to this node.
 
-        The others rank each other as before, so what would have been here is where they look next.
+        The others rank each other as before, so what would have been here is where they look next; likewise where one of them is away.
         """
         others = tuple(address for address in self._settings.peers if address != self._settings.own_address)
         self._settings = replace(self._settings, peers=others, own_address="", push=True)
+        self._left = True
 
     def status(self) -> TierStatus:
         status = self._tally.status()
@@ -280,8 +285,30 @@ class PeerTier:
         hinted = self._hints.recall(key)
         return sorted(ranked, key=lambda address: address != hinted)  # stable: all others stay in their order
 
-    def _owner(self, key: BlockKey) -> str:
-        return ranking(self._settings.peers, key)[0]
+    def _owners(self, key: BlockKey) -> list[str]:
+        """Who should have its chain; of a node that has left, then those that others ask where that one is away."""
+        ranked = ranking(self._settings.peers, key)
+        return ranked if self._left else ranked[:1]
+
+    def _push(
+        self,
+        owners: Sequence[str],
+        namespace: Namespace,
+        names: Sequence[ChainHash],
+        blocks: Sequence[ByteArray],
+        deadline: Nanos,
+    ) -> tuple[str, int, list[bool]]:
+        """To the first of these that answers: which it is, and what `Link.push` says.
+
+        Raises:
+            TierFailed: None does.
+        """
+        *first, last = owners
+        for owner in first:
+            with suppress(TierFailed):
+                return owner, *self._link(owner, namespace).push(names, blocks, deadline)
+            self._tally.count(failures=1)
+        return last, *self._link(last, namespace).push(names, blocks, deadline)
 
     def _share(self, deadline: Nanos, asked: int) -> Nanos:
         """Of the time left, one part for each look-up that may follow."""

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fleet.adapters.clock import SystemClock, utc_now
-from fleet.adapters.connector_folder import FolderRecords
+from fleet.adapters.connector_folder import MOST_BYTES, FolderRecords
 from fleet.adapters.connector_virtual import Intent
 from fleet.adapters.connectors import connector_of
 from fleet.cli.main import run
@@ -27,8 +28,7 @@ from fleet.planner.settings import EtcdTarget, FolderTarget
 from tests.connectors import Mortal, Orchestrator, silent_port
 from tests.contract.connector_promises import *  # noqa: F403 - they run here
 from tests.contract.connector_promises import DECODE, ROOM, SECONDS, Killed, a_plan, sizes
-from tests.etcd import EtcdServer
-from tests.kv_builders import a_short_folder
+from tests.etcd import EtcdServer, an_etcd
 
 TOPOLOGY = f"""
 [cluster]
@@ -167,13 +167,8 @@ def local(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def etcd():
-    pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
-    with a_short_folder() as folder:
-        server = EtcdServer(folder)
-        try:
-            yield server
-        finally:
-            server.kill()
+    with an_etcd() as server:
+        yield server
 
 
 @contextlib.asynccontextmanager
@@ -245,7 +240,11 @@ async def test_who_writes_waits_for_another_that_does(tmp_path):
         assert write.result()
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"revision": -1}', b"\xff", b"[" * 100_000], ids=repr)
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b'{"revision": -1}', b"\xff", b"[" * 100_000, b'{"pools": {}}'.ljust(MOST_BYTES + 1)],
+    ids=["torn", "array", "negative", "no text", "deep", "long"],
+)
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
 async def test_what_is_no_plan_or_report_says_nothing_and_is_not_written_over(tmp_path, name, content):
     (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
@@ -258,6 +257,16 @@ async def test_what_is_no_plan_or_report_says_nothing_and_is_not_written_over(tm
             await planner.apply(a_plan("more", decode=2), seen)
 
     assert (tmp_path / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["plan.json", "report.json"])
+async def test_what_is_no_file_keeps_nobody_waiting(tmp_path, name):
+    (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    async with connector_of(FolderTarget(folder=str(tmp_path)), Writer.PLANNER) as planner:
+        with pytest.raises(Unreachable, match=name):
+            await asyncio.wait_for(planner.observe(), 5)
 
 
 async def test_an_orchestrator_that_has_gone_takes_nothing_up_and_the_plan_says_until_when_it_counts(tmp_path):

@@ -14,8 +14,7 @@ from kvstore.credentials import Credentials
 from tests.certificates import Authority
 from tests.contract.discovery_promises import *  # noqa: F403 - they run here
 from tests.contract.discovery_promises import ADDRESS, NEW, OLD, WORKER
-from tests.etcd import EtcdServer
-from tests.kv_builders import a_short_folder
+from tests.etcd import EtcdServer, an_etcd
 from tests.servers import a_free_port
 from tests.ways import Way
 from workers.ports import RegistryUnreachable
@@ -128,36 +127,26 @@ class EtcdWorld:
 
 @pytest.fixture(scope="module")
 def etcd():
-    pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
-    with a_short_folder() as folder:
-        server = EtcdServer(folder)
-        try:
-            yield server
-        finally:
-            server.kill()
+    with an_etcd() as server:
+        yield server
 
 
 async def test_etcd_over_tls_asks_both_ends_who_they_are_and_the_next_endpoint_is_tried(tmp_path):
-    pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
     authority = Authority(tmp_path, "authority")
     ours, theirs = authority.issue("worker"), authority.issue("etcd")
     options = ("--cert-file", theirs["certificate"], "--key-file", theirs["key"])
     options += ("--client-cert-auth", "--trusted-ca-file", authority.file)
-    with a_short_folder() as folder:
-        server = EtcdServer(folder, *options, scheme="https")
-        try:
-            endpoints = (f"127.0.0.1:{a_free_port()}", server.address)
-            credentials = Credentials(authority=authority.file, **ours)
-            async with directory_of(EtcdDiscovery(endpoints=endpoints, credentials=credentials)) as directory:
-                with pytest.raises(RegistryUnreachable, match="UNAVAILABLE"):
-                    await directory.register(WORKER, OLD, ADDRESS)
+    with an_etcd(*options, scheme="https") as server:
+        endpoints = (f"127.0.0.1:{a_free_port()}", server.address)
+        credentials = Credentials(authority=authority.file, **ours)
+        async with directory_of(EtcdDiscovery(endpoints=endpoints, credentials=credentials)) as directory:
+            with pytest.raises(RegistryUnreachable, match="UNAVAILABLE"):
                 await directory.register(WORKER, OLD, ADDRESS)
-            unknown = Credentials(authority=authority.file)
-            async with directory_of(EtcdDiscovery(endpoints=endpoints[1:], credentials=unknown)) as directory:
-                with pytest.raises(RegistryUnreachable):
-                    await directory.register(WORKER, NEW, ADDRESS)
-        finally:
-            server.kill()
+            await directory.register(WORKER, OLD, ADDRESS)
+        unknown = Credentials(authority=authority.file)
+        async with directory_of(EtcdDiscovery(endpoints=endpoints[1:], credentials=unknown)) as directory:
+            with pytest.raises(RegistryUnreachable):
+                await directory.register(WORKER, NEW, ADDRESS)
 
 
 @pytest.mark.parametrize(

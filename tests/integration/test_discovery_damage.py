@@ -11,8 +11,7 @@ from fleet.adapters.discovery_file import SUFFIX
 from fleet.control.messages import Listed, Missing, Seen
 from fleet.discovery import EtcdDiscovery, FileDiscovery, Record
 from fleet.ids import Incarnation, WorkerId
-from tests.etcd import EtcdServer
-from tests.kv_builders import a_short_folder
+from tests.etcd import an_etcd
 
 pytestmark = pytest.mark.integration
 
@@ -63,26 +62,22 @@ async def test_a_copy_of_a_record_does_not_keep_a_dead_worker(tmp_path, settings
 
 async def test_a_key_of_etcd_that_is_no_record_harms_no_other_when_it_comes_and_goes():
     aetcd = pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
-    with a_short_folder() as folder:
-        server = EtcdServer(folder)
-        try:
-            async with (
-                aetcd.Client(port=server.port) as client,
-                directory_of(EtcdDiscovery(endpoints=(server.address,))) as directory,
-            ):
-                for key, content in zip((b"a", b"b", b"c", b"d\xff"), NO_RECORDS.values(), strict=True):
-                    await client.put(b"/fleet/workers/" + key, content)
-                async with aclosing(directory.sightings()) as sightings:
-                    assert await anext(sightings) == Listed(all=())
-                    await client.delete(b"/fleet/workers/d\xff")
-                    await client.put(b"/fleet/workers/a", DEEP)
-                    await directory.register(WORKER, INCARNATION, ADDRESS)
-                    match await anext(sightings):
-                        case Seen() as seen:
-                            assert seen.record.worker_id == WORKER
-                        case other:
-                            pytest.fail(f"{other}")
-                    await directory.deregister(WORKER, INCARNATION)
-                    assert await anext(sightings) == Missing(worker_id=WORKER)
-        finally:
-            server.kill()
+    with an_etcd() as server:
+        async with (
+            aetcd.Client(port=server.port) as client,
+            directory_of(EtcdDiscovery(endpoints=(server.address,))) as directory,
+        ):
+            for key, content in zip((b"a", b"b", b"c", b"d\xff"), NO_RECORDS.values(), strict=True):
+                await client.put(b"/fleet/workers/" + key, content)
+            async with aclosing(directory.sightings()) as sightings:
+                assert await anext(sightings) == Listed(all=())
+                await client.delete(b"/fleet/workers/d\xff")
+                await client.put(b"/fleet/workers/a", DEEP)
+                await directory.register(WORKER, INCARNATION, ADDRESS)
+                match await anext(sightings):
+                    case Seen() as seen:
+                        assert seen.record.worker_id == WORKER
+                    case other:
+                        pytest.fail(f"{other}")
+                await directory.deregister(WORKER, INCARNATION)
+                assert await anext(sightings) == Missing(worker_id=WORKER)

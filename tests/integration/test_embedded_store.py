@@ -21,7 +21,7 @@ import pytest
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fleet.app import run_worker
+from fleet.app.worker import run_worker
 from fleet.errors import ConfigurationRefused
 from fleet.requests import Source
 from fleet.roles import KvPath, Role

@@ -18,7 +18,9 @@ from fleet.roles import KvPath
 from fleet.work import Draining, Step
 from kvstore.block import chain
 from kvstore.client import StoreClient
+from kvstore.messages import BlockKey
 from kvstore.settings import StoreSettings
+from kvstore.tiers.peer import ranking
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.builders import token_bytes
@@ -225,6 +227,22 @@ async def test_without_a_tier_that_all_read_a_node_that_goes_fills_its_peers_and
                     assert (brought.tier, brought.moved, brought.left) == ("peer", BLOCKS, 0)
                     assert held(client, prompt) == BLOCKS
         assert await tokens_and_tiers(survivor, prompt) == (expected, {"cpu": BLOCKS})
+
+
+async def test_a_peer_that_is_away_is_no_reason_to_leave_blocks_behind_where_another_is_there():
+    prompt = a_prompt()
+    with a_node(store_id="one") as one, a_node(store_id="two") as two:
+        peers = [one.address, two.address]
+        with a_node(tiers=[{"kind": "peer", "peers": peers}]) as node:
+            async with a_warm_worker(node, prompt) as (_, evacuator, (expected,)):
+                first = BlockKey(namespace().digest, names_of(prompt)[0])
+                away, other = (one, two) if ranking(peers, first)[0] == one.address else (two, one)
+                away.kill()
+                brought = await evacuated(evacuator, prompt)
+                assert (brought.tier, brought.moved, brought.left) == ("peer", BLOCKS, 0)
+        with a_client(other) as client:
+            assert held(client, prompt) == BLOCKS
+        assert await tokens_and_tiers(other, prompt) == (expected, {"cpu": BLOCKS})
 
 
 async def test_the_disk_is_what_is_left_to_a_node_that_goes_alone(folder):

@@ -291,3 +291,28 @@ async def test_a_child_that_is_removed_is_asked_to_drain_and_stopped_where_it_do
         assert asked == [(endpoints, 300 * SECOND)]
 
     assert await processes.hold(body)
+
+
+async def test_a_child_that_ends_in_the_moment_in_which_it_is_removed_is_gone_and_nothing_else_ends(folder):
+    asked = []
+
+    async def drain(endpoints, within):
+        asked.append(endpoints)
+        return True
+
+    processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
+    tell = processes._tell_guardian
+
+    def remove_when_it_ends(change, group):
+        tell(change, group)
+        if change == "-" and "b" in processes.names:
+            processes.remove("b", Nanos(300 * SECOND))  # before it is known that it has ended
+
+    async def body():
+        processes._tell_guardian = remove_when_it_ends
+        os.kill(processes.pids["b"], signal.SIGKILL)
+        await until(lambda: processes.names == {"a"})
+        await asyncio.sleep(0)
+        assert asked == []
+
+    assert await processes.hold(body)

@@ -1,5 +1,6 @@
-"""The samples of the README run as they stand, against a cluster on free ports."""
+"""The samples of the README run as they stand, against a cluster on free ports; those of other pages are what they are said to be."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fleet.adapters.connector_virtual import Intent, Report
 from fleet.config import Topology
+from fleet.planner.settings import ConnectorSettings, EtcdTarget, FolderTarget
+from fleet.router.settings import RouterSettings
 from kvstore.settings import StoreSettings
 from tests.integration.test_up_simulated import fleet_up
 from workers.settings import WorkerSettings
@@ -58,3 +62,30 @@ def test_the_toml_sample_of_the_stores_page_is_a_node():
     assert msgspec.convert({**worker, **ranks}, WorkerSettings).vllm.extra_args == {"tensor_parallel_size": 2}
 
     assert [tier.__struct_config__.tag for tier in settings.tiers] == ["ssd", "peer", "redis"]
+
+
+def test_the_toml_samples_of_the_routers_page_are_settings():
+    first, tenants, directories = blocks("toml", ROOT / "docs" / "router.md")
+
+    settings = msgspec.convert(tomllib.loads(first) | tomllib.loads(tenants), RouterSettings)
+    assert (len(settings.openai_workers), list(settings.tenants)) == (2, ["acme"])
+    for line in directories.splitlines():
+        assert msgspec.convert(tomllib.loads(line), RouterSettings).discovery is not None
+
+
+def test_the_toml_sample_of_the_hardware_page_is_a_profile():
+    (sample,) = blocks("toml", ROOT / "docs" / "hardware.md")
+
+    assert msgspec.convert(tomllib.loads(sample), RouterSettings).profiles["decode"].gpu == "h100"
+
+
+def test_the_samples_of_the_scaling_page_are_what_connectors_read():
+    page = ROOT / "docs" / "scaling.md"
+    folder, etcd = (msgspec.convert(tomllib.loads(each), ConnectorSettings).connector for each in blocks("toml", page))
+    plan, report = (json.loads(each) for each in blocks("json", page))
+
+    assert isinstance(folder, FolderTarget)
+    assert isinstance(etcd, EtcdTarget)
+    assert msgspec.to_builtins(msgspec.convert(plan, Intent)) == plan
+    read = msgspec.to_builtins(msgspec.convert(report, Report))
+    assert {name: pool | report["pools"][name] for name, pool in read["pools"].items()} == read["pools"]

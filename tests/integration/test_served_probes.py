@@ -11,7 +11,7 @@ pytest.importorskip("aiohttp", reason="the extra `kubernetes` is not installed")
 
 from aiohttp import web
 
-from fleet.adapters.served_probes import ServedProbes
+from fleet.adapters.served_probes import ServedProbes, door_address
 from fleet.errors import Reason, Refused
 from fleet.router.tenants import TenantSettings
 from operators.probing import Answer, Failure, Probe
@@ -78,6 +78,7 @@ def a_completion(*phases, tokens=1):
     return msgspec.json.encode(content)
 
 
+DEEP = b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
 PREFILL = ("prefill", "p1", "computed", 9)
 
 
@@ -146,12 +147,19 @@ async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
         (b'{"error": {"code": "hunter2", "message": "hunter2"}}', 500, Failure(500, "not in words of a router")),
         (b"hunter2", 200, Failure(200, "what was answered is no completion")),
         (b"[" * 100_000, 200, Failure(200, "what was answered is no completion")),
+        (DEEP, 200, Failure(200, "what was answered is no completion")),
+        (DEEP, 500, Failure(500, "not in words of a router")),
+        (
+            b'{"error": {"code": "internal", "message": "\\u001b[31mred\\u0000 \\u202eder"}}',
+            500,
+            Failure(500, "internal: [31mred der"),
+        ),
         (a_completion(tokens=0), 200, Failure(200, "the completion has no token")),
         (a_completion(), 200, Failure(200, "another worker answered")),
         (a_completion(), 302, Failure(302, "not in words of a router")),
         (None, 200, Failure(0, "no answer within 0.2 s")),
     ],
-    ids=range(8),
+    ids=range(11),
 )
 async def test_what_else_is_answered_is_no_answer_and_is_not_repeated(content, status, found):
     async with answering(content, status) as url:
@@ -162,3 +170,7 @@ async def test_where_nobody_listens_that_is_told():
     found = await probes("http://127.0.0.1:9").ask(a_probe())
 
     assert found == Failure(0, "no answer: ClientConnectorError")
+
+
+def test_a_service_has_a_name_that_no_public_domain_has():
+    assert door_address("dev", "llama-router") == "llama-router.dev.svc:8000"

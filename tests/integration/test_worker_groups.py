@@ -1,27 +1,25 @@
 """The processes of one engine over several nodes: how they find each other, and how they end."""
 
 import asyncio
+import errno
 import json
-import os
 import signal
 import socket
-import sys
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import grpc
-import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fleet.adapters import worker_groups
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.worker_groups import following, leading
 from fleet.errors import ConfigurationRefused
 from fleet.requests import Finish
-from fleet.work import Description
 from tests.builders import token_bytes
 from tests.engine_driving import work
-from tests.worker_processes import a_stream
+from tests.worker_processes import WorkerProcess, a_stream
 from workers.ports import EngineDied
 from workers.settings import GroupSettings, SimulatedSettings, WorkerSettings
 
@@ -140,7 +138,18 @@ async def test_a_group_that_does_not_form_in_time_says_who_is_missing(group):
         await follow(group, join_timeout_ms=300)
 
 
-@pytest.mark.parametrize("words", [b"\n", b'{"type":"begin"}\n', b"x" * 9000, b'{"type":"alive"}\n'])
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"\n",
+        b'{"type":"begin"}\n',
+        b"x" * 9000,
+        b'{"type":"alive"}\n',
+        b'{"type":"join","rank":1,"nodes":2,"alike":"\xff"}\n',
+        b'{"type":"join","more":' + b"[" * 4000 + b"\n",
+    ],
+    ids=range(6),
+)
 async def test_who_speaks_otherwise_is_not_taken_in_and_hurts_nobody(group, words):
     async with a_leader(group) as ready:
         reader, writer = await by_hand(group, words)
@@ -150,6 +159,33 @@ async def test_who_speaks_otherwise_is_not_taken_in_and_hurts_nobody(group, word
         assert not ready.done()
         async with following(group(1), "same", SystemClock()):
             await ready
+
+
+async def test_strangers_that_say_nothing_keep_no_rank_out(group, monkeypatch):
+    monkeypatch.setattr(worker_groups, "STRANGERS", 2)
+    async with a_leader(group, silence_ms=60_000) as ready, AsyncExitStack() as held:
+        silent = [await by_hand(group, b"") for _ in range(3)]
+        for _, writer in silent:
+            held.callback(writer.close)
+        async with asyncio.timeout(5), following(group(1), "same", SystemClock()):
+            await ready
+            assert await silent[0][0].read() == b"", "who has been silent for longest is sent away"
+
+
+async def test_a_leader_that_has_no_file_left_for_a_connection_takes_it_a_little_later(group, monkeypatch):
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, [errno.EMFILE, errno.ENFILE]
+
+    async def without_files(listening):
+        if failures:
+            raise OSError(failures.pop(), "injected")
+        return await accept(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", without_files)
+    monkeypatch.setattr(worker_groups, "MOST_PAUSE_SECONDS", 0.01)
+    async with a_leader(group) as ready, following(group(1), "same", SystemClock()):
+        await ready
+    assert not failures
 
 
 async def test_a_leader_that_says_nothing_is_none(group):
@@ -168,56 +204,24 @@ async def test_a_rank_that_says_nothing_more_is_the_end_of_the_leader(group):
     assert died(ended.value) == "rank 1 of its group has said nothing for 0.3 s"
 
 
-class Process:
-    """A worker of a group, as it runs."""
-
-    def __init__(self, folder, group, name):
-        self.log = folder / f"{name}.log"
-        self._config = folder / f"{name}.json"
-        settings = WorkerSettings(
-            worker_id=name,
-            engine="simulated",
-            model="tiny",
-            control_listen="127.0.0.1:0",
-            heartbeat_ms=100,
-            group=group,
-            simulated=SimulatedSettings(speedup=20),
-        )
-        self._config.write_bytes(msgspec.json.encode(settings))
-
-    async def start(self):
-        command = ("-m", "fleet.cli.main", "serve", "worker", "--config", str(self._config))
-        with self.log.open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=log
-            )
-
-    async def ready(self):
-        async with asyncio.timeout(SECONDS):
-            return json.loads(await self.process.stdout.readline())
-
-    async def ended(self):
-        async with asyncio.timeout(SECONDS):
-            return await self.process.wait()
-
-    def send(self, number):
-        os.kill(self.process.pid, number)
-
-    async def close(self):
-        if self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
-
-
 @pytest.fixture
 async def started(group, tmp_path):
     async with AsyncExitStack() as held:
 
         async def start(rank):
-            process = Process(tmp_path, group(rank), f"rank-{rank}")
-            await process.start()
-            held.push_async_callback(process.close)
-            return process
+            settings = WorkerSettings(
+                worker_id=f"rank-{rank}",
+                engine="simulated",
+                model="tiny",
+                control_listen="127.0.0.1:0",
+                heartbeat_ms=100,
+                group=group(rank),
+                simulated=SimulatedSettings(speedup=20),
+            )
+            worker = WorkerProcess(tmp_path, settings, log=tmp_path / f"rank-{rank}.log")
+            await worker.spawn()
+            held.push_async_callback(worker.close)
+            return worker
 
         yield start
 
@@ -230,19 +234,19 @@ async def serves(address):
 
 async def test_the_first_rank_serves_and_the_others_are_ready_with_it_and_drain_with_it(started):
     leader, rank = await started(0), await started(1)
-    endpoints, others = await leader.ready(), await rank.ready()
-    assert list(others) == ["grpc"], "nobody sends requests there"
-    assert await serves(endpoints["grpc"])
-    assert await serves(others["grpc"])
+    for each in (leader, rank):
+        await each.ready()
+        assert await serves(each.control)
+    assert list(rank.endpoints) == ["grpc"], "nobody sends requests there"
 
-    async with a_stream(endpoints["stream"]) as stream:
-        await stream.next(Description)
+    async with a_stream(leader.address) as stream:
         asked = work(PROMPT, 200)
-        async with asyncio.TaskGroup() as tasks:
-            answer = tasks.create_task(stream.do(asked))
-            await asyncio.sleep(0.05)
-            rank.send(signal.SIGTERM)
-        tokens, end = answer.result()
+        await stream.say(asked)
+        await stream.until(lambda message: stream.tokens_of(asked.request_id) or None)
+
+        rank.terminate()
+
+        tokens, end = await stream.end_of(asked.request_id)
         assert (len(tokens), end.finish) == (200, Finish.LENGTH)
 
     assert [await leader.ended(), await rank.ended()] == [0, 0]
@@ -255,7 +259,7 @@ async def test_who_is_told_to_end_while_the_group_forms_ends_at_once(started, ra
         while not await listens_to_signals(alone):
             await asyncio.sleep(0.02)
 
-    alone.send(signal.SIGTERM)
+    alone.terminate()
 
     assert await alone.ended() == 0
 
@@ -279,7 +283,7 @@ async def test_who_is_gone_takes_the_others_along(started, victim, number, said)
     for each in processes:
         await each.ready()
 
-    processes[victim].send(number)
+    processes[victim].process.send_signal(number)
 
     assert await processes[1 - victim].ended() == 1
     assert said in processes[1 - victim].log.read_text()

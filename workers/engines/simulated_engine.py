@@ -121,13 +121,13 @@ class SimulatedEngine:
     def lent(self) -> int:
         return self.lender.leases
 
-    async def save(self, names: Sequence[ChainHash], deadline: Nanos) -> int:
+    async def save(self, names: Sequence[ChainHash], within: Nanos) -> int:
         """See `workers.ports.Saving`."""
         if self.store is None:
             return 0
         here = {name: found for name in names if (found := self.memory.find([name]))}
         blocks = {name: bytes(self.memory.view(index)) for name, (index,) in here.items()}
-        return await self.store.publish(blocks, deadline)
+        return await self.store.publish(blocks, within)
 
     def check(self) -> None:
         """Assert that the books are in order."""

@@ -93,9 +93,9 @@ async def _start(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM, En
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # vLLM cannot be interrupted while it starts, and must not be left behind: it ends as soon as it has started. Of a group that
-        # might be never, if a rank is gone; without its processes it gives up.
-        while settings.group is not None and not starting.done():
+        # vLLM cannot be interrupted while it starts, and must not be left behind. Without its processes it gives up, which may take
+        # minutes otherwise, and if a rank of a group is gone, for ever; where it has none, it ends as soon as it has started.
+        while not starting.done():
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)
         with suppress(EngineDied, ConfigurationRefused):
@@ -228,7 +228,7 @@ class VllmEngine:
         self._steps: deque[EngineOutput] = deque()  # bounded by what the requests in flight may generate
         self._arrived = asyncio.Event()
         self._dead: str | None = None
-        self._lent_until: deque[float] = deque()  # by the event loop's clock
+        self._lent_until: deque[float] = deque()  # by the event loop's clock; bounded by hand-offs in a lease
         self._prefilled = _keep_prefill_stats(llm)
 
     @property

@@ -1,11 +1,13 @@
 """Which weights these are: what tells two models of one name apart, or two adapters."""
 
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 WHOLE_CONTENT_BYTES = 1 << 30  # SHA-256 reads about 1.5 GB a second; above this, headers stand for the content
 CHUNK_BYTES = 1 << 20
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def revision_of(files: Iterable[Path]) -> str:
@@ -13,7 +15,8 @@ def revision_of(files: Iterable[Path]) -> str:
 
     Up to 1 GiB, all of it is read. Beyond, each weight file counts by its name, size, modification time and header (which
     lists every tensor's type, shape and place): two copies of one model then share blocks only if they were copied with
-    their times, but two models never do.
+    their times, but two models never do. What was fetched from the Hugging Face Hub counts by its SHA-256 in place of the time,
+    wherever and whenever it was fetched.
     """
     files = sorted(files)
     whole = sum(file.stat().st_size for file in files) <= WHOLE_CONTENT_BYTES
@@ -25,7 +28,13 @@ def revision_of(files: Iterable[Path]) -> str:
                 while chunk := content.read(CHUNK_BYTES):
                     digest.update(chunk)
             else:
-                digest.update(str(file.stat().st_mtime_ns).encode())
+                digest.update((_sha256_of(file) or str(file.stat().st_mtime_ns)).encode())
                 header_bytes = int.from_bytes(content.read(8), "little")
                 digest.update(content.read(header_bytes))
     return digest.hexdigest()[:32]
+
+
+def _sha256_of(file: Path) -> str:
+    """As the hub's client has it: files of a snapshot are links to others that are named by their content. Empty: it is not known."""
+    name = file.resolve().name if file.is_symlink() else ""
+    return name if SHA256.fullmatch(name) else ""

@@ -106,12 +106,13 @@ def test_a_pool_that_is_given_up_goes_down_whatever_the_rule_says_and_watchers_h
     assert below.held == [set(), set()]
 
     assert below.hierarchy.hand_down(1, keys_of(below, chain), below.now) == 4
-    assert below.hierarchy.going_down(1) == set(keys_of(below, chain))
+    assert all(below.hierarchy.is_going_down(1, key) for key in keys_of(below, chain))
     below.collect()
+    assert all(below.hierarchy.is_going_down(1, key) for key in keys_of(below, chain))
     below.perform_all()
 
     assert below.held == [set(), set(chain)]
-    assert below.hierarchy.going_down(1) == set()
+    assert not any(below.hierarchy.is_going_down(1, key) for key in keys_of(below, chain))
     assert all(below.hierarchy.has(1, key) for key in keys_of(below, chain))
     (told,) = below.hierarchy.changes()
     assert (told.tier, told.stored) == ("redis", tuple(chain))

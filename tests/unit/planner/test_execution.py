@@ -190,14 +190,17 @@ class Hasty(HandClock):
         return super().now()
 
 
-async def test_who_does_not_answer_until_the_deadline_is_given_up():
+async def test_who_does_not_answer_until_the_deadline_is_given_up(monkeypatch):
     records = Memory(decode=PoolReport(asked=1, ready=1))
     connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
     records.report = None
+    monkeypatch.setattr(records, "_stumble", lambda: None)
+    troubles: list[str] = []
 
     with pytest.raises(Unreachable):
-        await carry_out(connector, a_plan(decode=3), before, Hasty(), lambda there: None)
+        await carry_out(connector, a_plan(decode=3), before, Hasty(), lambda there: None, troubles.append)
+    assert troubles == ["no orchestrator has written a report there; is it running?"], "said once, and at once"
 
 
 @pytest.mark.parametrize("deaf", ["read", "write"])
@@ -211,3 +214,20 @@ async def test_records_that_do_not_answer_are_unreachable_in_time(deaf, monkeypa
     async with asyncio.timeout(1):
         with pytest.raises(Unreachable, match="in time"):
             await connector.apply(a_plan(decode=2), before)
+
+
+async def test_a_plan_that_is_overtaken_again_and_again_is_given_up_in_the_time_of_one_call(monkeypatch):
+    records = Memory(decode=PoolReport(asked=1, ready=1))
+    connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    before = await connector.observe()
+    monkeypatch.setattr(connector_virtual, "CALL_SECONDS", 0.05)
+
+    async def overtaken(intent: Intent, over: Kept) -> bool:
+        await asyncio.sleep(0.03)  # two of them are more than a call may take
+        return False
+
+    monkeypatch.setattr(records, "_stumble", lambda: None)
+    monkeypatch.setattr(records, "write", overtaken)
+
+    with pytest.raises(Unreachable, match="in time"):
+        await connector.apply(a_plan(decode=2), before)

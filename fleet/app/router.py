@@ -1,38 +1,22 @@
-"""Composition roots: one function for each process, the only place that knows everything.
-
-Each announces its endpoints when it is ready, serves until it is asked to stop (SIGTERM, SIGINT), drains, and returns.
-"""
+"""A router's process: its fronts, what decides behind them, and the registry where workers say that they are there."""
 
 import asyncio
 import gc
 import secrets
-import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from importlib.util import find_spec
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import uvloop
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from fleet.adapters.clock import SystemClock, utc_now
+from fleet.app.process import Announce, giving_up_when_asked, stop_requested
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.config import load
 from fleet.errors import ConfigurationRefused
-from fleet.ids import Incarnation, ModelName
+from fleet.ids import ModelName
 from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
-from fleet.telemetry import configure_logging
-from kvstore.errors import LayoutMismatch, NodeEnded, StoreUnreachable
-from kvstore.settings import StoreSettings
-from operators.settings import OperatorSettings
-from workers.groups import common_of
-from workers.machine import GRACE
-from workers.ports import Engine, EngineDied, EngineFacts
-from workers.settings import GroupSettings, WorkerSettings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -48,7 +32,6 @@ if TYPE_CHECKING:
     from fleet.adapters.redis_tenants import RedisTenants
     from fleet.adapters.relay import Relay
     from fleet.adapters.replicas import Replicas
-    from fleet.adapters.worker_groups import Lead
     from fleet.adapters.worker_streams import WorkerStreams
     from fleet.control.ports import Directory
     from fleet.control.server import RegistryServer
@@ -60,68 +43,29 @@ if TYPE_CHECKING:
     from fleet.router.tenants import Tenants
     from fleet.router.tokenising import TokenisingThreads
     from fleet.telemetry import Metrics
-    from workers.evacuation import StoreEvacuator
-    from workers.ports import Registry
-    from workers.store_holds import StoreHoldKeeper
-
-Announce = Callable[[Mapping[str, str]], None]
-"""Told the endpoints by protocol, once, when everything is ready."""
-
-Part = str
-"""router, worker, kvstore or operator"""
 
 COLLECTED_AT_ONCE = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
-
-
-def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, Any] | None = None) -> None:
-    """Run one process of a cluster until it is asked to stop.
-
-    Args:
-        part: Which.
-        config: Its settings.
-        announce: Told when it is ready.
-        changes: Settings in place of the file's, by path.
-
-    Raises:
-        ConfigurationRefused: The settings cannot be obeyed; nothing is left running.
-        EngineDied: The engine of a worker ended by itself.
-        NodeEnded: The store node in a worker's process did.
-        StoreUnreachable: A worker's store node does not answer.
-    """
-    running = _PARTS[part](config, announce, changes)
-    configure_logging()
-    try:
-        uvloop.run(running)
-    except BaseExceptionGroup as group:
-        raise _foremost(group) from group
-
-
-def _foremost(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What a task group wrapped, where it is one of the expected ends of a process; else the group."""
-    expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded, StoreUnreachable))
-    while expected is not None:
-        first = expected.exceptions[0]
-        if not isinstance(first, BaseExceptionGroup):
-            return first
-        expected = first
-    return group
 
 
 async def run_router(settings: RouterSettings, announce: Announce) -> None:
     """The fronts, the router behind them, and the registry where workers announce themselves.
 
     Raises:
-        ConfigurationRefused: An address is in use, or a model folder is not one.
+        ConfigurationRefused: An address is in use, a model folder is not one, or a model cannot be fetched.
     """
-    parts = _parts_of_router(settings)
-    with parts.recorder or nullcontext():
-        await _route(settings, parts, announce)
+    from fleet.adapters.hub import with_models  # noqa: PLC0415 - each process loads its own part only
+
+    async with giving_up_when_asked():
+        settings = await with_models(settings, SystemClock())
+        parts = _parts_of_router(settings)
+        with parts.recorder or nullcontext():
+            await _route(settings, parts, announce)
 
 
 async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Announce) -> None:
     """Serve until asked to stop."""
     async with (
-        _stop_requested() as stop,
+        stop_requested() as stop,
         _directory(settings) as directory,
         asyncio.TaskGroup() as tasks,
         _fronts(settings, parts) as fronts,
@@ -561,296 +505,3 @@ def _foreign_codecs(settings: RouterSettings) -> "dict[ModelName, TextCodec]":
         except ConfigurationRefused as error:
             raise ConfigurationRefused(f"tokenizer of {worker.worker_id} in openai_workers: {error}") from error
     return codecs
-
-
-async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
-    """The operator on Kubernetes, or a standby of it.
-
-    Raises:
-        ConfigurationRefused: An address is in use, or it is not said how to reach the API.
-    """
-    try:
-        from prometheus_client import CollectorRegistry  # noqa: PLC0415 - each process loads its own part only
-
-        from fleet.adapters.router_registrations import RouterRegistrations  # noqa: PLC0415
-        from fleet.adapters.served_probes import ServedProbes  # noqa: PLC0415
-        from operators.process import serve_operator  # noqa: PLC0415 - optional
-    except ImportError as error:
-        raise ConfigurationRefused(
-            "operator: needs the package kubernetes: pip install 'fleet-serving[kubernetes]'"
-        ) from error
-
-    async with _stop_requested() as stop:
-        routers = RouterRegistrations() if settings.ask_routers else None
-        clients = ServedProbes(settings.probe.keys, settings.probe.deadline_seconds)
-        await serve_operator(settings, routers, clients, SystemClock(), utc_now, CollectorRegistry(), announce, stop)
-
-
-async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
-    """A node of the KV store.
-
-    Raises:
-        ConfigurationRefused: An address is in use, or there is too little memory.
-    """
-    from kvstore.errors import StoreNotStarted  # noqa: PLC0415 - each process loads its own part only
-    from kvstore.monotonic import MonotonicClock  # noqa: PLC0415
-    from kvstore.server import open_node  # noqa: PLC0415
-
-    try:
-        async with _stop_requested() as stop, open_node(settings, MonotonicClock()) as endpoints:
-            announce({"grpc": endpoints.listen[0], "data": endpoints.data_address})
-            await stop.wait()
-    except StoreNotStarted as error:
-        raise ConfigurationRefused(str(error)) from error
-
-
-async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
-    """One engine and the service around it.
-
-    Raises:
-        ConfigurationRefused: The engine is unknown or refuses its settings, or the address cannot be listened on.
-        EngineDied: The engine ended by itself.
-        NodeEnded: The store node in this process did.
-        StoreUnreachable: The store node does not answer.
-    """
-    from fleet.adapters.golden import golden_of_folder  # noqa: PLC0415 - each process loads its own part only
-    from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
-    from fleet.adapters.router_streams import serve_routers  # noqa: PLC0415
-    from fleet.adapters.stream_tls import of_worker  # noqa: PLC0415
-    from workers.embedded import with_store  # noqa: PLC0415
-    from workers.registration import Presence, Registration  # noqa: PLC0415
-    from workers.server import WorkerServer  # noqa: PLC0415
-
-    if settings.group is not None and settings.group.rank:
-        await _run_rank(settings, settings.group, announce)
-        return
-    tls = of_worker("credentials", settings.credentials)
-    incarnation = Incarnation(secrets.token_hex(8))
-    async with AsyncExitStack() as held:
-        lead: Lead | None = None
-        if settings.group is not None:
-            from fleet.adapters.worker_groups import leading  # noqa: PLC0415 - few workers have a group
-
-            await held.enter_async_context(_giving_up_when_asked())
-            lead = await held.enter_async_context(leading(settings.group, common_of(settings), SystemClock()))
-            settings = structs.replace(settings, group=lead.group)
-        furnished = await held.enter_async_context(with_store(settings, uvloop.new_event_loop))
-        settings = furnished.settings
-        try:
-            engine = await held.enter_async_context(_open_engine(settings))
-            keeper = await held.enter_async_context(_hold_keeper(settings, engine.facts))
-            own_store = furnished.node is not None
-            evacuator = await held.enter_async_context(_evacuator(settings, engine, leaving=own_store))
-        except LayoutMismatch as error:
-            raise ConfigurationRefused(f"{error.field}: {error}") from error
-        golden = await asyncio.to_thread(golden_of_folder, settings.model_dir, engine.facts.block_tokens)
-        worker = WorkerServer(
-            settings,
-            engine,
-            SystemClock(),
-            incarnation,
-            keeper=keeper,
-            golden=golden,
-            evacuator=evacuator,
-            store_goes=own_store,
-        )
-        listening = await held.enter_async_context(serve_routers(worker, settings.listen, tls))
-        endpoints = {"stream": listening}
-        if furnished.node is not None:
-            endpoints |= {"store": furnished.node.listen[0], "data": furnished.node.data_address}
-        presence = Presence(
-            [
-                Registration(
-                    registry=await held.enter_async_context(registry),
-                    worker_id=settings.worker_id,
-                    incarnation=incarnation,
-                    address=settings.advertise or listening,
-                )
-                for registry in _registries(settings, lambda: worker.warm_blocks)
-            ]
-        )
-        if settings.control_listen:
-            endpoints["grpc"] = await held.enter_async_context(serve_control(worker, settings.control_listen, presence))
-        await held.enter_async_context(presence.kept())
-        async with asyncio.TaskGroup() as tasks, _stop_requested() as stop:
-            serving = tasks.create_task(worker.run())  # ends with a drain, by whomever, or with the engine
-            serving.add_done_callback(lambda _: stop.set())
-            announce(endpoints)
-            if lead is not None:
-                lead.when_asked_to_end(stop.set)
-                lead.serving()
-            await stop.wait()
-            tasks.create_task(presence.leave())
-            await worker.drain(Nanos(settings.drain_timeout_ms * MILLISECOND))
-            if lead is not None:
-                lead.end()
-
-
-async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: Announce) -> None:
-    """A node's part of an engine that another node leads: it serves nobody, and is there as long as the leader is.
-
-    Raises:
-        ConfigurationRefused: The leader is of another group, or the engine cannot be spread or refuses its settings.
-        EngineDied: Its part of the engine ended by itself, or the leader is gone.
-    """
-    from fleet.adapters.grpc_worker import serve_rank  # noqa: PLC0415 - few workers have a group
-    from fleet.adapters.worker_groups import following  # noqa: PLC0415
-
-    open_rank = _rank_opener(settings.engine)
-    async with AsyncExitStack() as held:
-        await held.enter_async_context(_giving_up_when_asked())
-        follow = await held.enter_async_context(following(group, common_of(settings), SystemClock()))
-        stop = await held.enter_async_context(_stop_requested())
-        settings = structs.replace(settings, group=follow.group)
-        endpoints: dict[str, str] = {}
-        if settings.control_listen:
-            ready = serve_rank(settings.control_listen, lambda: follow.serving)
-            endpoints["grpc"] = await held.enter_async_context(ready)
-        follow.when_serving(lambda: announce(endpoints))
-        await held.enter_async_context(open_rank(settings))
-        async with asyncio.TaskGroup() as tasks:
-            over = tasks.create_task(follow.over.wait())
-            over.add_done_callback(lambda _: stop.set())
-            await stop.wait()
-            follow.leave()
-            # A leader that drains for longer than it may is no reason to stay.
-            await asyncio.wait([over], timeout=settings.drain_timeout_ms / 1000 + GRACE / SECOND)
-            over.cancel()
-
-
-def _registries(
-    settings: WorkerSettings, warm_blocks: Callable[[], int]
-) -> "list[AbstractAsyncContextManager[Registry]]":
-    """Where a worker is to say that it is here, and, where that can be told, how many blocks it would take along.
-
-    Raises:
-        ConfigurationRefused: `discovery` needs what is not installed, or names what is not there.
-    """
-    registries: list[AbstractAsyncContextManager[Registry]] = []
-    if settings.registry:
-        from fleet.adapters.grpc_registry import GrpcRegistries  # noqa: PLC0415 - each process loads its own part only
-
-        registries.append(GrpcRegistries(settings.registry))
-    if settings.discovery is not None:
-        from fleet.adapters.discovery import directory_of  # noqa: PLC0415
-
-        registries.append(directory_of(settings.discovery, warm_blocks))
-    return registries
-
-
-@asynccontextmanager
-async def _hold_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StoreHoldKeeper | None"]:
-    """What keeps the chains of sessions that wait; None where there is no store, or it is not to."""
-    from workers.store_holds import open_hold_keeper  # noqa: PLC0415 - each process loads its own part only
-
-    if facts.store_id is None or facts.kv is None or not settings.hold_seconds:
-        yield None
-        return
-    async with open_hold_keeper(settings.store, facts.kv, settings.store_credentials) as keeper:
-        yield keeper
-
-
-@asynccontextmanager
-async def _evacuator(
-    settings: WorkerSettings, engine: Engine, *, leaving: bool
-) -> AsyncIterator["StoreEvacuator | None"]:
-    """What brings warm blocks away when the worker drains; None where there is no store, or it is not to."""
-    from workers.evacuation import open_evacuator  # noqa: PLC0415 - each process loads its own part only
-    from workers.ports import Saving  # noqa: PLC0415
-
-    facts = engine.facts
-    if facts.store_id is None or facts.kv is None or not settings.evacuate_bytes:
-        yield None
-        return
-    async with open_evacuator(
-        settings.store,
-        facts.kv,
-        settings.store_credentials,
-        engine if isinstance(engine, Saving) else None,
-        SystemClock(),
-        leaving=leaving,
-        most_bytes=settings.evacuate_bytes,
-    ) as evacuator:
-        yield evacuator
-
-
-def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine]:
-    if settings.group is not None:
-        _rank_opener(settings.engine)  # the other nodes need it
-    open_engine: Callable[[WorkerSettings], AbstractAsyncContextManager[Engine]] = _engine(settings.engine).load()
-    return open_engine(settings)
-
-
-def _rank_opener(engine: str) -> Callable[[WorkerSettings], AbstractAsyncContextManager[None]]:
-    """An engine's `open_rank`, which stands beside what opens it where it can be spread over nodes."""
-    module = import_module(_engine(engine).module)
-    found: Callable[[WorkerSettings], AbstractAsyncContextManager[None]] | None = getattr(module, "open_rank", None)
-    if found is None:
-        raise ConfigurationRefused(f"group: the engine {engine!r} runs on one node; leave `group` out")
-    return found
-
-
-def _engine(name: str) -> EntryPoint:
-    found = entry_points(group="workers.engines", name=name)
-    if not found:
-        known = ", ".join(sorted(entry_points(group="workers.engines").names))
-        raise ConfigurationRefused(f"engine: {name!r} is not installed; there is: {known}")
-    return next(iter(found))
-
-
-@asynccontextmanager
-async def _giving_up_when_asked() -> AsyncIterator[None]:
-    """End the context at a signal, for as long as nobody else listens to it: until a process of a group serves, that may be minutes.
-
-    Nothing would end it there by itself: signals that nobody listens to do nothing to the first process of a container.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    asked = False
-
-    def ask() -> None:
-        nonlocal asked
-        asked = True
-        task.cancel()
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, ask)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not asked:
-            raise
-        task.uncancel()
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-
-@asynccontextmanager
-async def _stop_requested() -> AsyncIterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set; another signal after that ends the process as if nobody listened."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-
-    def ask() -> None:
-        stop.set()
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-    for number in numbers:
-        loop.add_signal_handler(number, ask)
-    try:
-        yield stop
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-
-_PARTS: Mapping[Part, Callable[[Path, Announce, Mapping[str, Any] | None], Coroutine[Any, Any, None]]] = {
-    "router": lambda config, announce, changes: run_router(load(config, RouterSettings, changes), announce),
-    "worker": lambda config, announce, changes: run_worker(load(config, WorkerSettings, changes), announce),
-    "kvstore": lambda config, announce, changes: run_kvstore(load(config, StoreSettings, changes), announce),
-    "operator": lambda config, announce, changes: run_operator(load(config, OperatorSettings, changes), announce),
-}

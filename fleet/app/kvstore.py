@@ -1,0 +1,23 @@
+"""The process of a KV store node."""
+
+from fleet.app.process import Announce, stop_requested
+from fleet.errors import ConfigurationRefused
+from kvstore.settings import StoreSettings
+
+
+async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
+    """A node of the KV store.
+
+    Raises:
+        ConfigurationRefused: An address is in use, or there is too little memory.
+    """
+    from kvstore.errors import StoreNotStarted  # noqa: PLC0415 - each process loads its own part only
+    from kvstore.monotonic import MonotonicClock  # noqa: PLC0415
+    from kvstore.server import open_node  # noqa: PLC0415
+
+    try:
+        async with stop_requested() as stop, open_node(settings, MonotonicClock()) as endpoints:
+            announce({"grpc": endpoints.listen[0], "data": endpoints.data_address})
+            await stop.wait()
+    except StoreNotStarted as error:
+        raise ConfigurationRefused(str(error)) from error

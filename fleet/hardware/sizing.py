@@ -51,6 +51,10 @@ MOST_GPUS = 1_000_000
 HALVINGS = 40
 """Of an interval in which a limit lies; more would not change a float."""
 
+LEAST_STRIDE = 0.25
+STRIDE = 1.1
+"""Between the loads that are looked at, in requests that run, and as a factor: what is computed has humps, and none as narrow as that."""
+
 ONE_CONTEXT = 0.8
 """Of the KV that an engine is computed to hold, what one request may take: engines refuse to start where the longest one would not fit, and what
 they find at hand is never quite what was computed."""
@@ -228,7 +232,7 @@ class _Cut:
                 and self._has_headroom(together_rate, running)
             )
 
-        return _highest(kept, self.idle, self.room)
+        return _unbroken(kept, self.idle, self.room)
 
     def first(self, running: float) -> float:
         return together_first(self.engine, self.request, self.crowd, running)
@@ -371,6 +375,22 @@ def _out_of_reach(cuts: list[_Cut], goals: Goals) -> Shortfall:
     if ttft / goals.ttft >= tpot / goals.tpot:
         return Shortfall(goal=Goal.TTFT, wanted=goals.ttft, best=ttft, placement=nearest.placement)
     return Shortfall(goal=Goal.TPOT, wanted=goals.tpot, best=tpot, placement=nearest.placement)
+
+
+def _unbroken(kept: Callable[[float], bool], least: float, most: float) -> float:
+    """The highest load below which all are kept, where a higher one may be kept again; 0 where the least is not.
+
+    In a full batch a short prompt costs the others less than in a small one, so a goal may be missed by few and kept by many.
+    """
+    if not kept(least):
+        return 0.0
+    low = least
+    while low < most:
+        high = min(most, max(STRIDE * low, low + LEAST_STRIDE))
+        if not kept(high):
+            return _highest(kept, low, high)
+        low = high
+    return low
 
 
 def _highest(kept: Callable[[float], bool], least: float, most: float) -> float:

@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleet.hardware.gpus import gpus
@@ -316,6 +316,20 @@ def test_what_was_written_as_a_text_is_in_no_message():
     ttft=st.integers(1, 600_000),
     tpot=st.integers(1, 600_000),
     percentile=st.integers(50, 99),
+)
+@example(  # A batch of 13 takes longer for a token than one of 132.
+    model="deepseek-ai/DeepSeek-V3",
+    gpu="gb200",
+    count=8,
+    per_node=8,
+    prompt=18,
+    length=1,
+    hit=0,
+    rate=1,
+    clients=13,
+    ttft=92,
+    tpot=58,
+    percentile=50,
 )
 @settings(max_examples=40, deadline=None)
 def test_whatever_the_schema_takes_gets_an_answer_that_holds_together(

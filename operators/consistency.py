@@ -32,6 +32,8 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
     if stored and any(role.nodes_per_replica > 1 or not role.parallelism.by_heads for role in spec.roles):
         why = "a store takes blocks of engines on one node, without pipeline stages and data parallelism"
         yield "spec", f"kvTransfer.paths: {why}"
+    if spec.model.claim and spec.model.cache_claim:
+        yield "spec.model", "cacheClaim: keeps what is fetched, and with claim nothing is"
     transfer = spec.kv_transfer
     if KvPath.STORE not in transfer.paths if transfer.redis else transfer.redis_secret:
         why = "takes blocks of stores, so 'store' must be among kvTransfer.paths; and redisSecret is for redis only"

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.kube.kubelet import controllers
 from tests.kube.kubelet.network import Network
-from tests.kube.kubelet.objects import Object, Objects
+from tests.kube.kubelet.objects import Object, Objects, Refused
 from tests.kube.kubelet.pods import Kubelet
 from tests.kube.running import ApiServer
 
@@ -22,6 +22,8 @@ NODE = "node-1"
 START_SECONDS = 20
 STOP_SECONDS = 20
 CLOSE_SECONDS = 0.1  # for connections to say goodbye
+AGAIN_SECONDS = 0.05
+GONE_OR_CHANGED = (404, 409)
 
 
 class ToyCluster:
@@ -125,7 +127,13 @@ class ToyCluster:
         while True:
             self._objects.changed.clear()
             self._kubelet.write_hosts()
-            await controllers.settle(self._objects, chance)
+            try:
+                await controllers.settle(self._objects, chance)
+            except Refused as refused:
+                if refused.code not in GONE_OR_CHANGED:
+                    raise
+                await asyncio.sleep(AGAIN_SECONDS)  # the watch has not told of it yet
+                continue
             self._kubelet.settle(pods)
             await self._serve()
             await self._objects.changed.wait()

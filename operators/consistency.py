@@ -5,7 +5,7 @@ The definition of them is there, in CEL; tests hold both to the same samples.
 
 from collections.abc import Iterator
 
-from operators.resources import DisaggDeploymentSpec, EngineKind, KvPath, Role, RoleType, ScalingMode
+from operators.resources.deployment import DisaggDeploymentSpec, EngineKind, KvPath, Role, RoleType, ScalingMode
 
 
 def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple[str, str]]:

@@ -13,24 +13,15 @@ from typing import Any
 import msgspec
 from msgspec import Meta, Struct
 
-from operators import resources
-from operators.resources import (
-    DEPLOYMENT_RULES,
-    GROUP,
-    OBJECT_RULES,
-    REQUEST_RULES,
-    VERSION,
-    DisaggDeploymentSpec,
-    DisaggDeploymentStatus,
-    RoleScalerSpec,
-    RoleScalerStatus,
-    ServingPlanSpec,
-    ServingPlanStatus,
-    ServingRequestSpec,
-    ServingRequestStatus,
-)
+from operators.resources import deployment, parts, plan, request, scaler
+from operators.resources.deployment import DEPLOYMENT_RULES, OBJECT_RULES, DisaggDeploymentSpec, DisaggDeploymentStatus
+from operators.resources.parts import GROUP, VERSION
+from operators.resources.plan import ServingPlanSpec, ServingPlanStatus
+from operators.resources.request import REQUEST_RULES, ServingRequestSpec, ServingRequestStatus
+from operators.resources.scaler import RoleScalerSpec, RoleScalerStatus
 
 Schema = dict[str, Any]
+MODULES = (parts, deployment, scaler, plan, request)
 
 
 class Column(Struct, frozen=True):
@@ -230,9 +221,9 @@ def _described(node: Schema, description: str) -> Schema:
 @cache
 def _descriptions(struct: str) -> Mapping[str, str]:
     """Docstrings under the fields of a type, by the fields' names on the wire."""
-    for node in ast.parse(inspect.getsource(resources)).body:
+    for module, node in ((each, node) for each in MODULES for node in ast.parse(inspect.getsource(each)).body):
         if isinstance(node, ast.ClassDef) and node.name == struct:
-            wire = {each.name: each.encode_name for each in msgspec.structs.fields(getattr(resources, struct))}
+            wire = {each.name: each.encode_name for each in msgspec.structs.fields(getattr(module, struct))}
             return {
                 wire[field.target.id]: " ".join(text.value.value.split())
                 for field, text in zip(node.body, node.body[1:], strict=False)

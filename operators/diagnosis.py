@@ -37,9 +37,12 @@ class Reason(IntEnum):
     """A Secret, ConfigMap or volume that a container names."""
 
     ModelNotFound = 8
-    ConfigurationRefused = 9
-    OutOfMemory = 10
-    CrashLooping = 11
+    HubUnreachable = 9
+    """Nothing of the model came from where it is to be fetched."""
+
+    ConfigurationRefused = 10
+    OutOfMemory = 11
+    CrashLooping = 12
 
 
 UNPLACED = frozenset(
@@ -90,7 +93,8 @@ def _of_pod(pod: Pod, products: Sequence[str]) -> Trouble | None:
         if each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable":
             return Trouble(_unplaced(each.message, products), name, _short(each.message))
     statuses = (*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ()))
-    return min((found for each in statuses if (found := _of_container(name, each)) is not None), default=None)
+    found = (_of_container(name, each, ready=pod.ready) for each in statuses)
+    return min((each for each in found if each is not None), default=None)
 
 
 def _unplaced(message: str, products: Sequence[str]) -> Reason:
@@ -102,20 +106,22 @@ def _unplaced(message: str, products: Sequence[str]) -> Reason:
     return Reason.Unschedulable
 
 
-def _of_container(pod: str, container: ContainerStatus) -> Trouble | None:
+def _of_container(pod: str, container: ContainerStatus, *, ready: bool) -> Trouble | None:
     waiting = container.state.waiting
     if waiting is not None and waiting.reason in IMAGE:
         return Trouble(Reason.ImagePull, pod, f"{container.name}: {waiting.reason}")
     if waiting is not None and waiting.reason in CONFIGURATION:
         return Trouble(Reason.ConfigurationMissing, pod, f"{container.name}: {_short(waiting.message)}")
     ended = container.state.terminated or container.last_state.terminated
-    # Whoever runs again has got over it.
-    if ended is None or (waiting is None and container.state.terminated is None):
-        return None
-    if ended.exit_code == 0 and ended.reason != "OOMKilled":
+    if ended is None or (ended.exit_code == 0 and ended.reason != "OOMKilled"):
         return None
     said = next((line for line in reversed(ended.message.splitlines()) if line.startswith(OURS)), "")
     said = said.removeprefix(OURS)
+    runs = waiting is None and container.state.terminated is None
+    if said.startswith("hub.endpoint:") and not (runs and ready):  # it asks again, for as long as it did before
+        return Trouble(Reason.HubUnreachable, pod, _short(said))
+    if runs:  # it has got over it
+        return None
     times = f"ended {container.restart_count + 1} times, with exit status {ended.exit_code}"
     if ended.reason == "OOMKilled":
         return Trouble(Reason.OutOfMemory, pod, f"{container.name}: {times}")

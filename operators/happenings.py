@@ -18,7 +18,7 @@ from operators import kinds
 from operators.kinds import Kind
 from operators.ports import Manifest
 from operators.reconcile import Action, End, Remove, Scale
-from operators.resources import GROUP, Condition
+from operators.resources.parts import GROUP, Condition
 from operators.views import Named
 
 TOLD = ("Ready", "Degraded", "Scheduled", "RolesRegistered", "ScalingLimited", "Feasible")

@@ -6,7 +6,7 @@ from typing import Never
 
 from msgspec import Struct
 
-from operators.children import CONTROL
+from operators.children.names import CONTROL
 from operators.keys import Key, key_of
 from operators.observe import conditions_of
 from operators.ports import Routers

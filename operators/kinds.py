@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from operators.resources import GROUP, VERSION
+from operators.resources.parts import GROUP, VERSION
 
 
 class Kind(Struct, frozen=True):

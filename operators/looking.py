@@ -9,7 +9,8 @@ import msgspec
 from fleet.clock import SECOND, Clock, Nanos
 from operators import happenings, kinds, others, requested
 from operators.acting import Hand
-from operators.children import Deployment, Images
+from operators.children.names import Deployment
+from operators.children.pods import Images
 from operators.keys import Key, key_of
 from operators.kinds import Kind, Served
 from operators.leader import rfc3339
@@ -21,7 +22,9 @@ from operators.proposals import answer
 from operators.queue import AT_ONCE
 from operators.reconcile import reconcile
 from operators.registrations import SKEW_SECONDS, Told
-from operators.resources import Condition, DisaggDeploymentSpec, DisaggDeploymentStatus, ServingRequestSpec
+from operators.resources.deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
+from operators.resources.parts import Condition
+from operators.resources.request import ServingRequestSpec
 from operators.status import PASSING, TRUE, misread
 from operators.telemetry import Outcome
 from operators.views import Custom, Lease

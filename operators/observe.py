@@ -21,13 +21,14 @@ from msgspec import Struct
 
 from operators import kinds
 from operators.cache import Cache
-from operators.children import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
+from operators.children.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, ROUTER, TYPE
 from operators.diagnosis import troubles
 from operators.kinds import Kind, Served
 from operators.probing import Running, Shown
 from operators.reconcile import DIGEST
 from operators.registrations import Registration, Told, WorkerLease, registered, unknown_to
-from operators.resources import Condition, DisaggDeploymentSpec, RoleType
+from operators.resources.deployment import DisaggDeploymentSpec, RoleType
+from operators.resources.parts import Condition
 from operators.scaling import Replicas
 from operators.seen import Child, RouterSeen, Seen, Worth
 from operators.views import OF_KIND, Custom, Lease, Named, Pod, Scaled, View
@@ -115,6 +116,7 @@ def observe(
     controllers = [
         (kind, each) for kind in kinds.SCALED for each in _owned(store.of(kind, Scaled).of(namespace, name), uid)
     ]
+    router = next((role.name for role in spec.roles if role.type is RoleType.ROUTER), ROUTER)
     products = [role.gpus.product for role in spec.roles if role.gpus.product]
     return Seen(
         children=tuple(_children(controllers, pods, known, partly, now)),
@@ -130,7 +132,10 @@ def observe(
         ),
         conditions=conditions_of(custom),
         generation=custom.metadata.generation,
-        router=_router(controllers, pods),
+        router=_router(router, controllers, pods),
+        old_routers=tuple(
+            each.metadata.name for kind, each in controllers if _routes(kind, each) and not _is_of(each, router)
+        ),
         registrations_known=known is not None,
         partly={
             pod.metadata.name: partly[pod.metadata.name] for pod in pods if pod.metadata.name in partly and pod.alive
@@ -190,17 +195,28 @@ def _owned(named: Mapping[str, Kept], uid: str) -> Iterator[Kept]:
     return (each for each in named.values() if each.metadata.owner_uid == uid)
 
 
-def _router(controllers: Iterable[tuple[Kind, Scaled]], pods: Iterable[Pod]) -> RouterSeen | None:
+def _routes(kind: Kind, controller: Scaled) -> bool:
+    """Of routers: they change in place."""
+    return kind == kinds.DEPLOYMENT and REVISION not in controller.metadata.labels
+
+
+def _is_of(item: Named, role: str) -> bool:
+    return item.metadata.labels.get(ROLE) == role
+
+
+def _router(role: str, controllers: Iterable[tuple[Kind, Scaled]], pods: Iterable[Pod]) -> RouterSeen | None:
     for kind, each in controllers:
-        if kind == kinds.DEPLOYMENT and REVISION not in each.metadata.labels:
+        if _routes(kind, each) and _is_of(each, role):
             current = each.status.observed_generation >= each.metadata.generation
+            ready = [pod for pod in routers_of(pods) if pod.ready and _is_of(pod, role)]
             return RouterSeen(
                 name=each.metadata.name,
                 asked=each.spec.replicas,
                 replicas=each.status.replicas,
                 ready=each.status.ready_replicas if current else 0,
                 updated=each.status.updated_replicas if current else 0,
-                pods=_running(pod for pod in routers_of(pods) if pod.ready),
+                pods=_running(ready),
+                addresses=tuple(sorted(pod.status.pod_ip for pod in ready if pod.status.pod_ip)),
             )
     return None
 

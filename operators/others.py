@@ -3,14 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from operators.children import Deployment, pod_selector
-from operators.resources import (
-    Condition,
-    DisaggDeploymentStatus,
-    RoleScalerStatus,
-    ScalingMode,
-    ServingPlanStatus,
-)
+from operators.children.names import Deployment, pod_selector
+from operators.resources.deployment import DisaggDeploymentStatus, ScalingMode
+from operators.resources.parts import Condition
+from operators.resources.plan import ServingPlanStatus
+from operators.resources.scaler import RoleScalerStatus
 from operators.status import FALSE, TRUE, Said, condition
 
 NO_PLANNER = "no planner is installed, so nothing is decided by this; replicas stay as they are asked for"

@@ -84,13 +84,14 @@ class Prober:
             task.cancel()
 
     async def _show(self, key: Key, subject: Subject) -> None:
-        pause = min(FIRST_PAUSE_SECONDS, self._longest_seconds)
+        pause, asked = min(FIRST_PAUSE_SECONDS, self._longest_seconds), 0
         while aims := probing.wanted(subject, self.of(key)):
             async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
                 if not self._leads():
                     self._subjects.pop(key, None)  # whoever leads again begins again
                     return
-                answer = await self._clients.ask(_probe(key, subject, aims[0]))
+                answer = await self._clients.ask(_probe(key, subject, aims[0], asked))
+            asked += 1
             if self._learn(key, subject, aims[0], answer):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._longest_seconds)
@@ -108,7 +109,8 @@ class Prober:
         return isinstance(answer, Failure) or aim in after.unhanded
 
 
-def _probe(key: Key, subject: Subject, aim: Aim) -> Probe:
+def _probe(key: Key, subject: Subject, aim: Aim, number: int) -> Probe:
+    """The next one, of so many: routers take turns."""
     return Probe(
         namespace=key.namespace,
         deployment=key.name,
@@ -116,4 +118,5 @@ def _probe(key: Key, subject: Subject, aim: Aim) -> Probe:
         model=subject.model,
         worker=aim.worker.pod,
         pair=aim.pair,
+        door=subject.doors[number % len(subject.doors)] if subject.doors else "",
     )

@@ -7,8 +7,11 @@ Rules:
 2. A pod whose container has begun anew is another one, and so is one that was made anew with the same name, as StatefulSets do. When routers or
    prefill workers are others than at the last answer, one worker of each role that answers is asked again.
 3. What was shown is kept in the status as a digest of the pods. As long as these are the same nothing is sent, not by the next leader either.
-4. One failure may be a Service that has not heard of its pods yet: the second one in a row is told.
+4. One failure may be a Service that has not heard of its pods yet: the second one of its sort in a row is told, and is so until there is an answer, or
+   two in a row of the other sort.
 5. A router that wants a key which nobody has given has shown nothing: that is not known, and not a failure.
+6. Nor is it one when a router lets a probe in no more than anybody else, since it has no room (`Failure.busy`): such a router lives, and is busy with
+   requests of others. Where all workers have answered before, behind other routers, that is enough; of a worker that never has, it says nothing.
 """
 
 import hashlib
@@ -19,6 +22,9 @@ from msgspec import Struct
 
 TOLD_AFTER = 2
 """Failures in a row."""
+
+HALF = 8
+"""Characters of a digest: what is behind the routers, and then the routers."""
 
 
 class Running(Struct, frozen=True, order=True):
@@ -50,6 +56,8 @@ class Subject(Struct, frozen=True, kw_only=True):
     routers: tuple[Running, ...]
     prefills: tuple[Running, ...]
     aims: tuple[Aim, ...]
+    doors: tuple[str, ...] = ()
+    """IP addresses of the routers: where a key is sent. In no digest: who answers is no other one at another address."""
 
     @property
     def around(self) -> str:
@@ -57,8 +65,18 @@ class Subject(Struct, frozen=True, kw_only=True):
         return _digest([self.model, self.routers, self.prefills])
 
     @property
+    def pools(self) -> str:
+        """The same without the routers."""
+        return _digest([self.model, self.prefills])
+
+    @property
+    def behind(self) -> str:
+        """All that is behind the routers. The digest begins with it."""
+        return _digest([self.model, self.prefills, self.aims])[:HALF]
+
+    @property
     def digest(self) -> str:
-        return _digest([self.around, self.aims])
+        return self.behind + _digest(self.routers)[:HALF]
 
 
 class Probe(Struct, frozen=True, kw_only=True):
@@ -72,6 +90,8 @@ class Probe(Struct, frozen=True, kw_only=True):
     model: str
     worker: str
     pair: bool
+    door: str = ""
+    """IP address of a router; empty: none is known."""
 
 
 class Answer(Struct, frozen=True):
@@ -91,6 +111,8 @@ class Failure(Struct, frozen=True):
     """Short, and fit for conditions: no secrets."""
 
     wants_key: bool = False
+    busy: bool = False
+    """A router refused it since there is no room, or since whoever asks has had enough of it."""
 
     def __str__(self) -> str:
         return f"{self.status} {self.text}" if self.status else self.text
@@ -99,8 +121,8 @@ class Failure(Struct, frozen=True):
 class Shown(Struct, frozen=True, kw_only=True):
     """What the probes of one deployment have shown so far."""
 
-    through: frozenset[tuple[str, str]] = frozenset()
-    """Roles, and what stood before them (`Subject.around`) at their last answers."""
+    through: frozenset[tuple[str, str, str]] = frozenset()
+    """Roles, and what stood before them (`Subject.around`, `Subject.pools`) at their last answers."""
 
     answered: frozenset[Aim] = frozenset()
     unhanded: frozenset[Aim] = frozenset()
@@ -110,21 +132,19 @@ class Shown(Struct, frozen=True, kw_only=True):
     """And those of which it cannot be told."""
 
     failure: Failure | None = None
-    """Of the last probe, at `failed`."""
-
-    failed: str = ""
-    """Worker."""
+    """Of the last probe."""
 
     about: str = ""
     """Digest of what was to be shown."""
 
     failures: int = 0
-    """In a row."""
+    """Of its sort, busy or not, in a row."""
 
-    @property
-    def told(self) -> Failure | None:
-        """The failure, once it may be told."""
-        return self.failure if self.failures >= TOLD_AFTER else None
+    told: Failure | None = None
+    """The failure that may be told."""
+
+    failed: str = ""
+    """The worker that it is about."""
 
 
 class Wanted(Struct, frozen=True):
@@ -143,9 +163,15 @@ def unanswered(subject: Subject, shown: Shown) -> tuple[Aim, ...]:
             asked.append(aim)
     around = subject.around
     for aim in subject.aims:
-        if not found[aim.role] and (aim.role, around) not in shown.through:
+        if not found[aim.role] and (aim.role, around, subject.pools) not in shown.through:
             found[aim.role].append(aim)
     return tuple(aim for role in found.values() for aim in role)
+
+
+def vouched(subject: Subject, shown: Shown) -> bool:
+    """Whether nothing is missing but an answer through these routers: workers, and what computes their prompts, have answered before."""
+    before = {(role, pools) for role, _, pools in shown.through}
+    return all(aim in shown.answered and (aim.role, subject.pools) in before for aim in unanswered(subject, shown))
 
 
 def wanted(subject: Subject, shown: Shown) -> tuple[Aim, ...]:
@@ -156,7 +182,8 @@ def wanted(subject: Subject, shown: Shown) -> tuple[Aim, ...]:
 
 def answered(shown: Shown, subject: Subject, aim: Aim, answer: Answer) -> Shown:
     """After an answer."""
-    through = {(role, around) for role, around in shown.through if role != aim.role} | {(aim.role, subject.around)}
+    others = {each for each in shown.through if each[0] != aim.role}
+    through = others | {(aim.role, subject.around, subject.pools)}
     unhanded, unclear = shown.unhanded - {aim}, shown.unclear - {aim}
     if aim.pair and answer.handed is False:
         unhanded |= {aim}
@@ -167,15 +194,18 @@ def answered(shown: Shown, subject: Subject, aim: Aim, answer: Answer) -> Shown:
 
 def failed(shown: Shown, subject: Subject, aim: Aim, failure: Failure) -> Shown:
     """After a failure: what was shown before stays so."""
-    return msgspec.structs.replace(
-        shown, failure=failure, failed=aim.worker.pod, about=subject.digest, failures=shown.failures + 1
-    )
+    alike = shown.failure is not None and shown.failure.busy == failure.busy
+    failures = shown.failures + 1 if alike else 1
+    shown = msgspec.structs.replace(shown, failure=failure, failures=failures, about=subject.digest)
+    if failures < TOLD_AFTER:
+        return shown
+    return msgspec.structs.replace(shown, told=failure, failed=aim.worker.pod)
 
 
 def kept(subject: Subject, shown: Shown) -> Shown:
     """What counts of it: answers of pods that are there, and failures of just these."""
     if shown.failure is not None and shown.about != subject.digest:
-        shown = msgspec.structs.replace(shown, failure=None, failed="", about="", failures=0)
+        shown = msgspec.structs.replace(shown, failure=None, about="", failures=0, told=None, failed="")
     there = frozenset(subject.aims)
     if shown.answered <= there:
         return shown
@@ -184,16 +214,20 @@ def kept(subject: Subject, shown: Shown) -> Shown:
     )
 
 
-def recalled(subject: Subject, handed: str) -> Shown:
-    """What was shown by whoever wrote the status.
+def recalled(subject: Subject, proved: str, handed: str) -> Shown | None:
+    """What was shown by whoever wrote the status; None: nothing of this.
 
     Args:
-        subject: That its digest is of.
+        subject: What is to be shown.
+        proved: The digest in the status.
         handed: Status of its condition KVPathReady.
     """
+    if not proved.startswith(subject.behind):
+        return None
+    around = subject.around if proved == subject.digest else ""
     pairs = frozenset(aim for aim in subject.aims if aim.pair)
     return Shown(
-        through=frozenset((aim.role, subject.around) for aim in subject.aims),
+        through=frozenset((aim.role, around, subject.pools) for aim in subject.aims),
         answered=frozenset(subject.aims),
         unhanded=pairs if handed == "False" else frozenset(),
         unclear=pairs if handed == "Unknown" else frozenset(),

@@ -7,12 +7,15 @@ Rules:
 2. What was predicted is said beside what was asked for, with the median error of such predictions, and whose measurements they rest on.
 3. What cannot be is said by the goal that fails, with the best that can be had and what would have to change. Texts hold numbers and names of ours; of
    what somebody wrote nothing but a field of a config that is not understood.
+4. What a proposal repeats is bounded: it stands in the request's status once for each role, beside the specification, and etcd keeps no object
+   of more than 1.5 MiB.
 """
 
 from collections.abc import Iterator
 from math import ceil, floor
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
@@ -23,24 +26,21 @@ from fleet.hardware.open_loop import Request
 from fleet.hardware.prediction import BUDGET_TOKENS
 from fleet.hardware.sizing import MOST_GPUS, MOST_RUNNING, Demand, Goal, Goals, Pool, Shortfall, Sizing, Supply, size
 from fleet.roles import Role as Work
-from operators.resources import (
+from operators.resources.deployment import (
     Balance,
     DisaggDeploymentSpec,
     Drain,
-    Figure,
-    GpuVendor,
     KvPath,
     KvTransfer,
-    Objective,
     Parallelism,
     Role,
     RoleType,
     Rollout,
     Routing,
-    ServingRequestSpec,
-    Target,
 )
-from operators.resources import Gpus as RoleGpus
+from operators.resources.deployment import Gpus as RoleGpus
+from operators.resources.parts import GpuVendor, Objective
+from operators.resources.request import Figure, ServingRequestSpec, Target
 
 VENDORS = {"nvidia": GpuVendor.NVIDIA, "amd": GpuVendor.AMD}
 TYPES = {Work.BOTH: RoleType.AGGREGATED, Work.PREFILL: RoleType.PREFILL, Work.DECODE: RoleType.DECODE}
@@ -55,7 +55,11 @@ ANSWERS = 2
 """So many times as long as an answer takes may a worker have to finish what it does before it ends."""
 
 MOST_REPLICAS = 10_000
-"""Of a role, as `operators.resources.Role` has it."""
+"""Of a role, as `operators.resources.deployment.Role` has it."""
+
+LARGEST = 128 << 10
+"""Bytes of JSON, of podTemplate and modelConfig each. With two roles that is four of these in an object, and twice as much again for who owns which
+field of them (`managedFields`): below 1.5 MiB."""
 
 MINUTE = 60.0
 RESTS_ON = {
@@ -92,8 +96,8 @@ def answer(asked: ServingRequestSpec) -> Answer:
     if (asked.workload.requests_per_minute > 0) == (asked.workload.concurrency > 0):
         text = "spec.workload: one of requestsPerMinute and concurrency must be above 0"
         return Infeasible(reason="SpecificationRefused", message=text)
-    if wrong := _misshapen(asked.pod_template):
-        return Infeasible(reason="SpecificationRefused", message=f"spec.podTemplate.{wrong}")
+    if (wrong := _too_long(asked)) or (wrong := _misshapen(asked.pod_template)):
+        return Infeasible(reason="SpecificationRefused", message=f"spec.{wrong}")
     known = gpus()
     gpu = known.get(asked.hardware.gpu.lower())
     if gpu is None:
@@ -233,19 +237,29 @@ def _template(asked: ServingRequestSpec, context: int) -> dict[str, Any]:
     return template | {"spec": pod | {"containers": containers}}
 
 
+def _too_long(asked: ServingRequestSpec) -> str:
+    """What takes more room than there is for it."""
+    for field, given in {"podTemplate": asked.pod_template, "modelConfig": asked.model_config}.items():
+        if (size := len(msgspec.json.encode(given))) > LARGEST:
+            return (
+                f"{field}: takes {size:,} bytes as JSON, and may take {LARGEST:,}; mount what is long from a ConfigMap"
+            )
+    return ""
+
+
 def _misshapen(template: dict[str, Any]) -> str:
     """What cannot be filled in, and would be lost; everything else the API server checks, when pods are made of it."""
     pod = template.get("spec")
     if not isinstance(pod, dict | None):
-        return "spec: must be an object"
+        return "podTemplate.spec: must be an object"
     containers = (pod or {}).get("containers")
     if not isinstance(containers, list | None):
-        return "spec.containers: must be a list"
+        return "podTemplate.spec.containers: must be a list"
     for index, each in enumerate(containers or ()):
         if not isinstance(each, dict):
-            return f"spec.containers[{index}]: must be an object"
+            return f"podTemplate.spec.containers[{index}]: must be an object"
         if not isinstance(each.get("args"), list | None):
-            return f"spec.containers[{index}].args: must be a list"
+            return f"podTemplate.spec.containers[{index}].args: must be a list"
     return ""
 
 

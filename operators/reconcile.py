@@ -22,21 +22,15 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import Struct
 
-from operators.children import (
-    Deployment,
-    Images,
-    Manifest,
-    child_name,
-    group,
-    grouped,
-    is_foreign,
-    revision,
-    role_scaler,
-    shared,
-    workers,
-)
+from operators import kinds
+from operators.children.manifests import Manifest
+from operators.children.names import Deployment, child_name
+from operators.children.pods import Images, is_foreign
+from operators.children.shared import shared
+from operators.children.workloads import group, grouped, revision, role_scaler, workers
 from operators.probing import Wanted
-from operators.resources import GROUP, DisaggDeploymentStatus, Role, RoleType, ScalingMode
+from operators.resources.deployment import DisaggDeploymentStatus, Role, RoleType, ScalingMode
+from operators.resources.parts import GROUP
 from operators.scaling import Bounds, Change, Pool, Side, next_changes, targets
 from operators.seen import Child, Seen
 from operators.status import status
@@ -273,6 +267,7 @@ def _farewells(wish: Deployment, seen: Seen, pools: Sequence[Pool], wanted: Sequ
         actions += [Remove(each.kind, name) for name in each.halves[-1:]]
         actions += [End(pod) for pod in each.left_behind if each.role in foreign]
         used.add(("ConfigMap", child_name(wish, each.role, each.replicas.revision)))
+    actions += [Remove(kinds.DEPLOYMENT.name, name) for name in seen.old_routers]
     own = [key for key in seen.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
     scaled = {f"{wish.name}-{role.name}" for role in _scaled(wish)}
     own += [("RoleScaler", name) for name in sorted(seen.own_scalers - scaled)]

@@ -17,8 +17,8 @@ from datetime import datetime, timedelta
 
 from msgspec import Struct
 
-from operators.children import INSTANCE, REVISION, ROLE
-from operators.resources import GROUP
+from operators.children.names import INSTANCE, REVISION, ROLE
+from operators.resources.parts import GROUP
 
 REGISTRATION = f"{GROUP}/registration"
 """Label of a worker's Lease, with the value `worker`: what is watched."""

@@ -16,7 +16,9 @@ from operators.imports.deployments import said
 from operators.observe import conditions_of
 from operators.proposals import Answer, Infeasible, Proposal
 from operators.reconcile import DIGEST, Apply, with_digest
-from operators.resources import GROUP, VERSION, RoleType, ServingRequestSpec, ServingRequestStatus
+from operators.resources.deployment import RoleType
+from operators.resources.parts import GROUP, VERSION
+from operators.resources.request import ServingRequestSpec, ServingRequestStatus
 from operators.seen import Refusal
 from operators.status import FALSE, TRUE, Said, condition
 from operators.views import Custom

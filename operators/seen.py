@@ -7,7 +7,7 @@ from msgspec import Struct
 from operators.diagnosis import Trouble
 from operators.kinds import Served
 from operators.probing import Running, Shown
-from operators.resources import Condition
+from operators.resources.parts import Condition
 from operators.scaling import Replicas
 
 
@@ -58,6 +58,9 @@ class RouterSeen(Struct, frozen=True, kw_only=True):
     pods: tuple[Running, ...] = ()
     """Ready ones, by name."""
 
+    addresses: tuple[str, ...] = ()
+    """IP addresses of these, as their nodes say."""
+
 
 class Worth(Struct, frozen=True, kw_only=True):
     """What it would cost to lose a pod."""
@@ -101,6 +104,9 @@ class Seen(Struct, frozen=True, kw_only=True):
     generation: int = 0
     router: RouterSeen | None = None
     """None: there is no Deployment of routers."""
+
+    old_routers: tuple[str, ...] = ()
+    """Deployments of routers of a role that has another name by now."""
 
     registrations_known: bool = False
     """Whether anybody has said which workers routers know."""

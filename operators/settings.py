@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from operators.children import Images
+from operators.children.pods import Images
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 

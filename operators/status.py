@@ -13,10 +13,11 @@ Rules:
 
 from collections.abc import Iterator, Sequence
 
-from operators.children import Deployment, router_service
+from operators.children.names import Deployment, router_service
 from operators.diagnosis import UNPLACED
-from operators.probing import Aim, Running, Shown, Subject, Wanted, kept, recalled, unanswered
-from operators.resources import Condition, DisaggDeploymentStatus, KvPath, RoleStatus, RoleType
+from operators.probing import Aim, Running, Shown, Subject, Wanted, kept, recalled, unanswered, vouched
+from operators.resources.deployment import DisaggDeploymentStatus, KvPath, RoleStatus, RoleType
+from operators.resources.parts import Condition
 from operators.scaling import Pool, Side
 from operators.seen import Refusal, Seen
 
@@ -25,6 +26,7 @@ MOST_TOLD = 4
 PASSING = frozenset({"ServedProbePending", "RouterSilent"})
 """Reasons of Ready that are there for a moment on the way to it: nobody is told in a hurry."""
 
+BUSY = "the routers live and are full of others' requests; the probe has no right of way, and is sent again"
 NOT_TOLD = "neither a router nor a Lease says which workers are registered"
 TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 Said = tuple[str, str, str, str]
@@ -63,7 +65,7 @@ def status(
     unregistered = [each for each in workers if each.registered < each.desired]
     hindrance = next(_hindrances(wish, seen, taken, behind, unregistered, old), None)
     wanted = None if hindrance or wish.spec.suspend else _wanted(wish, seen, possible, present)
-    ready: Said = ("Ready", FALSE, *hindrance) if hindrance else _served(wish, wanted)
+    ready: Said = ("Ready", FALSE, *hindrance) if hindrance else _served(wish, seen, wanted)
     progressing = bool(behind or unregistered)
     said: list[Said] = [
         ready,
@@ -178,6 +180,7 @@ def _wanted(wish: Deployment, seen: Seen, pools: Sequence[Pool], present: str) -
         service=router_service(wish),
         model=wish.spec.model.name,
         routers=seen.router.pods,
+        doors=seen.router.addresses,
         prefills=prefills,
         aims=tuple(
             Aim(pool.name, worker, pair and pool.side is Side.DECODE)
@@ -187,12 +190,12 @@ def _wanted(wish: Deployment, seen: Seen, pools: Sequence[Pool], present: str) -
         ),
     )
     shown = kept(subject, seen.shown)
-    if seen.proved == subject.digest and unanswered(subject, shown):
-        shown = recalled(subject, _before(seen, "KVPathReady")[1])
+    if unanswered(subject, shown) and (seen.proved == subject.digest or shown == Shown()):
+        shown = recalled(subject, seen.proved, _before(seen, "KVPathReady")[1]) or shown
     return Wanted(subject, shown)
 
 
-def _served(wish: Deployment, wanted: Wanted | None) -> Said:
+def _served(wish: Deployment, seen: Seen, wanted: Wanted | None) -> Said:
     """Ready, where only an answer may be missing."""
     if wish.spec.suspend:
         return "Ready", FALSE, "Suspended", ""
@@ -202,9 +205,13 @@ def _served(wish: Deployment, wanted: Wanted | None) -> Said:
     missing = unanswered(subject, shown)
     if not missing:
         return "Ready", TRUE, "AllRolesReady", ""
-    failure = shown.told
+    failure, was = shown.told, _before(seen, "Ready")
+    what = f"{len(subject.aims) - len(missing)} of {len(subject.aims)} workers have answered a request"
+    if failure.busy if failure is not None else was[2] == "Saturated":
+        # Until the next leader has asked twice, what the one before was told.
+        words = was[3] if failure is None else f"{what}; {shown.failed}: {failure}; {BUSY}"
+        return "Ready", TRUE if vouched(subject, shown) else UNKNOWN, "Saturated", words
     if failure is None:
-        what = f"{len(subject.aims) - len(missing)} of {len(subject.aims)} workers have answered a request"
         return "Ready", FALSE, "ServedProbePending", what
     if failure.wants_key:
         return (

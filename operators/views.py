@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from operators import kinds
 from operators.kinds import Kind
-from operators.resources import GROUP
+from operators.resources.parts import GROUP
 
 READ_ANNOTATIONS = (f"{GROUP}/", "leaderworkerset.sigs.k8s.io/", "controller.kubernetes.io/")
 """Beginnings of the names of those that something is decided by."""

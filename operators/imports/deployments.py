@@ -11,20 +11,18 @@ from msgspec import Struct
 from fleet.errors import ConfigurationRefused
 from operators.consistency import contradictions
 from operators.imports.reading import Note
-from operators.resources import (
-    GROUP,
-    VERSION,
+from operators.resources.deployment import (
     DisaggDeploymentSpec,
     Drain,
     EngineKind,
     Gpus,
-    GpuVendor,
     KvPath,
     KvTransfer,
     Parallelism,
     Role,
     RoleType,
 )
+from operators.resources.parts import GROUP, VERSION, GpuVendor
 
 LONGEST_NAME = 30
 GRACE_SECONDS = 30

@@ -19,19 +19,19 @@ from operators.imports.deployments import Imported, Names, document, drain, pair
 from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
 from operators.imports.pods import MAIN, PodTemplate, gpus_of, variables_of, without_secrets
 from operators.imports.reading import Note, Reader
-from operators.resources import (
+from operators.resources.deployment import (
     DisaggDeploymentSpec,
     EngineKind,
     InferencePool,
     KvPath,
     KvTransfer,
-    ModelSource,
     Role,
     RoleType,
     Routing,
     Scaling,
     ScalingMode,
 )
+from operators.resources.parts import ModelSource
 
 KIND = "DynamoGraphDeployment"
 GROUP = "nvidia.com"

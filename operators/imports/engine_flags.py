@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from operators.imports.reading import Note
 from operators.imports.secret_names import is_secret
-from operators.resources import Parallelism
+from operators.resources.deployment import Parallelism
 
 SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash")
 SHELL_FLAGS = ("-c", "-lc", "-ec", "-e", "-x", "-ex", "-exc")

@@ -12,7 +12,7 @@ from typing import Any
 
 from operators.imports.reading import Note, Reader
 from operators.imports.secret_names import is_secret
-from operators.resources import GpuVendor
+from operators.resources.parts import GpuVendor
 
 OBJECTS = ("affinity", "nodeSelector")
 LISTS = (

@@ -18,19 +18,18 @@ from operators.imports.deployments import Imported, Names, document, drain, pair
 from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
 from operators.imports.pods import PodTemplate, gpus_called, gpus_of
 from operators.imports.reading import Note, Reader, says_something
-from operators.resources import (
+from operators.resources.deployment import (
     DisaggDeploymentSpec,
     EngineKind,
-    GpuVendor,
     KvPath,
     KvTransfer,
-    ModelSource,
     Role,
     RoleType,
     Routing,
     Scaling,
     ScalingMode,
 )
+from operators.resources.parts import GpuVendor, ModelSource
 
 SIGN = "servingEngineSpec"
 """The field that such a file has, and no other."""

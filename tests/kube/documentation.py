@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from operators.resources import GROUP, VERSION
+from operators.resources.parts import GROUP, VERSION
 from tests.kube.charts import CHART, Document
 
 DEPLOY = CHART.parents[1]

@@ -9,7 +9,7 @@ import hashlib
 import json
 from datetime import UTC, datetime
 
-from operators.children import INSTANCE, REVISION, ROLE, TYPE
+from operators.children.names import INSTANCE, REVISION, ROLE, TYPE
 from operators.registrations import REGISTRATION, WORKER
 from tests.kube.api.cluster import PODS, Cluster, Options
 from tests.kube.api.errors import Refused

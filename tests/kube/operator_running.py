@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock, utc_now
-from operators.children import Images
+from operators.children.pods import Images
 from operators.cluster import open_api_server
 from operators.crds import KINDS, definition
 from operators.leader import Leader
-from operators.resources import GROUP, VERSION
+from operators.resources.parts import GROUP, VERSION
 from operators.server import Operator
 from operators.settings import LeaseSettings, OperatorSettings
 from operators.telemetry import Metrics

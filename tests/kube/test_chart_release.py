@@ -19,7 +19,7 @@ from fleet.discovery import KubernetesDiscovery
 from fleet.ids import Incarnation, WorkerId
 from operators.access import ACCESS
 from operators.crds import KINDS, definition
-from operators.resources import GROUP, VERSION
+from operators.resources.parts import GROUP, VERSION
 from tests.kube.charts import CHART
 from tests.kube.clients import Api, eventually
 from tests.kube.running import ApiServer, an_api_server

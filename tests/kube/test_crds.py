@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from operators.crds import KINDS, definition
-from operators.resources import GROUP, VERSION
+from operators.resources.parts import GROUP, VERSION
 from tests.kube.clients import eventually
 from tests.kube.documentation import is_ours, shown_manifests
 

@@ -389,3 +389,23 @@ async def test_what_was_ready_before_a_change_is_not_called_ready_after_it(asked
         await eventually(asked.ready)
     written = [each for each in asked.writes() if each[1] == "disaggdeployments/status"]
     assert len(written) <= 4
+
+
+async def test_of_a_router_role_that_is_called_otherwise_nothing_of_the_old_name_stays(asked):
+    def named(old):
+        return sorted(
+            f"{kind} {name}"
+            for kind, group in (("deployments", "apps/v1"), ("services", "v1"), ("configmaps", "v1"), ("pods", "v1"))
+            for name in asked.children(kind, group)
+            if name.startswith(f"dd-{old}")
+        )
+
+    worker = {"name": "all", "type": "aggregated"}
+    async with an_operator(asked) as operator:
+        asked.apply(a_deployment(worker, {"name": "router", "type": "router"})).expect(201)
+        await eventually(asked.ready)
+        assert named("router")
+
+        asked.apply(a_deployment(worker, {"name": "gateway", "type": "router"})).expect(200)
+        await eventually(lambda: asked.ready() and not operator.waiting() and not named("router"))
+        assert len([each for each in named("gateway") if each.startswith("pods")]) == 1

@@ -8,7 +8,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 from fleet.adapters.clock import utc_now
 from operators import kinds, looking, registrations
-from operators.children import INSTANCE, REVISION, ROLE
+from operators.children.names import INSTANCE, REVISION, ROLE
 from operators.ports import Denied
 from operators.registrations import REGISTRATION, WORKER
 from tests.kube.clients import inhabitants

@@ -8,7 +8,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 from fleet.clock import SECOND, Nanos
 from operators import pace
-from operators.children import CONTROL
+from operators.children.names import CONTROL
 from operators.probing import Answer, Failure
 from operators.registrations import Registration
 from operators.settings import ProbeSettings
@@ -16,6 +16,7 @@ from tests.kube.operator_nodes import address
 from tests.kube.operator_running import a_deployment, an_operator, eventually
 
 DOWN = Failure(500, "internal: the engine has failed")
+FULL = Failure(429, "queue_full", busy=True)
 
 
 class Clients:
@@ -112,6 +113,33 @@ async def test_routers_that_want_a_key_leave_it_unknown(asked):
         )
     assert found["status"] == "Unknown"
     assert f"for {asked.namespace}/dd: probe.keys" in found["message"]
+
+
+async def test_a_saturated_deployment_stays_ready_when_its_routers_change_and_its_operator_too(asked):
+    clients, quick = Clients(), ProbeSettings(longest_pause_seconds=0.2)
+
+    def saturated():
+        found = asked.condition("Ready")
+        return asked.ready() and found["reason"] == "Saturated" and "429 queue_full" in found["message"]
+
+    async with an_operator(asked, clients=clients, probe=quick):
+        asked.apply(a_deployment()).expect(201)
+        await eventually(asked.ready)
+        clients.said["dd"] = FULL
+        asked.apply(a_deployment(routing={"policy": "round_robin"})).expect(200)
+        await eventually(saturated)
+        [router] = [name for name in asked.children("pods", "v1") if "-router-" in name]
+        assert clients.asked[-1].door == address(router)
+
+    again = Clients()
+    again.said["dd"] = FULL
+    asked.server.forget_requests()
+    async with an_operator(asked, clients=again, probe=quick) as operator:
+        await eventually(lambda: len(again.asked) >= 3 and not operator.waiting())
+        assert saturated()
+        assert asked.writes() == [], "and says so without a word in between"
+        again.said.clear()
+        await eventually(lambda: asked.ready() and asked.condition("Ready")["reason"] == "AllRolesReady")
 
 
 async def test_new_pods_are_asked_and_those_that_have_answered_are_not(asked):

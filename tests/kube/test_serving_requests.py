@@ -6,13 +6,14 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 import msgspec
 
-from operators.proposals import Proposal, answer
+from operators.proposals import LARGEST, Proposal, answer
 from operators.requested import proposed
-from operators.resources import GROUP, VERSION, ServingRequestSpec
+from operators.resources.parts import GROUP, VERSION
+from operators.resources.request import ServingRequestSpec
 from tests.kube.documentation import shown_manifests
 from tests.kube.operator_running import an_operator, eventually
 from tests.kube.test_crds import refusal
-from tests.unit.operators.test_proposals import FEASIBLE
+from tests.unit.operators.test_proposals import FEASIBLE, filled
 from tests.unit.operators.test_proposals import asked as asking
 
 IMPOSSIBLE = {"ttftMs": 1, "tpotMs": 1}
@@ -213,3 +214,29 @@ def test_the_request_that_the_documentation_shows_is_the_sample_and_can_be_kept(
     assert documented == sample
     assert isinstance(got, Proposal)
     assert got.reason == "GoalsMet"
+
+
+ETCD_BYTES = 3 << 19
+
+
+async def test_a_request_with_the_longest_template_still_fits_into_etcd_and_a_longer_one_says_how_long_it_is(
+    asked, requests
+):
+    def sizes():
+        found = [asked.api.get(asked.path(kind, "please")).body for kind in ("servingrequests", "disaggdeployments")]
+        return [len(msgspec.json.encode(each)) for each in found]
+
+    async with an_operator(asked):
+        # Many short ones: then who owns each field takes more room than the fields.
+        requests.apply(a_request(objective=APART, podTemplate=filled(LARGEST, fields=4000))).expect(201)
+        await eventually(lambda: requests.conditions().get("Applied") == ("True", "Applied"))
+        assert len(roles(requests.deployment())) == 3
+        assert max(sizes()) < ETCD_BYTES
+
+        requests.apply(a_request(objective=APART, podTemplate=filled(500_000))).expect(200)
+        await eventually(lambda: requests.conditions().get("Feasible") == ("False", "SpecificationRefused"))
+        status = requests.status()
+        assert "spec.podTemplate: takes 500,000 bytes" in status["conditions"][0]["message"]
+        assert "proposal" not in status or not status["proposal"]
+        assert requests.deployment() is not None, "it stays as it was made before"
+        assert sizes()[0] < ETCD_BYTES

@@ -9,9 +9,13 @@ import pytest
 
 from fleet.config import changes_of, load
 from fleet.router.settings import RouterSettings
-from operators.children import ROLE, Deployment, Images, group, in_bytes, merged, revision, shared, workers
+from operators.children.names import INSTANCE, ROLE, TYPE, Deployment
+from operators.children.pods import Images, merged
+from operators.children.settings import PATIENCE_SECONDS, in_bytes
+from operators.children.shared import shared
+from operators.children.workloads import group, revision, workers
 from operators.kinds import Served
-from operators.resources import DisaggDeploymentSpec
+from operators.resources.deployment import DisaggDeploymentSpec, Role
 from workers.engines import vllm_spread
 from workers.groups import common_of
 from workers.settings import WorkerSettings
@@ -61,7 +65,7 @@ def test_settings_of_all_pods_are_taken_by_our_own_processes(path, paths):
     for each in configs:
         if each is not router:
             settings = settings_of(each, WorkerSettings, worker_id="pod")
-            assert settings.registry == f"{deployment.name}-router-control.ns:{control}"
+            assert settings.registry == f"{deployment.name}-router-control.ns.svc:{control}"
             assert (settings.embedded_store is not None) == ("store" in paths)
 
 
@@ -99,9 +103,14 @@ def hub_parts(model):
     return settings, volumes, [pod["containers"][0] for pod in pods]
 
 
+def of_all(hub):
+    """Routers, which end when nothing comes for two minutes, so that it is heard of; and two kinds of workers."""
+    return [hub | {"patience_seconds": PATIENCE_SECONDS}, hub, hub]
+
+
 def test_every_pod_that_is_told_a_repository_has_room_for_it_and_its_token_in_a_file():
     settings, volumes, mains = hub_parts(HUB_MODEL | {"tokenSecret": "hugging-face"})
-    assert settings == 3 * [{"cache": "/hub", "token_file": "/etc/fleet-hub/token"}]
+    assert settings == of_all({"cache": "/hub", "token_file": "/etc/fleet-hub/token"})
     secret = {"secretName": "hugging-face", "items": [{"key": "token", "path": "token"}], "optional": True}
     assert volumes == 3 * [
         {"hub": {"name": "hub", "emptyDir": {}}, "hub-token": {"name": "hub-token", "secret": secret}}
@@ -114,7 +123,7 @@ def test_every_pod_that_is_told_a_repository_has_room_for_it_and_its_token_in_a_
 
 def test_a_claim_may_keep_what_pods_fetch_and_a_mirror_may_have_it():
     settings, volumes, _ = hub_parts(HUB_MODEL | {"cacheClaim": "models", "endpoint": "https://mirror.example/hub"})
-    assert settings == 3 * [{"cache": "/hub", "endpoint": "https://mirror.example/hub"}]
+    assert settings == of_all({"cache": "/hub", "endpoint": "https://mirror.example/hub"})
     assert volumes == 3 * [{"hub": {"name": "hub", "persistentVolumeClaim": {"claimName": "models"}}}]
 
 
@@ -124,6 +133,90 @@ def test_a_claim_may_keep_what_pods_fetch_and_a_mirror_may_have_it():
 def test_what_is_in_a_volume_or_an_image_is_not_fetched(model):
     settings, volumes, _ = hub_parts(model | {"tokenSecret": "hugging-face"})
     assert (settings, volumes) == (3 * [None], 3 * [{}])
+
+
+@pytest.mark.parametrize("leader_worker_sets", [True, False])
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_every_worker_is_let_in_to_by_workers_and_routers_of_its_deployment_alone(path, leader_worker_sets):
+    """Ranks of a group, and engines that hand blocks over, ask for no key: this is all that guards them."""
+    deployment = a_deployment(path)
+    served = Served(leader_worker_sets=leader_worker_sets)
+    theirs = {"podTemplate": {"metadata": {"labels": {TYPE: "mine", ROLE: "mine", INSTANCE: "mine"}}}}
+    roles = tuple(msgspec.convert(msgspec.to_builtins(each) | theirs, Role) for each in deployment.spec.roles)
+    spec = msgspec.structs.replace(deployment.spec, roles=roles)
+    deployment = msgspec.structs.replace(deployment, spec=spec)
+    pods = {}
+    for role in deployment.workers:
+        made = [*workers(deployment, role, "rev", IMAGES, served), group(deployment, role, "rev", 0, IMAGES)]
+        for child in made[1:]:
+            template = child["spec"].get("leaderWorkerTemplate", {}).get("workerTemplate") or child["spec"]["template"]
+            pods[child["kind"], role.name] = template["metadata"]["labels"]
+    found = shared(deployment, IMAGES)
+    [router] = [each["spec"]["template"]["metadata"]["labels"] for each in of_kind(found, "Deployment")]
+    policies = {each["metadata"]["name"]: each["spec"] for each in of_kind(found, "NetworkPolicy")}
+    to_workers, to_router = policies[f"{deployment.name}-workers"], policies[f"{deployment.name}-router"]
+
+    among, by_routers = to_workers["ingress"]
+    assert len(pods) >= 2
+    for labels in pods.values():
+        assert selects(to_workers["podSelector"], labels)
+        assert selects(among["from"][0]["podSelector"], labels)
+        assert not selects(to_router["podSelector"], labels)
+    assert selects(to_router["podSelector"], router)
+    assert selects(by_routers["from"][0]["podSelector"], router)
+    assert by_routers["ports"] == [{"port": "worker", "protocol": "TCP"}], "not where ranks meet"
+    sources = [each for rule in to_workers["ingress"] for each in rule["from"]]
+    assert all(each.keys() == {"podSelector"} for each in sources), "of this namespace"
+    strangers = [{}, {INSTANCE: "other", TYPE: "decode"}, {INSTANCE: deployment.name}, {TYPE: "decode"}]
+    assert not any(selects(each["podSelector"], labels) for each in sources for labels in strangers)
+
+
+def selects(selector, labels):
+    """As Kubernetes has it, of the operators that we use."""
+    named = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+    each = selector.get("matchExpressions", ())
+    assert all(one["operator"] == "In" for one in each)
+    return named and all(labels.get(one["key"]) in one["values"] for one in each)
+
+
+def test_workers_of_a_role_that_is_wished_no_more_stay_guarded_while_they_drain():
+    before = a_deployment()
+    after = a_deployment(roles=[{"name": "all", "type": "aggregated"}])
+    [_, child] = workers(before, before.workers[0], "rev", IMAGES)
+    [policy] = [each for each in shared(after, IMAGES) if each["metadata"]["name"] == "tiny-workers"]
+
+    assert selects(policy["spec"]["podSelector"], child["spec"]["template"]["metadata"]["labels"])
+
+
+def test_names_are_those_of_this_cluster_whatever_its_domain_and_the_namespace_are_called():
+    deployment = msgspec.structs.replace(a_deployment(SAMPLES[0]), namespace="dev")
+    role = next(each for each in deployment.workers if each.nodes_per_replica > 1)
+    config = workers(deployment, role, "rev", IMAGES)[0]
+    made = group(deployment, role, "rev", 3, IMAGES)
+    [main] = made["spec"]["template"]["spec"]["containers"]
+    [leader] = [each["value"] for each in main["env"] if each["name"] == "LWS_LEADER_ADDRESS"]
+
+    assert leader == f"{made['metadata']['name']}-0.{made['spec']['serviceName']}.dev.svc"
+    assert (
+        settings_of(config, WorkerSettings, worker_id="pod").registry
+        == f"{deployment.name}-router-control.dev.svc:50052"
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "policy"),
+    [
+        ({}, None),
+        ({"hostNetwork": True}, "ClusterFirstWithHostNet"),
+        ({"hostNetwork": True, "dnsPolicy": "Default"}, "Default"),
+        ({"hostNetwork": False}, None),
+    ],
+)
+def test_pods_in_the_nodes_network_know_names_of_the_cluster_too(theirs, policy):
+    deployment = a_deployment(roles=[{"name": "all", "type": "aggregated", "podTemplate": {"spec": theirs}}])
+    [_, child] = workers(deployment, deployment.workers[0], "rev", IMAGES)
+
+    assert child["spec"]["template"]["spec"].get("dnsPolicy") == policy
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)

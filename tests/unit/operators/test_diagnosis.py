@@ -81,6 +81,18 @@ def test_pods_on_their_way_out_and_containers_that_got_over_it_are_no_trouble():
     assert troubles([a_pod(waiting("ErrImagePull"), deleted="now"), a_pod(again)], [], []) == ()
 
 
+def test_a_hub_that_is_out_of_reach_is_told_also_while_it_is_asked_again():
+    text = "fleet: hub.endpoint: nothing of owner/name came from https://hub for 120 s (ConnectError); see that it can be reached"
+    ended = ContainerState(terminated=Terminated(exit_code=3, message=f"hunter2\n{text}"))
+    again = ContainerStatus(name="main", last_state=ended, restart_count=1)
+    ready = (ObjectCondition(type="Ready", status="True"),)
+
+    for pod in (a_pod(waiting("CrashLoopBackOff", last=ended.terminated)), a_pod(again)):
+        [found] = troubles([pod], [], [])
+        assert (found.reason, found.message) == (Reason.HubUnreachable, text.removeprefix("fleet: "))
+    assert troubles([a_pod(again, conditions=ready)], [], []) == ()
+
+
 def test_a_quota_is_told_before_what_follows_from_it():
     text = 'pods "x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=8'
     failed = ObjectCondition(type="ReplicaFailure", status="True", reason="FailedCreate", message=text)

@@ -2,7 +2,10 @@
 
 import msgspec
 
-from operators.children import CONNECTION_SECONDS, GOODBYE_SECONDS, shared, workers
+from operators.children.pods import GOODBYE_SECONDS
+from operators.children.settings import CONNECTION_SECONDS
+from operators.children.shared import shared
+from operators.children.workloads import workers
 from tests.unit.operators.test_children import IMAGES, a_deployment
 
 
@@ -22,11 +25,11 @@ def test_a_worker_registers_with_every_pod_of_the_router_ready_or_not():
     deployment = a_deployment()
     settings, _ = worker_of(deployment)
     host, _, port = settings["registry"].rpartition(":")
-    name, _, namespace = host.partition(".")
+    name, namespace, svc = host.split(".")
 
     service = named(shared(deployment, IMAGES), "Service", name)
 
-    assert namespace == deployment.namespace
+    assert (namespace, svc) == (deployment.namespace, "svc")
     assert service["spec"]["clusterIP"] == "None", "its name stands for all pods"
     assert service["spec"]["publishNotReadyAddresses"]
     assert [str(each["port"]) for each in service["spec"]["ports"]] == [port]

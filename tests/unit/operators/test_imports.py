@@ -10,14 +10,18 @@ import pytest
 import yaml
 
 from fleet.errors import ConfigurationRefused
-from operators.children import Deployment, Images, revision, shared, workers
+from operators.children.names import Deployment
+from operators.children.pods import Images
+from operators.children.shared import shared
+from operators.children.workloads import revision, workers
 from operators.consistency import contradictions
 from operators.imports.deployments import Names, document
 from operators.imports.engine_flags import flags_of, settings_of
 from operators.imports.importing import imported
 from operators.imports.pods import variables_of
 from operators.imports.secret_names import is_secret
-from operators.resources import DisaggDeploymentSpec, ModelSource, Role, RoleType
+from operators.resources.deployment import DisaggDeploymentSpec, Role, RoleType
+from operators.resources.parts import ModelSource
 
 FOLDER = Path(__file__).parent / "imports"
 FILES = sorted(FOLDER.glob("*.yaml"))

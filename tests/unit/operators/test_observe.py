@@ -5,12 +5,12 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 
 from operators import kinds
-from operators.children import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
+from operators.children.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
 from operators.kinds import Served
 from operators.observe import HALF_SECONDS, Store, observe
 from operators.probing import Running
 from operators.registrations import WARM, Registration, WorkerLease, registered
-from operators.resources import DisaggDeploymentSpec
+from operators.resources.deployment import DisaggDeploymentSpec
 from operators.views import (
     ContainerState,
     ContainerStatus,
@@ -243,6 +243,15 @@ def test_pods_that_serve_are_told_with_how_often_they_have_begun_anew():
     assert router.pods == (Running("r1", uid="r1"),)
 
 
+def test_routers_of_a_role_that_has_another_name_by_now_are_old_ones():
+    old = msgspec.structs.replace(without_revision("dd-old"), labels=without_revision("dd-old").labels | {ROLE: "old"})
+    current = msgspec.structs.replace(a_child(), metadata=without_revision("dd-router"))
+
+    found = seen(msgspec.structs.replace(a_child(), metadata=old), current, a_router("r1"))
+
+    assert (found.router.name, found.old_routers) == ("dd-router", ("dd-old",))
+
+
 def without_revision(name):
-    made = owned(name)
+    made = owned(name, **{ROLE: "router"})
     return msgspec.structs.replace(made, labels={key: value for key, value in made.labels.items() if key != REVISION})

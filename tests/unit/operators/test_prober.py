@@ -3,6 +3,8 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from operators.keys import key_of
 from operators.prober import Prober
 from operators.probing import Answer, Failure, Shown, Wanted, unanswered
@@ -14,12 +16,14 @@ class Clients:
 
     def __init__(self):
         self.asked = []
+        self.doors = []
         self.on_the_way = 0
         self.changed = asyncio.Event()
         self.answers = asyncio.Queue()
 
     async def ask(self, probe):
         self.asked.append((probe.deployment, probe.worker))
+        self.doors.append(probe.door)
         self.on_the_way += 1
         self.changed.set()
         try:
@@ -120,6 +124,18 @@ async def test_a_failure_comes_again_after_a_pause_and_is_heard_of_once():
         await turns()
 
     assert heard == [key] * 3
+
+
+async def test_the_routers_take_turns():
+    clients, key = Clients(), key_of("ns", "dd")
+    async with a_prober(clients) as (prober, _):
+        subject = msgspec.structs.replace(a_want("a").subject, doors=("10.0.0.1", "10.0.0.2"))
+        prober.want(key, Wanted(subject, Shown()))
+        for sent in range(2, 4):
+            clients.answers.put_nowait(REFUSED)
+            await clients.until(sent)
+
+    assert clients.doors == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
 
 
 async def test_those_that_fail_leave_room_for_those_that_have_not_been_asked():

@@ -14,10 +14,12 @@ from operators.probing import (
     kept,
     recalled,
     unanswered,
+    vouched,
     wanted,
 )
 
 REFUSED = Failure(503, "no_worker: nobody serves it")
+FULL = Failure(429, "queue_full", busy=True)
 
 
 def an_aim(worker, role="decode", restarts=0, pair=True):
@@ -102,12 +104,51 @@ def test_one_failure_is_not_told_and_two_are_until_there_is_an_answer_or_other_p
     assert kept(subject, twice).told == REFUSED
 
 
+def told_after(subject, *failures, shown=None):
+    shown = shown or Shown()
+    for failure in failures:
+        shown = failed(shown, subject, subject.aims[0], failure)
+    return shown.told
+
+
+def test_what_is_told_turns_with_the_second_of_the_other_sort_in_a_row():
+    subject = a_subject(an_aim("a"))
+
+    assert told_after(subject, FULL) is None
+    assert told_after(subject, REFUSED, FULL, REFUSED, FULL) is None
+    assert told_after(subject, FULL, FULL) == FULL
+    assert told_after(subject, REFUSED, REFUSED, FULL, REFUSED, FULL) == REFUSED
+    assert told_after(subject, REFUSED, REFUSED, FULL, FULL) == FULL
+    assert told_after(subject, FULL, FULL, REFUSED, REFUSED) == REFUSED
+
+
+def test_all_have_answered_before_where_only_the_routers_are_others():
+    aims = (an_aim("a"), an_aim("b"))
+    shown = after(a_subject(*aims), "a", "b")
+
+    assert vouched(a_subject(*aims, routers=("other",)), shown)
+    assert not vouched(a_subject(*aims, prefills=("q",)), shown), "who computes prompts is another one"
+    assert not vouched(a_subject(*aims, an_aim("c"), routers=("other",)), shown)
+    assert not vouched(a_subject(an_aim("a", restarts=1), aims[1], routers=("other",)), shown)
+    assert not vouched(a_subject(*aims), Shown())
+
+
 def test_what_the_status_says_was_shown_is_believed_by_the_next_leader():
     subject = a_subject(an_aim("a"), an_aim("b"))
 
-    assert asked(subject, recalled(subject, "True")) == []
-    assert asked(subject, recalled(subject, "False")) == ["a", "b"]
-    assert unanswered(subject, recalled(subject, "False")) == ()
+    assert asked(subject, recalled(subject, subject.digest, "True")) == []
+    assert asked(subject, recalled(subject, subject.digest, "False")) == ["a", "b"]
+    assert unanswered(subject, recalled(subject, subject.digest, "False")) == ()
+
+
+def test_the_next_leader_knows_whose_answers_came_through_other_routers():
+    subject = a_subject(an_aim("a"), an_aim("b"))
+    before = a_subject(an_aim("a"), an_aim("b"), routers=("other",)).digest
+
+    assert asked(subject, recalled(subject, before, "True")) == ["a"]
+    assert vouched(subject, recalled(subject, before, "True"))
+    for unlike in ("", "x", a_subject(an_aim("a"), routers=("r",)).digest):
+        assert recalled(subject, unlike, "True") is None
 
 
 def test_a_digest_is_of_all_pods_that_requests_pass_through():
@@ -121,4 +162,5 @@ def test_a_digest_is_of_all_pods_that_requests_pass_through():
     ]
 
     assert len({each.digest for each in (subject, *others)}) == 6
+    assert msgspec.structs.replace(subject, doors=("10.0.0.1",)).digest == subject.digest
     assert subject.digest == a_subject(an_aim("a")).digest

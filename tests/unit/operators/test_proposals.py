@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 
 from fleet.hardware.gpus import gpus
 from fleet.hardware.known import known
-from operators.children import Deployment, Images, shared, workers
+from operators.children.names import Deployment
+from operators.children.pods import Images
+from operators.children.shared import shared
+from operators.children.workloads import workers
 from operators.consistency import contradictions
-from operators.proposals import Infeasible, Proposal, answer
+from operators.proposals import LARGEST, Infeasible, Proposal, answer
 from operators.requested import proposed
-from operators.resources import DisaggDeploymentSpec, ServingRequestSpec
+from operators.resources.deployment import DisaggDeploymentSpec
+from operators.resources.request import ServingRequestSpec
 from tests.model_shapes import DEEPSEEK_V3, LLAMA_70B
 from workers.settings import WorkerSettings
 
@@ -351,3 +355,25 @@ def test_whatever_the_schema_takes_gets_an_answer_that_holds_together(
             msgspec.convert(proposed("x", got)["spec"], DisaggDeploymentSpec)
         assert list(contradictions(got.spec, "x")) == []
         assert all(each.met for each in got.figures)
+
+
+def filled(size, *, fields=1):
+    """A pod template of so many bytes as JSON, in annotations."""
+    annotations = {f"k{at}": "" for at in range(fields)}
+    template = {"metadata": {"annotations": annotations}}
+    annotations["k0"] = "a" * (size - len(msgspec.json.encode(template)))
+    assert len(msgspec.json.encode(template)) == size
+    return template
+
+
+@pytest.mark.parametrize("field", ["podTemplate", "modelConfig"])
+def test_what_is_too_long_to_be_repeated_is_refused_with_its_size(field):
+    found = answer(asked(**{field: filled(LARGEST + 1)}))
+
+    assert isinstance(found, Infeasible)
+    assert found.reason == "SpecificationRefused"
+    assert (
+        found.message
+        == f"spec.{field}: takes 131,073 bytes as JSON, and may take 131,072; mount what is long from a ConfigMap"
+    )
+    assert not isinstance(answer(asked(podTemplate=filled(LARGEST))), Infeasible)

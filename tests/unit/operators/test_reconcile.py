@@ -5,9 +5,10 @@ import random
 import msgspec
 import pytest
 
-from operators.children import REVISION, ROLE, Deployment, Images
+from operators.children.names import REVISION, ROLE, Deployment
+from operators.children.pods import Images
 from operators.reconcile import DIGEST, Apply, End, Remove, Scale, Value, reconcile
-from operators.resources import DisaggDeploymentSpec
+from operators.resources.deployment import DisaggDeploymentSpec
 from operators.scaling import Replicas
 from operators.seen import Child, Refusal, RouterSeen, Seen, Worth
 

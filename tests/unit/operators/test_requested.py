@@ -5,7 +5,7 @@ import msgspec
 from operators.proposals import answer
 from operators.reconcile import DIGEST, Apply
 from operators.requested import actions, misread, status
-from operators.resources import ServingRequestSpec
+from operators.resources.request import ServingRequestSpec
 from operators.seen import Refusal
 from operators.views import Custom, Metadata, Owner
 

@@ -11,6 +11,7 @@ from tests.unit.operators.test_reconcile import IMAGES, LATER, NOW, Cluster, a_w
 
 DIRECT = {"kvTransfer": {"paths": ["direct"]}}
 DOWN = Failure(503, "no_worker: nobody serves it")
+FULL = Failure(429, "queue_full", busy=True)
 
 
 def settled(wish):
@@ -106,6 +107,75 @@ def test_what_is_proved_stays_ready_for_an_operator_that_has_just_begun():
 
     assert again.status == proved
     assert ready(other) == ("False", "ServedProbePending")
+
+
+def behind_other_routers(seen, **changes):
+    """The same, once its routers are others."""
+    router = msgspec.structs.replace(seen.router, pods=(Running("router-1"),))
+    return msgspec.structs.replace(seen, router=router, **changes)
+
+
+def full(subject, shown, times=2):
+    for _ in range(times):
+        shown = failed(shown, subject, subject.aims[0], FULL)
+    return shown
+
+
+def test_new_routers_that_are_full_leave_a_deployment_ready_that_had_answered_before_them():
+    seen = settled(a_wish())
+    shown = all_answered(look(seen).wanted.subject)
+    other = behind_other_routers(seen, shown=shown)
+    subject = look(other).wanted.subject
+
+    once = look(other, shown=full(subject, shown, times=1))
+    twice = look(other, shown=full(subject, shown))
+    found = condition(twice.status, "Ready")
+
+    assert (ready(look(other)), ready(once)) == (("False", "ServedProbePending"),) * 2
+    assert (found.status, found.reason) == ("True", "Saturated")
+    assert found.message.startswith("1 of 2 workers have answered a request; decode-0: 429 queue_full; ")
+    assert twice.status.proved == "", "it is asked for all the same"
+    assert twice.wanted.subject == subject
+
+
+def test_full_routers_say_nothing_of_a_worker_that_has_never_answered():
+    seen = settled(a_wish())
+    subject = look(seen).wanted.subject
+    half = answered(Shown(), subject, subject.aims[0], Answer(True))
+    for shown in (Shown(), half):
+        assert ready(look(seen, shown=full(subject, shown))) == ("Unknown", "Saturated")
+
+
+def test_what_fails_is_not_taken_for_full():
+    seen = settled(a_wish())
+    shown = all_answered(look(seen).wanted.subject)
+    other = behind_other_routers(seen)
+    subject = look(other, shown=shown).wanted.subject
+    for _ in range(2):
+        shown = failed(shown, subject, subject.aims[0], DOWN)
+
+    assert ready(look(other, shown=shown)) == ("False", "ServedProbeFailed")
+    assert ready(look(other, shown=full(subject, shown, times=1))) == ("False", "ServedProbeFailed")
+
+
+def test_the_next_leader_lets_a_deployment_be_ready_whose_routers_were_full_until_it_knows_better():
+    seen = settled(a_wish())
+    shown = all_answered(look(seen).wanted.subject)
+    proved = look(seen, shown=shown).status.proved
+    other = behind_other_routers(seen, proved=proved)
+    subject = look(other, shown=shown).wanted.subject
+    said = look(other, shown=full(subject, shown)).status
+    assert said.proved == proved
+
+    begun = look(other, now=LATER, shown=Shown(), conditions=said.conditions)
+    assert condition(begun.status, "Ready") == condition(said, "Ready")
+    knows = begun.wanted.shown
+    for _ in range(2):
+        knows = failed(knows, subject, subject.aims[0], DOWN)
+    assert ready(look(other, shown=knows, conditions=said.conditions)) == ("False", "ServedProbeFailed")
+
+    strange = look(other, proved="", shown=Shown(), conditions=said.conditions)
+    assert ready(strange) == ("Unknown", "Saturated"), "nothing shows that anybody has answered"
 
 
 def test_without_probes_ready_says_so():

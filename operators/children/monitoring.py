@@ -1,0 +1,13 @@
+"""Where metrics are."""
+
+from operators.children.manifests import Manifest, of_all
+from operators.children.names import Deployment, selected
+
+
+def pod_monitor(deployment: Deployment) -> Manifest:
+    """Routers have metrics; what workers do is in them."""
+    spec = {
+        "selector": {"matchLabels": selected(deployment, deployment.router)},
+        "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}],
+    }
+    return of_all(deployment, "monitoring.coreos.com/v1", "PodMonitor", f"{deployment.name}-router", spec)

@@ -1,0 +1,45 @@
+"""Where pods are found: Services, and the InferencePool of gateways."""
+
+from collections.abc import Mapping
+
+from operators.children.manifests import Manifest, object_of, of_all
+from operators.children.names import HTTP, PICKER, WORKER, Deployment, base_name, labels_of, selected
+from operators.resources.deployment import Role
+
+
+def service(
+    deployment: Deployment, role: Role, name: str, ports: Mapping[str, int], *, unready: bool = False
+) -> Manifest:
+    """`unready`: workers register with every router, and before it is ready, which it is when it has workers: names for its pods."""
+    spec: Manifest = {
+        "selector": selected(deployment, role),
+        "ports": [
+            {"name": port, "port": number, "targetPort": port, "protocol": "TCP"} for port, number in ports.items()
+        ],
+    }
+    if unready:
+        spec |= {"publishNotReadyAddresses": True, "clusterIP": "None"}
+    return object_of(deployment, "v1", "Service", name, labels_of(deployment, role), spec)
+
+
+def pod_names(deployment: Deployment, role: Role) -> Manifest:
+    """A headless Service: pods of one replica find each other before any of them is ready."""
+    made = service(deployment, role, base_name(deployment, role), {"worker": WORKER}, unready=True)
+    made["spec"]["clusterIP"] = "None"
+    return made
+
+
+def inference_pool(deployment: Deployment) -> Manifest:
+    """Gateways send requests to what this selects: the routers, which carry out what their endpoint picker has placed."""
+    router = deployment.router
+    spec = {
+        "selector": {"matchLabels": selected(deployment, router)},
+        "targetPorts": [{"number": HTTP}],
+        "endpointPickerRef": {
+            "kind": "Service",
+            "name": base_name(deployment, router),
+            "port": {"number": PICKER},
+            "failureMode": deployment.spec.routing.inference_pool.failure_mode.value,
+        },
+    }
+    return of_all(deployment, "inference.networking.k8s.io/v1", "InferencePool", deployment.name, spec)

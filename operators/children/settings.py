@@ -1,0 +1,135 @@
+"""What our processes in the pods are told: their settings files."""
+
+from decimal import Decimal
+
+import msgspec
+
+from fleet.hub import repository_of
+from operators.children.manifests import Manifest, object_of
+from operators.children.names import (
+    CONTROL,
+    GROUP_PORT,
+    GRPC,
+    HTTP,
+    WORKER,
+    WORKER_CONTROL,
+    Deployment,
+    config_name,
+    host_of,
+    labels_of,
+    router_service,
+)
+from operators.resources.deployment import EngineKind, KvPath, Role, RoleType
+
+SCRATCH = "/tmp"  # noqa: S108 - an emptyDir of the pod's own
+MODELS = "/models"
+HUB_CACHE = "/hub"
+HUB_SECRET = "/etc/fleet-hub"  # noqa: S105 - the folder of one
+REDIS_FOLDER = "/etc/fleet-redis"
+
+CONNECTION_SECONDS = 4
+"""How long connections to a router last, give or take a tenth: none that was there before that word is there at the SIGTERM."""
+
+PATIENCE_SECONDS = 120.0
+"""Of a router that fetches a tokenizer, a few megabytes: when nothing has come for so long it ends, and so says why (`operators.diagnosis`). As long
+as a container runs nobody hears of it; a worker's weights may take longer, and it waits as the hub's client does."""
+
+ROLES = {RoleType.PREFILL: "prefill", RoleType.DECODE: "decode", RoleType.AGGREGATED: "both"}
+
+
+def worker_settings(deployment: Deployment, role: Role) -> Manifest:
+    spec = deployment.spec
+    settings: Manifest = {
+        "engine": spec.engine.value,
+        "role": ROLES[role.type],
+        "model": spec.model.name,
+        "model_dir": _model_dir(deployment),
+        **_hub(deployment),
+        "registry": f"{host_of(f'{router_service(deployment)}-control', deployment.namespace)}:{CONTROL}",
+        "listen": f"0.0.0.0:{WORKER}",
+        "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
+        "drain_timeout_ms": role.drain.timeout_seconds * 1000,
+        "kv_paths": [path.value for path in spec.kv_transfer.paths],
+    }
+    if KvPath.STORE in spec.kv_transfer.paths:
+        settings["embedded_store"] = {
+            "store_id": "",  # the pod's name, put in by it
+            "listen": [f"unix:{SCRATCH}/store.sock"],
+            "shm_socket": f"{SCRATCH}/store-memory.sock",
+            "capacity_bytes": in_bytes(spec.kv_transfer.store_memory),
+        }
+        if spec.kv_transfer.redis:
+            secret = {"password_file": f"{REDIS_FOLDER}/password"} if spec.kv_transfer.redis_secret else {}
+            settings["embedded_store"]["tiers"] = [{"kind": "redis", "url": spec.kv_transfer.redis} | secret]
+    if role.nodes_per_replica > 1:
+        # Its rank and where the first is, only the pod knows.
+        settings["group"] = {"nodes": role.nodes_per_replica, "listen": f"0.0.0.0:{GROUP_PORT}"}
+    degree = role.parallelism
+    if spec.engine is EngineKind.VLLM:
+        given = {
+            "tensor_parallel_size": degree.tensor,
+            "pipeline_parallel_size": degree.pipeline,
+            "data_parallel_size": degree.data,
+        }
+        extra: Manifest = {key: value for key, value in given.items() if value > 1}
+        if degree.expert > 1:
+            extra["enable_expert_parallel"] = True
+        settings["vllm"] = {"enforce_eager": not role.gpus.per_replica, "extra_args": extra}
+    return settings
+
+
+def router_settings(deployment: Deployment) -> Manifest:
+    routing, spec = deployment.spec.routing, deployment.spec
+    return {
+        "http_listen": f"0.0.0.0:{HTTP}",
+        "grpc_listen": f"0.0.0.0:{GRPC}",
+        "control_listen": f"0.0.0.0:{CONTROL}",
+        "connection_seconds": CONNECTION_SECONDS,
+        "models": {spec.model.name: _model_dir(deployment)},
+        **_hub(deployment, patience_seconds=PATIENCE_SECONDS),
+        "policy": routing.policy,
+        "remote_prefill_min_tokens": routing.disaggregate_above_tokens,
+        "prefer_direct": spec.kv_transfer.paths[0] is KvPath.DIRECT,
+        "drain_timeout_ms": deployment.router.drain.timeout_seconds * 1000,
+    }
+
+
+def _model_dir(deployment: Deployment) -> str:
+    model = deployment.spec.model
+    if model.claim:
+        return f"{MODELS}/{model.uri}".rstrip("/")
+    return model.uri or model.name
+
+
+def is_fetched(deployment: Deployment) -> bool:
+    """Whether pods fetch the model from the hub, which is not so of folders in a volume or an image: their paths begin at the root."""
+    return repository_of(_model_dir(deployment)) is not None
+
+
+def _hub(deployment: Deployment, **more: float) -> Manifest:
+    """Where processes fetch the model from, where they do, and what more is said of it."""
+    if not is_fetched(deployment):
+        return {}
+    model = deployment.spec.model
+    settings: Manifest = {"cache": HUB_CACHE} | more
+    if model.endpoint:
+        settings["endpoint"] = model.endpoint
+    if model.token_secret:
+        settings["token_file"] = f"{HUB_SECRET}/token"
+    return {"hub": settings}
+
+
+def in_bytes(quantity: str) -> int:
+    """Of a quantity of memory: ``8Gi``, ``500M``, ``1.5G``, ``1024``."""
+    number = quantity.rstrip("kKMGTPEi")
+    suffix = quantity[len(number) :]
+    power = " kMGTPE".index(suffix[0].replace("K", "k")) if suffix else 0
+    return int(Decimal(number) * (1024 if suffix.endswith("i") else 1000) ** power)
+
+
+def config_map(deployment: Deployment, role: Role, settings: Manifest, of_revision: str = "") -> Manifest:
+    made = object_of(
+        deployment, "v1", "ConfigMap", config_name(deployment, role, of_revision), labels_of(deployment, role), {}
+    )
+    del made["spec"]
+    return made | {"data": {"settings.json": msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()}}

@@ -1,0 +1,100 @@
+"""What several kinds are made of: bounded fields, the model, conditions."""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+GROUP = "fleet-serving.io"
+VERSION = "v1alpha1"
+
+
+class Resource(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Spelt as Kubernetes spells: `gpu_budget` is `gpuBudget`."""
+
+
+def rules(*pairs: tuple[str, str], **schema: Any) -> Meta:
+    """CEL rules, as (rule, message), beside other parts of a schema."""
+    validations = [{"rule": rule, "message": message} for rule, message in pairs]
+    return Meta(extra_json_schema={"x-kubernetes-validations": validations, **schema})
+
+
+UNCHANGED = ("self == oldSelf", "cannot be changed; delete the object and make another one")
+
+Name = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", max_length=30)]
+"""Short enough for `<deployment>-<role>-<ordinal>` to be a label."""
+
+Text = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=0, le=10_000)]
+Degree = Annotated[int, Meta(ge=1, le=1024)]
+Seconds = Annotated[int, Meta(ge=1, le=86_400)]
+Milliseconds = Annotated[int, Meta(ge=1, le=600_000)]
+
+OpenObject = Annotated[dict[str, Any], Meta(extra_json_schema={"x-kubernetes-preserve-unknown-fields": True})]
+
+
+class GpuVendor(StrEnum):
+    NVIDIA = "nvidia.com/gpu"
+    AMD = "amd.com/gpu"
+
+
+class ModelSource(Resource, frozen=True):
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    """What clients call it."""
+
+    uri: Text = ""
+    """A repository of the Hugging Face Hub (owner/name, with @revision after it if it is not to be the newest), which every pod fetches
+    before it serves; or a folder in the image; or with `claim` one in that volume. Empty: `name`."""
+
+    claim: Annotated[str, Meta(max_length=253)] = ""
+    """A PersistentVolumeClaim with the weights, mounted read-only at /models. Nothing is fetched then."""
+
+    cache_claim: Annotated[str, Meta(max_length=253)] = ""
+    """A PersistentVolumeClaim that keeps what is fetched, for all pods that are let to write to it (ReadWriteMany, if they are on
+    several nodes). Empty: each pod fetches the model for itself, and keeps it on its node's disk for as long as it is there."""
+
+    token_secret: Annotated[str, Meta(max_length=253)] = ""
+    """A Secret whose key `token` opens the repository; pods read it from a file."""
+
+    endpoint: Annotated[str, Meta(max_length=512, pattern=r"^(https?://[^/ ?#@]+(/[^ ?#@]*)?)?$")] = ""
+    """Where the repository is fetched from: a mirror of the hub. Empty: https://huggingface.co."""
+
+
+MODEL_RULES = rules(
+    (
+        "self.claim == '' || self.cacheClaim == ''",
+        "cacheClaim: keeps what is fetched, and with claim nothing is",
+    ),
+)
+
+
+class Topology(Resource, frozen=True):
+    domain: Annotated[str, Meta(max_length=317)] = ""
+    """A node label; all nodes of one replica have the same value of it: `nvidia.com/gpu.clique` keeps one in an NVLink domain."""
+
+    rdma: Annotated[str, Meta(max_length=253)] = ""
+    """An extended resource, `rdma/hca` say, of which each pod gets as many as GPUs."""
+
+
+class Condition(Resource, frozen=True):
+    type: Annotated[str, Meta(max_length=316)]
+    status: Annotated[str, Meta(pattern="^(True|False|Unknown)$", max_length=7)]
+    reason: Annotated[str, Meta(max_length=1024)]
+    message: Annotated[str, Meta(max_length=32_768)] = ""
+    observed_generation: int = 0
+    last_transition_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"}, max_length=40)] = ""
+
+
+Conditions = Annotated[
+    tuple[Condition, ...],
+    Meta(
+        max_length=16,
+        extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    ),
+]
+
+
+class Objective(Resource, frozen=True):
+    ttft_ms: Milliseconds = 2000
+    tpot_ms: Milliseconds = 50
+    percentile: Annotated[int, Meta(ge=50, le=99)] = 90

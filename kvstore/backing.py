@@ -12,12 +12,12 @@ from kvstore.clock import Clock, Nanos
 from kvstore.codecs.registry import Codecs
 from kvstore.credentials import Credentials
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
-from kvstore.hierarchy import Admission, Everything, TierRule
 from kvstore.layout import Namespace
+from kvstore.lower_tiers import Admission, Everything, TierRule
 from kvstore.ports import BackingTier, Codec
 from kvstore.settings import AnyTier
 from kvstore.tiers.peer import PeerSettings, PeerTier
-from kvstore.tiers.redis import RedisSettings, RedisTier
+from kvstore.tiers.redis import RedisSettings, open_redis
 from kvstore.tiers.s3 import S3Settings, S3Tier
 from kvstore.tiers.settings import Keep, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
@@ -101,21 +101,26 @@ class Backing:
         for each in self._opened:
             each.codecs.open(namespace)
 
-    def refuge(self, *, leaving: bool) -> int | None:
+    def refuge(self, *, leaving: bool, is_given_up: Callable[[int], bool]) -> int | None:
         """Where blocks go that other nodes are to find; None: nowhere, or they need not (`kvstore.evacuation`).
 
-        A node that is leaving has left its peers from then on.
+        Args:
+            leaving: Whether the node goes. One that goes to its peers has left them from then on.
+            is_given_up: Whether a tier fails. Where all do, the first is meant nevertheless: it may come back.
         """
         kinds: tuple[type[TierSettings], ...] = (RedisSettings, S3Settings)
         if leaving:
             kinds += (PeerSettings, SsdSettings)
-        for kind in kinds:
-            for index, each in enumerate(self._opened):
-                if isinstance(each.settings, kind) and each.settings.keep is not Keep.NONE:
-                    if isinstance(each.tier, PeerTier):
-                        each.tier.leave()
-                    return index
-        return None
+        fitting = [
+            index
+            for kind in kinds
+            for index, each in enumerate(self._opened)
+            if isinstance(each.settings, kind) and each.settings.keep is not Keep.NONE
+        ]
+        chosen = next((index for index in fitting if not is_given_up(index)), next(iter(fitting), None))
+        if chosen is not None and isinstance(tier := self.tiers[chosen], PeerTier):
+            tier.leave()
+        return chosen
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
         """Charge the tier's budget of writes; False where nothing is left of it."""
@@ -151,7 +156,7 @@ def _open(
 
             return PeerTier(settings, connect, namespaces=namespaces, clock=clock)
         case RedisSettings():
-            return RedisTier.open(settings, codecs=codecs, clock=clock)
+            return open_redis(settings, codecs=codecs, clock=clock)
         case S3Settings():
             return S3Tier.open(settings, codecs=codecs, clock=clock)
 

@@ -13,6 +13,8 @@ class Breaker:
     def __init__(self) -> None:
         self._pause = Nanos(0)
         self._retry_at = Nanos(0)
+        self.failures = 0
+        """In a row."""
 
     @property
     def closed(self) -> bool:
@@ -29,9 +31,11 @@ class Breaker:
 
     def succeeded(self) -> None:
         self._pause = Nanos(0)
+        self.failures = 0
 
     def failed(self, started: Nanos, now: Nanos) -> None:
         """An attempt that began at `started` has failed."""
+        self.failures += 1
         doubled = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
         self._pause = Nanos(max(doubled, COST_FACTOR * (now - started)))
         self._retry_at = Nanos(now + self._pause)

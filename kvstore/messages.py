@@ -243,7 +243,8 @@ class Evacuated(Struct, frozen=True, kw_only=True):
     moved: int = 0  # blocks that came there
     there: int = 0  # that were there before
     refused: int = 0  # that the tier has not taken
-    fenced: bool = False  # the tier fails
+    fenced: bool = False  # the tier fails, and is left alone for now
+    failed: int = 0  # batches that failed meanwhile; what was in them may have gone with another
 
 
 class Counters(Struct, frozen=True, kw_only=True):

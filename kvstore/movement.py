@@ -9,6 +9,7 @@ from kvstore.messages import Address, BlockKey
 
 LoadId = NewType("LoadId", int)
 CopyId = NewType("CopyId", int)
+ConfirmId = NewType("ConfirmId", int)
 
 
 class Find(Struct, frozen=True):
@@ -39,7 +40,16 @@ class Keep(Struct, frozen=True):
     deadline: Nanos
 
 
-Movement = Find | Fetch | Keep
+class Confirm(Struct, frozen=True):
+    """Command: ask a tier which of these blocks it has still; the answer goes to `Hierarchy.confirmed`."""
+
+    confirm_id: ConfirmId
+    tier: int
+    keys: tuple[BlockKey, ...]
+    deadline: Nanos
+
+
+Movement = Find | Fetch | Keep | Confirm
 
 
 class Pinned(Struct, frozen=True):

@@ -22,7 +22,7 @@ from kvstore.errors import TierFailed
 from kvstore.hierarchy import Hierarchy
 from kvstore.lanes import Lanes
 from kvstore.messages import Address, BlockChanges, TierStatus
-from kvstore.movement import Fetch, Find, Keep, Movement
+from kvstore.movement import Confirm, Fetch, Find, Keep, Movement
 from kvstore.ports import BackingTier, MemoryTier
 
 LANES = 4  # threads a tier
@@ -147,6 +147,9 @@ class Mover:
             case Keep(copy_id=copy_id, addresses=addresses, checksums=checksums, deadline=deadline):
                 kept = tier.put([each.key for each in addresses], self._views(addresses), deadline, checksums)
                 return partial(self._hierarchy.kept, copy_id, kept)
+            case Confirm(confirm_id=confirm_id, keys=keys, deadline=deadline):
+                there = tier.holds(keys, deadline)
+                return lambda _: self._hierarchy.confirmed(confirm_id, there)
 
     def _views(self, addresses: Sequence[Address]) -> list[ByteArray]:
         return [self._pool.view(address) for address in addresses]

@@ -72,6 +72,17 @@ class BackingTier(Protocol):
         """
         ...
 
+    def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        """Which of these blocks, whatever their chains, the tier has now.
+
+        Asked before the last copy elsewhere goes: of a store that lets blocks go without a word the store itself is asked,
+        and what it cannot be sure of the tier does not have.
+
+        Raises:
+            TierFailed: It cannot be asked about all of them now.
+        """
+        ...
+
     def put(
         self,
         keys: Sequence[BlockKey],

@@ -8,10 +8,13 @@ Rules:
 2. In the order of `workers.worth`, so that a drain that is short of time or of `most_bytes` takes the hottest prefixes along.
 3. Calls go out one after the other from one thread, each with the client's deadline, and none is begun after the drain's. The
    engine and the routers never wait for any of it.
-4. What it came to is in the log: blocks and bytes that were brought, blocks that were there already, and those that were left. Where
-   requests still ran, a second time, with what these have added.
+4. A call that the node does not answer in time, and a batch that its tier does not take, is one failure: what was in it goes once
+   more. It goes on while there is time, also past a pause of a breaker, and ends after `MOST_FAILURES` in a row.
+5. What it came to is in the log, once: blocks and bytes that were brought, blocks that were there already, those that were left, and
+   failures. Where requests still ran, a second time, with what these have added.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -32,6 +35,9 @@ log = logging.getLogger(__name__)
 AT_ONCE = 1024
 """Blocks a call: the node looks each up before it does anything else, in a few milliseconds."""
 
+MOST_FAILURES = 5  # in a row: a tier or node that is away for good has been tried for some seconds by then
+TRY_AGAIN_SECONDS = 0.05  # while the client leaves a node alone that has not answered
+
 SAVED_AT_ONCE = 64  # blocks that the engine copies in one turn of the loop
 SAVE_WITHIN = Nanos(2 * SECOND)
 
@@ -45,6 +51,7 @@ class Brought(Struct, frozen=True, kw_only=True):
     moved_bytes: int = 0  # as they are in the store
     there: int = 0  # blocks that were there before
     left: int = 0  # for want of time, of bytes, or because the tier fails
+    failed: int = 0  # calls and batches
     tier: str = ""  # where to; empty: nowhere, or no need
 
 
@@ -88,12 +95,18 @@ class StoreEvacuator:
             self.brought = structs.replace(self.brought, saved=self.brought.saved + saved)
 
     async def _move(self, names: Sequence[ChainHash], deadline: Nanos) -> None:
-        done, refused, block_bytes = 0, 0, self._client.namespace.block_bytes
-        while done < len(names) and self._clock.now() < deadline and self._room > 0:
+        done, refused, failed_in_a_row, block_bytes = 0, 0, 0, self._client.namespace.block_bytes
+        while done < len(names) and self._clock.now() < deadline and self._room > 0 and failed_in_a_row < MOST_FAILURES:
             asked = names[done : done + min(AT_ONCE, self._room)]
+            failed_before = self._client.counters().failures
             answer = await self._call(partial(self._client.evacuate, asked, leaving=self._leaving))
+            failed = self._client.counters().failures - failed_before + (answer.failed if answer is not None else 0)
+            self.brought = structs.replace(self.brought, failed=self.brought.failed + failed)
             if answer is None:
-                return
+                failed_in_a_row += failed
+                await asyncio.sleep(TRY_AGAIN_SECONDS)
+                continue
+            failed_in_a_row = 0 if answer.moved else failed_in_a_row + failed
             done += answer.done
             refused += answer.refused
             self._room -= answer.moved
@@ -106,8 +119,6 @@ class StoreEvacuator:
                 left=len(names) - done + refused,
                 tier=answer.tier,
             )
-            if answer.fenced:
-                return
 
     def _by_worth(self, prompts: Sequence[Prompt], cached: Sequence[ChainHash]) -> list[ChainHash]:
         namespace = self._client.namespace

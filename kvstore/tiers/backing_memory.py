@@ -48,6 +48,9 @@ class MemoryBackingTier:
                     return count
         return len(keys)
 
+    def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        return [self.find([key], deadline) == 1 for key in keys]
+
     def put(
         self,
         keys: Sequence[BlockKey],

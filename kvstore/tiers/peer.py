@@ -162,6 +162,26 @@ class PeerTier:
         self._hints.note(chain[:longest], holder)
         return longest
 
+    def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        """Asks whoever was seen to hold them."""
+        self._gate.require_open()
+        now, there = self._clock.now(), [False] * len(keys)
+        asked: dict[tuple[str, bytes], list[int]] = {}
+        for index, key in enumerate(keys):
+            if (holder := self._hints.recall(key)) and not self._doubts.has(key, now):
+                asked.setdefault((holder, key.digest), []).append(index)
+        for (holder, digest), indices in asked.items():
+            if (namespace := self._namespace(digest)) is None:
+                continue
+            try:
+                held = self._link(holder, namespace).holds([keys[index].name for index in indices], deadline)
+            except TierFailed:
+                self._tally.count(failures=1)
+                raise
+            for index, is_there in zip(indices, held, strict=True):
+                there[index] = is_there
+        return there
+
     def put(
         self,
         keys: Sequence[BlockKey],
@@ -424,6 +444,24 @@ class Link:
             written = store.write(names, blocks, deadline=deadline)
         except (StoreError, ValueError) as error:
             raise TierFailed(f"{self._address}: {error}") from error
+        return written, self._held(store, names, deadline)
+
+    def holds(self, names: Sequence[ChainHash], deadline: Nanos) -> list[bool]:
+        """Which blocks the peer has in its memory, as far as `RUNS` look-ups tell.
+
+        Raises:
+            TierFailed: It does not say.
+        """
+        return self._held(self._opened(deadline), names, deadline)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _held(self, store: PeerStore, names: Sequence[ChainHash], deadline: Nanos) -> list[bool]:
         held = [False] * len(names)
         start = 0
         for _ in range(RUNS):
@@ -432,14 +470,7 @@ class Link:
             run = len(self._match(store, names[start:], 0, deadline))
             held[start : start + run] = [True] * run
             start += run + 1
-        return written, held
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        return held
 
     def _match(self, store: PeerStore, names: Sequence[ChainHash], lease_seconds: float, deadline: Nanos) -> Match:
         try:

@@ -1,4 +1,4 @@
-"""Blocks in a Redis or Valkey server, one value each under ``prefix:namespace:name``.
+"""Blocks in a Redis or Valkey server, one value each under ``prefix:namespace:name``: a shelf of `kvstore.tiers.remote`.
 
 Rules:
 
@@ -8,25 +8,23 @@ Rules:
    same, and what is found is judged by `kvstore.tiers.records`.
 3. What has to go is the server's decision (its `maxmemory-policy`, and `ttl_seconds`). A server that is full and may
    not evict refuses blocks, which is no failure.
-4. A call that is cut short answers with what it got; one that got nothing has failed.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from msgspec import Meta
 
-from kvstore.buffers import ByteArray
-from kvstore.clock import SECOND, Clock, Nanos, seconds
+from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import StoreNotStarted, TierFailed, reason
-from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome, TierStatus
+from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched
 from kvstore.ports import Codec
-from kvstore.tiers.gate import Gate
 from kvstore.tiers.records import HEAD_BYTES, Framed, Records, Standing
+from kvstore.tiers.remote import Given, RemoteTier, Wanted
 from kvstore.tiers.resp import Pipe, Refusal, request, request_with
 from kvstore.tiers.settings import TierSettings
 from kvstore.tiers.tally import Tally
@@ -47,7 +45,6 @@ URL_OPTIONS = frozenset(
 
 FIND_BLOCKS = 256  # asked about in one round trip
 VALUE_BYTES = 512 << 20  # that a server takes; its proto-max-bulk-len
-DISCARD_WITHIN = Nanos(1 * SECOND)
 
 Answer = TypeVar("Answer")
 
@@ -102,137 +99,88 @@ class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
         return f"RedisSettings({self.place!r}, key_prefix={self.key_prefix!r})"
 
 
-class RedisTier:
-    """See `kvstore.ports.BackingTier`, and the module. Made by `open`."""
+def open_redis(settings: RedisSettings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> "RemoteTier[RedisShelf]":
+    """A tier on that server, which may be away: it is connected to when it is needed.
 
-    name = "redis"
-    finds_in_memory = False
+    Args:
+        settings: What to use.
+        codecs: By namespace digest.
+        clock: Of the deadlines.
+
+    Raises:
+        StoreNotStarted: The client library is not installed, or the password cannot be read.
+    """
+    try:
+        dial = _Dial(settings, clock)
+    except ImportError as error:
+        raise StoreNotStarted("kind: redis needs its client: pip install 'fleet-serving[redis]'") from error
+    except OSError as error:
+        raise StoreNotStarted(f"password_file: {settings.password_file}: {error.strerror}") from error
+    tally = Tally("redis")
+    return RemoteTier(RedisShelf(settings, dial, Records(codecs, tally), tally, clock), tally, clock)
+
+
+class RedisShelf:
+    """See `kvstore.tiers.remote`, and the module. Made by `open_redis`."""
 
     def __init__(
-        self,
-        settings: RedisSettings,
-        connect: Callable[[Nanos], Pipe],
-        *,
-        codecs: Callable[[bytes], Codec],
-        clock: Clock,
+        self, settings: RedisSettings, connect: Callable[[Nanos], Pipe], records: Records, tally: Tally, clock: Clock
     ):
         self._settings = settings
         self._connect = connect
+        self._records = records
+        self._tally = tally
         self._clock = clock
-        self._tally = Tally(self.name)
-        self._gate = Gate(self._tally, clock)
-        self._records = Records(codecs, self._tally)
         self._turns = threading.BoundedSemaphore(settings.connections)
         self._lock = threading.Lock()
         self._idle: list[Pipe] = []
+        self._closed = False
 
-    @classmethod
-    def open(cls, settings: RedisSettings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> Self:
-        """A tier on that server, which may be away: it is connected to when it is needed.
-
-        Args:
-            settings: What to use.
-            codecs: By namespace digest.
-            clock: Of the deadlines.
-
-        Raises:
-            StoreNotStarted: The client library is not installed, or the password cannot be read.
-        """
-        try:
-            dial = _Dial(settings, clock)
-        except ImportError as error:
-            raise StoreNotStarted("kind: redis needs its client: pip install 'fleet-serving[redis]'") from error
-        except OSError as error:
-            raise StoreNotStarted(f"password_file: {settings.password_file}: {error.strerror}") from error
-        return cls(settings, dial, codecs=codecs, clock=clock)
+    def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
+        return self._records.knows(key)
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
-        self._gate.require_open()
-        if not keys or self._gate.is_late(deadline):
-            return 0
-
         def count_leading(pipe: Pipe) -> int:
             for start in range(0, len(keys), FIND_BLOCKS):
-                asked = keys[start : start + FIND_BLOCKS]
-                for index, head in enumerate(self._heads(pipe, asked)):
-                    if self._records.standing(asked[index], head) is not Standing.HELD:
-                        return start + index
+                there = self._there(pipe, keys[start : start + FIND_BLOCKS])
+                if not all(there):
+                    return start + there.index(False)
             return len(keys)
 
         return self._exchange(count_leading, deadline)
 
-    def put(
-        self,
-        keys: Sequence[BlockKey],
-        blocks: Sequence[ByteArray],
-        deadline: Nanos,
-        checksums: Sequence[int],
-    ) -> list[bool]:
-        self._gate.require_open()
-        there: dict[BlockKey, bool] = {}
-        work = {
-            key: (block, checksum)
-            for key, block, checksum in zip(keys, blocks, checksums, strict=True)
-            if self._records.knows(key)
-        }
-        self._tally.count(refused=len(set(keys)) - len(work))
-        if work and not self._gate.is_late(deadline):
-            try:
-                self._exchange(lambda pipe: self._put(pipe, work, there), deadline)
-            except TierFailed:
-                if not there:
-                    raise
-        self._tally.present(key for key, is_there in there.items() if is_there)
-        return [there.get(key, False) for key in keys]
+    def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        def ask(pipe: Pipe) -> list[bool]:
+            steps = range(0, len(keys), FIND_BLOCKS)
+            return [each for start in steps for each in self._there(pipe, keys[start : start + FIND_BLOCKS])]
 
-    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
-        self._gate.require_open()
-        answers = [GONE] * len(keys)
-        work = [(index, key, into[index]) for index, key in enumerate(keys) if self._records.knows(key)]
-        answered: list[int] = []
-        if work and not self._gate.is_late(deadline):
-            try:
-                self._exchange(lambda pipe: self._get(pipe, work, answers, answered), deadline)
-            except TierFailed:
-                if not answered:
-                    raise
-        self._tally.fetched(answers, into)
-        self._tally.missed(keys[index] for index in answered if answers[index].outcome is not Outcome.MOVED)
-        self.discard([keys[index] for index in answered if answers[index].outcome is Outcome.CORRUPT])
-        return answers
+        return self._exchange(ask, deadline)
 
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        if not keys or self._gate.is_closed:
-            return
-        self._tally.missed(keys)
+    def put(self, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool], deadline: Nanos) -> None:
+        self._exchange(lambda pipe: self._put(pipe, work, there), deadline)
 
+    def get(self, work: Mapping[int, Wanted], answers: dict[int, Fetched], deadline: Nanos) -> None:
+        self._exchange(lambda pipe: self._get(pipe, list(work.items()), answers), deadline)
+
+    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
         def delete(pipe: Pipe) -> None:
             pipe.send([request(b"DEL", *(self._name(key) for key in keys))])
             pipe.status()
 
-        try:
-            self._exchange(delete, Nanos(self._clock.now() + DISCARD_WITHIN))
-        except TierFailed:
-            return  # counted; what is bad is found bad again
-
-    def gone(self) -> list[BlockKey]:
-        return self._tally.gone()
-
-    def held(self) -> list[BlockKey]:
-        """Nobody here knows."""
-        return []
-
-    def status(self) -> TierStatus:
-        return self._tally.status()
+        self._exchange(delete, deadline)
 
     def close(self) -> None:
         with self._lock:
-            self._gate.close()
+            self._closed = True
             idle, self._idle = self._idle, []
         for pipe in idle:
             pipe.close()
 
     # One turn on a connection
+
+    def _there(self, pipe: Pipe, keys: Sequence[BlockKey]) -> list[bool]:
+        heads = zip(keys, self._heads(pipe, keys), strict=True)
+        return [self._records.standing(key, head) is Standing.HELD for key, head in heads]
 
     def _heads(self, pipe: Pipe, keys: Sequence[BlockKey]) -> list[bytes]:
         """The first bytes of the values under these keys; empty where there is none."""
@@ -254,11 +202,11 @@ class RedisTier:
             heads.append(head)
         return heads
 
-    def _put(self, pipe: Pipe, work: dict[BlockKey, tuple[ByteArray, int]], there: dict[BlockKey, bool]) -> None:
+    def _put(self, pipe: Pipe, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool]) -> None:
         missing = []
         heads = self._heads(pipe, list(work))
-        for (key, (block, _)), head in zip(work.items(), heads, strict=True):
-            match self._records.standing(key, head, block.nbytes):
+        for (key, given), head in zip(work.items(), heads, strict=True):
+            match self._records.standing(key, head, given.block.nbytes):
                 case Standing.HELD:
                     there[key] = True
                 case Standing.FREE:
@@ -270,7 +218,7 @@ class RedisTier:
         flying = 0
         full = False
         for key in missing:
-            framed = None if full else self._records.frame(key, *work[key])
+            framed = None if full else self._records.frame(key, work[key].block, work[key].crc32c)
             if framed is None or framed.nbytes > VALUE_BYTES:
                 there[key] = False
                 self._tally.count(refused=1)
@@ -304,46 +252,39 @@ class RedisTier:
         self._tally.count(bytes_written=nbytes)
         return True
 
-    def _get(
-        self,
-        pipe: Pipe,
-        work: list[tuple[int, BlockKey, ByteArray]],
-        answers: list[Fetched],
-        answered: list[int],
-    ) -> None:
-        window = max(1, self._settings.in_flight_bytes // max(into.nbytes for _, _, into in work))
+    def _get(self, pipe: Pipe, work: list[tuple[int, Wanted]], answers: dict[int, Fetched]) -> None:
+        window = max(1, self._settings.in_flight_bytes // max(wanted.into.nbytes for _, wanted in work))
         sent = 0
-        for done, (index, key, into) in enumerate(work):
+        for done, (index, wanted) in enumerate(work):
             if sent < len(work) and sent - done <= window // 2:
                 until = min(done + window, len(work))
-                pipe.send([b"".join(request(b"GET", self._name(key)) for _, key, _ in work[sent:until])])
+                pipe.send([b"".join(request(b"GET", self._name(each.key)) for _, each in work[sent:until])])
                 sent = until
-            try:
-                value = pipe.value()
-            except Refusal as error:
-                _require_only_wrong_type(error)
-                self._records.corrupt(key, str(error))
-                answers[index] = CORRUPT
-            else:
-                if value is not None:
-                    answers[index] = self._records.take(key, value, into)
-                    value.skip()
-            answered.append(index)
+            answers[index] = self._got(pipe, wanted)
+
+    def _got(self, pipe: Pipe, wanted: Wanted) -> Fetched:
+        try:
+            value = pipe.value()
+        except Refusal as error:
+            _require_only_wrong_type(error)
+            self._records.corrupt(wanted.key, str(error))
+            return CORRUPT
+        if value is None:
+            return GONE
+        fetched = self._records.take(wanted.key, value, wanted.into)
+        value.skip()
+        return fetched
 
     # Connections
 
     def _exchange(self, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
+        left = seconds(deadline - self._clock.now())
+        if not self._turns.acquire(timeout=max(left, 0)):
+            raise TierFailed(f"{self._settings.place}: all {self._settings.connections} connections are busy")
         try:
-            left = seconds(deadline - self._clock.now())
-            if not self._turns.acquire(timeout=max(left, 0)):
-                raise TierFailed(f"{self._settings.place}: all {self._settings.connections} connections are busy")
-            try:
-                return self._on_a_connection(act, deadline)
-            finally:
-                self._turns.release()
-        except TierFailed:
-            self._tally.count(failures=1)
-            raise
+            return self._on_a_connection(act, deadline)
+        finally:
+            self._turns.release()
 
     def _on_a_connection(self, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
         with self._lock:
@@ -366,7 +307,7 @@ class RedisTier:
             raise TierFailed(f"{self._settings.place}: {reason(error)}") from error
         finally:
             with self._lock:
-                keep = in_step and not self._gate.is_closed
+                keep = in_step and not self._closed
                 if keep:
                     self._idle.append(pipe)
             if not keep:  # replies that nobody reads would be taken for those of the next requests

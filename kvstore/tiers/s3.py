@@ -157,6 +157,12 @@ class S3Tier:
             known, self._settings.parallel, lambda indices: self._are_there([keys[i] for i in indices], deadline)
         )
 
+    def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        self._gate.require_open()
+        known = [key for key in keys if self._records.knows(key)]
+        there = dict(zip(known, self._are_there(known, deadline), strict=True))
+        return [there.get(key, False) for key in keys]
+
     def put(
         self,
         keys: Sequence[BlockKey],

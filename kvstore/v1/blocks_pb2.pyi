@@ -591,6 +591,7 @@ class EvacuateResponse(_message.Message):
     THERE_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
     """where they go, as in BlockChanges; empty: there is nowhere"""
     done: _builtins.int
@@ -600,9 +601,11 @@ class EvacuateResponse(_message.Message):
     there: _builtins.int
     """that were there before"""
     fenced: _builtins.bool
-    """the tier fails: it is no use to ask again"""
+    """the tier fails, and is left alone for now"""
     refused: _builtins.int
     """blocks that are dealt with, and that the tier has not taken"""
+    failed: _builtins.int
+    """batches that failed meanwhile"""
     def __init__(
         self,
         *,
@@ -612,10 +615,11 @@ class EvacuateResponse(_message.Message):
         there: _builtins.int = ...,
         fenced: _builtins.bool = ...,
         refused: _builtins.int = ...,
+        failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "fenced", b"fenced", "moved", b"moved", "refused", b"refused", "there", b"there", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failed", b"failed", "fenced", b"fenced", "moved", b"moved", "refused", b"refused", "there", b"there", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

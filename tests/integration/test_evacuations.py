@@ -5,16 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvstore.breaker import LONGEST_PAUSE
 from kvstore.clock import SECOND, Nanos
 from kvstore.evacuation import Evacuations
-from kvstore.hierarchy import Hierarchy, TierRule
-from kvstore.movement import Keep
-from tests.kv_builders import HandClock, Store, a_chain
+from kvstore.hierarchy import Hierarchy
+from kvstore.lower_tiers import TierRule
+from kvstore.messages import BlockKey
+from kvstore.movement import Confirm, Keep
+from tests.kv_builders import BLOCK_BYTES, HandClock, Store, a_chain
 
 pytestmark = pytest.mark.integration
 
 BLOCKS = 6
-DEADLINE = 2 * SECOND
+DEADLINE = 20 * SECOND
 SECONDS = 10
 
 
@@ -27,10 +30,15 @@ class Node:
         self.store.hold(self.names)
         self.clock = HandClock()
         self.hierarchy = Hierarchy(self.store.machine, [TierRule(name="redis", admission=None)])
-        self.asked: list[Keep] = []
+        self.asked: list[Keep | Confirm] = []
+        self.held: set[bytes] = set()  # by the tier, in truth
         self.budget = budget
+        self.failures = 0  # that the tier counts by itself
+        tier = SimpleNamespace(name="redis", status=lambda: SimpleNamespace(failures=self.failures))
         backing = SimpleNamespace(
-            tiers=[SimpleNamespace(name="redis")], refuge=lambda leaving: 0, may_write=lambda *_: self._spend()
+            tiers=[tier],
+            refuge=lambda leaving, is_given_up: 0,
+            may_write=lambda *_: self._spend(),
         )
         settle = lambda: self.asked.extend(self.hierarchy.commands())  # noqa: E731 - all that a node does
         self._evacuations = Evacuations(self.store.machine, self.hierarchy, backing, settle, self.clock)
@@ -40,12 +48,37 @@ class Node:
             self.store.digest, names or self.names, leaving=False, deadline=Nanos(DEADLINE)
         )
 
-    def answer(self) -> None:
-        """All that the tier was asked to keep, it has."""
+    @property
+    def keys(self) -> list[BlockKey]:
+        return [BlockKey(self.store.digest, name) for name in self.names]
+
+    def had(self, *names) -> None:
+        """The tier was given these, and has lost them by itself since, but for what is in `held`."""
+        self.hierarchy.hand_down(0, [BlockKey(self.store.digest, name) for name in names], self.clock.now())
+        (copy,) = self.hierarchy.commands()
+        self.hierarchy.kept(copy.copy_id, [True] * len(names), self.clock.now())
+
+    def answer(self, refused=()) -> None:
+        """The tier keeps all that it is asked to keep but these, and says the truth."""
         while self.asked:
-            copy = self.asked.pop()
-            self.hierarchy.kept(copy.copy_id, [True] * len(copy.addresses), self.clock.now())
-            self.asked += self.hierarchy.commands()
+            self.answer_one(refused)
+
+    def answer_one(self, refused=()) -> None:
+        match self.asked.pop(0):
+            case Confirm(confirm_id=confirm_id, keys=keys):
+                self.hierarchy.confirmed(confirm_id, [key.name in self.held for key in keys])
+            case Keep(copy_id=copy_id, addresses=addresses):
+                kept = [address.key.name not in refused for address in addresses]
+                self.held |= {a.key.name for a, is_kept in zip(addresses, kept, strict=True) if is_kept}
+                self.hierarchy.kept(copy_id, kept, self.clock.now())
+        self.asked += self.hierarchy.commands()
+
+    def fail(self) -> None:
+        """The tier fails, and may be tried again."""
+        self.hierarchy.failed(self.asked.pop(0), self.clock.now(), self.clock.now())
+        self.clock.move(LONGEST_PAUSE)
+        self.hierarchy.tick(self.clock.now())
+        self.asked += self.hierarchy.commands()
 
     def _spend(self) -> bool:
         self.budget -= 1
@@ -107,3 +140,131 @@ async def test_what_finds_no_room_by_the_deadline_is_not_charged():
 
     assert (await node.evacuate()).done == 0
     assert node.budget == (1 << 20) - 2
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+# What the tier was given once
+
+
+async def test_what_may_have_gone_from_the_tier_is_asked_about_at_once_and_goes_again_if_it_has():
+    node = Node()
+    node.had(*node.names[:4])
+    node.held = {node.names[0], node.names[3]}
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+        one = tasks.create_task(node.evacuate())
+        await until(lambda: node.asked)
+        (question,) = node.asked
+        assert question.keys == tuple(node.keys[:4]), "nothing of less worth goes before it is clear whether these must"
+        while not one.done():
+            node.answer()
+            await asyncio.sleep(0)
+
+    assert (one.result().there, one.result().moved, one.result().done) == (2, 4, BLOCKS)
+    assert node.held == set(node.names)
+    assert node.budget == (1 << 20) - 4, "what is there costs no write"
+
+
+async def test_what_a_tier_that_tells_what_it_lets_go_has_is_not_asked_about():
+    node = Node()
+    rule = TierRule(name="ssd", admission=None, finds_in_memory=True)
+    node.hierarchy = node._evacuations._hierarchy = Hierarchy(node.store.machine, [rule])
+    node.had(*node.names)
+
+    evacuated = await node.evacuate()
+
+    assert (evacuated.there, evacuated.done, node.asked) == (BLOCKS, BLOCKS, [])
+
+
+async def test_what_a_tier_cannot_say_it_is_given_again():
+    node = Node()
+    node.had(*node.names)
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+        one = tasks.create_task(node.evacuate())
+        await until(lambda: node.asked)
+        node.fail()
+        await until(lambda: node.asked)
+        assert [type(movement) for movement in node.asked] == [Keep]
+        node.answer()
+
+    assert (one.result().moved, one.result().failed, one.result().done) == (BLOCKS, 1, BLOCKS)
+
+
+async def test_while_a_tier_cannot_be_asked_what_it_never_had_goes_first():
+    node = Node()
+    node.had(*node.names[:2])
+    node.hierarchy.confirm(0, node.keys[:1], node.clock.now())
+    node.hierarchy.failed(*node.hierarchy.commands(), node.clock.now() - SECOND, node.clock.now())  # fenced for a while
+    node.had(node.names[0])
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+        one = tasks.create_task(node.evacuate())
+        await until(lambda: node.asked)
+        node.answer()
+        await asyncio.sleep(0)
+        node.clock.move(DEADLINE)
+
+    assert (one.result().moved, one.result().there, one.result().done) == (BLOCKS - 2, 0, 0)
+
+
+# What fails
+
+
+async def test_a_batch_that_failed_is_offered_again_and_what_the_tier_does_not_take_is_not():
+    node = Node()
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+        one = tasks.create_task(node.evacuate())
+        await until(lambda: node.asked)
+        node.fail()
+        await until(lambda: node.asked)
+        node.answer(refused=node.names[2:3])
+
+    assert (one.result().failed, one.result().moved, one.result().refused) == (1, BLOCKS - 1, 1)
+    assert (one.result().done, one.result().fenced) == (BLOCKS, False)
+
+
+async def test_what_a_call_that_was_cut_short_left_out_is_offered_again():
+    node = Node()
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+        one = tasks.create_task(node.evacuate())
+        await until(lambda: node.asked)
+        node.failures += 1  # that the tier has counted, and answered with what it got
+        node.answer(refused=node.names[2:])
+        await until(lambda: node.asked)
+        node.answer()
+
+    assert (one.result().moved, one.result().refused) == (BLOCKS, 0)
+
+
+async def test_a_block_that_fails_while_others_arrive_is_left_and_stops_nobody():
+    node = Node()
+    node.hierarchy = node._evacuations._hierarchy = Hierarchy(
+        node.store.machine, [TierRule(name="redis", admission=None)], BLOCK_BYTES
+    )  # a batch a block
+    bad = node.keys[0]
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+        one = tasks.create_task(node.evacuate())
+        while not one.done():
+            node.asked.sort(key=lambda copy: copy.addresses[0].key != bad)
+            if node.asked and node.asked[0].addresses[0].key == bad:
+                node.fail()
+            elif node.asked:
+                node.answer_one()
+            await asyncio.sleep(0)
+
+    assert (one.result().moved, one.result().refused, one.result().done) == (BLOCKS - 1, 1, BLOCKS)
+
+
+async def test_blocks_of_a_tier_that_is_away_are_not_given_up_before_the_deadline():
+    node = Node(budget=BLOCKS)
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+        one = tasks.create_task(node.evacuate())
+        while not one.done():
+            if node.asked:
+                node.fail()
+            await asyncio.sleep(0)
+
+    assert (one.result().moved, one.result().refused, one.result().done) == (0, 0, 0), "and each was charged once"
+    assert one.result().failed > 10

@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from kvstore import breaker, hierarchy, mover
+from kvstore import breaker, loads, mover
 from kvstore.clock import MILLISECOND, SECOND, Nanos
 from kvstore.errors import TierFailed
-from kvstore.hierarchy import Everything, Hierarchy, TierRule
+from kvstore.hierarchy import Hierarchy
 from kvstore.lanes import Lanes
+from kvstore.lower_tiers import Everything, TierRule
 from kvstore.messages import Fetched, Outcome, TierStatus
 from kvstore.monotonic import MonotonicClock
 from kvstore.mover import LANES, Mover
@@ -98,7 +99,7 @@ async def a_node_on_a_disk() -> AsyncIterator[Node]:
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch):
-    monkeypatch.setattr(hierarchy, "FETCH_AT_LEAST", PATIENCE)
+    monkeypatch.setattr(loads, "FETCH_AT_LEAST", PATIENCE)
     monkeypatch.setattr(mover, "LATE_SECONDS", 0.01)
 
 

@@ -16,7 +16,8 @@ from fleet.router.settings import RouterSettings
 from kvstore.client import StoreClient
 from kvstore.clock import Nanos, nanos
 from kvstore.errors import InvalidArgument, StoreNotStarted
-from kvstore.hierarchy import Everything, Hierarchy, TierRule
+from kvstore.hierarchy import Hierarchy
+from kvstore.lower_tiers import Everything, TierRule
 from kvstore.messages import BlockKey, Fetched, Outcome, Stats
 from kvstore.monotonic import MonotonicClock
 from kvstore.movement import Fetch, Find, Keep, Movement

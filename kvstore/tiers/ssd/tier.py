@@ -110,6 +110,9 @@ class SsdTier:
         known = {digest for digest in {key.digest for key in keys} if self._held.codec(digest) is not None}
         return self._held.index.leading(keys, known)
 
+    def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        return [self.find([key], deadline) == 1 for key in keys]
+
     def put(
         self,
         keys: Sequence[BlockKey],

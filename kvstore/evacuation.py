@@ -17,6 +17,7 @@ import asyncio
 from bisect import insort
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 
 from kvstore.backing import Backing
 from kvstore.block import ChainHash
@@ -27,7 +28,7 @@ from kvstore.messages import BlockKey, Evacuated
 
 LOOK_AGAIN_SECONDS = 0.01  # at a tier that writes; a batch takes longer
 ASKED_AT_ONCE = 256  # blocks: one round trip to Redis, half a second of requests to an object store
-UNDER_WAY = 128  # blocks at a time: what fails and is offered again waits behind no more than these
+UNDER_WAY = 512  # blocks at a time: what fails and is offered again waits behind no more than these
 STRIKES = 3
 GIVEN_UP_AFTER = 3  # writes to a tier that have failed in a row: a third of a second, if it fails at once
 
@@ -193,7 +194,7 @@ class Departure:
             else:
                 insort(self._waiting, index)
         failures = self._failures()
-        back = [index for index in self._under_way if not self._is_going_down(index)]
+        back = list(takewhile(lambda index: not self._is_going_down(index), self._under_way))  # first come, first served
         arrived = {index for index in back if self._hierarchy.has(self._refuge, self._keys[index])}
         for index in back:
             has_failed = failures > self._under_way.pop(index)

@@ -59,6 +59,9 @@ KNOWN_KEY = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 """Of the look-up table where nobody chooses names to make them collide, and the same history has to give the same order: in
 replays and tests."""
 
+PINNED, CONDEMNED, GONE = State.PINNED, State.CONDEMNED, State.GONE
+"""Looked up once, as in `kvstore.space`."""
+
 
 class BlockMachine:
     """See the module. Methods that take `now` first reclaim what has ended by then.
@@ -424,15 +427,15 @@ class BlockMachine:
 
     def _unpin(self, blocks: Sequence[StoredBlock], now: Nanos, *, is_use: bool) -> None:
         """Tail first (rule 6)."""
-        unpinned = advance(State.PINNED, Step.UNPIN)  # looked up once, as in `_pin`
+        unpinned = advance(PINNED, Step.UNPIN)  # looked up once, as in `_pin`
         for block in reversed(blocks):
             block.pins -= 1
             if not block.pins:
                 self._pinned -= 1
-                block.state = unpinned if block.state is State.PINNED else advance(block.state, Step.UNPIN)
-            if block.state is State.GONE:
+                block.state = unpinned if block.state is PINNED else advance(block.state, Step.UNPIN)
+            if block.state is GONE:
                 self._space.free(block)
-            elif block.state is State.CONDEMNED:
+            elif block.state is CONDEMNED:
                 continue
             elif is_use:
                 self._space.admit(block, now)

@@ -142,7 +142,7 @@ class Outcome(StrEnum):
     CORRUPT = "corrupt"  # the checksum is wrong
 
 
-class Fetched(Struct, frozen=True):
+class Fetched(Struct, frozen=True, gc=False):
     """What a backing tier answers for one block."""
 
     outcome: Outcome

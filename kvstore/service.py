@@ -29,7 +29,7 @@ from kvstore.errors import LayoutMismatch, NamespaceInUse, Restarted, StoreError
 from kvstore.evacuation import Evacuations
 from kvstore.hierarchy import Hierarchy
 from kvstore.machine import BlockMachine
-from kvstore.messages import Claim, Discard, Evacuated, ReservationId, Slot, Stats
+from kvstore.messages import Claim, Evacuated, ReservationId, Slot, Stats
 from kvstore.metrics import Snapshot
 from kvstore.mover import Mover
 from kvstore.ports import MemoryTier
@@ -360,12 +360,9 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self.settle()
 
     def _perform(self) -> None:
+        claim, discard = self._tier.claim, self._tier.discard
         for command in self._machine.commands():
-            match command:
-                case Claim(address=address):
-                    self._tier.claim(address)
-                case Discard(address=address):
-                    self._tier.discard(address)
+            (claim if isinstance(command, Claim) else discard)(command.address)
         changes = self._machine.changes()
         for each in changes:
             self._hierarchy.left(each.digest, each.removed)

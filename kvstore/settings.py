@@ -10,9 +10,9 @@ from kvstore.credentials import Credentials
 from kvstore.eviction.policies import PolicyName
 from kvstore.extents import PAGE_BYTES
 from kvstore.tiers.pages import HugePages
-from kvstore.tiers.peer import PeerSettings
-from kvstore.tiers.redis import RedisSettings
-from kvstore.tiers.s3 import S3Settings
+from kvstore.tiers.peer.settings import PeerSettings
+from kvstore.tiers.redis.settings import RedisSettings
+from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.ssd.settings import SsdSettings
 
 AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings

@@ -25,6 +25,11 @@ from kvstore.namespaces import Namespaces, OpenNamespace, StoredBlock
 from kvstore.ports import Eviction
 from kvstore.quotas import Account
 
+RESERVED, HELD = State.RESERVED, State.HELD
+"""Looked up once: finding a member of an enumeration takes longer than what is done with it for each block."""
+
+EVICTED = advance(State.HELD, Step.EVICT)
+
 
 class BlockSpace:
     """See the module."""
@@ -101,11 +106,11 @@ class BlockSpace:
 
         The policy does not know them yet.
         """
-        published = advance(State.RESERVED, Step.PUBLISH)  # looked up once: what is being written is reserved
+        published = advance(RESERVED, Step.PUBLISH)  # looked up once: what is being written is reserved
         writing, put = opened.writing, opened.readable.put
         changed = self._changed.setdefault(opened.digest, {})
         for block, crc32c in written:
-            assert block.state is State.RESERVED, block.state
+            assert block.state is RESERVED, block.state
             name = block.key.name
             block.has_bytes(crc32c)
             block.state = published
@@ -243,7 +248,8 @@ class BlockSpace:
 
     def _evict(self, block: StoredBlock) -> int:
         """Drop a block to make room; returns the offset of its extent, which is the caller's to give back."""
-        block.state = advance(block.state, Step.EVICT)
+        assert block.state is HELD, block.state
+        block.state = EVICTED
         self.forget(self.namespaces.get(block.key.digest), block)
         self.evicted_blocks += 1
         return self._vacate(block)

@@ -26,7 +26,7 @@ MOST_TOLD = 4
 PASSING = frozenset({"ServedProbePending", "RouterSilent"})
 """Reasons of Ready that are there for a moment on the way to it: nobody is told in a hurry."""
 
-BUSY = "the routers live and are full of others' requests; the probe has no right of way, and is sent again"
+BUSY = "the routers live and let in no more; the probe has no right of way, and is sent again"
 NOT_TOLD = "neither a router nor a Lease says which workers are registered"
 TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 Said = tuple[str, str, str, str]
@@ -207,8 +207,9 @@ def _served(wish: Deployment, seen: Seen, wanted: Wanted | None) -> Said:
         return "Ready", TRUE, "AllRolesReady", ""
     failure, was = shown.told, _before(seen, "Ready")
     what = f"{len(subject.aims) - len(missing)} of {len(subject.aims)} workers have answered a request"
-    if failure.busy if failure is not None else was[2] == "Saturated":
-        # Until the next leader has asked twice, what the one before was told.
+    # Until the next leader has asked twice, what the one before was told.
+    saturated = failure.busy if failure is not None else was[2] == "Saturated"
+    if saturated:
         words = was[3] if failure is None else f"{what}; {shown.failed}: {failure}; {BUSY}"
         return "Ready", TRUE if vouched(subject, shown) else UNKNOWN, "Saturated", words
     if failure is None:

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from operators import kinds
 from operators.kinds import Kind
+from operators.nesting import DEEPEST, prune
 from operators.resources.parts import GROUP
 
 READ_ANNOTATIONS = (f"{GROUP}/", "leaderworkerset.sigs.k8s.io/", "controller.kubernetes.io/")
@@ -203,6 +204,10 @@ class Custom(Named, frozen=True):
 
     spec: dict[str, Any] = {}
     status: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        """What nobody can make anything of is left out (`operators.nesting`)."""
+        prune(self.spec, DEEPEST - 1)
 
 
 View = TypeVar("View", bound=Named)

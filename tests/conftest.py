@@ -27,6 +27,8 @@ WITHOUT_ENGINES = tuple(f"tests/integration/test_vllm_{part}" for part in ("bloc
 ON_BOTH_LOOPS = {
     "test_http_connections.py",
     "test_relay.py",
+    "test_relay_failures.py",
+    "test_relay_placement.py",
     "test_openai_client.py",
     "test_grpc_frontend.py",
     "test_frames.py",

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 
+import openai
 from msgspec import Struct
 from prometheus_client import CollectorRegistry
 
@@ -28,6 +29,10 @@ from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
 
 MODEL = ModelName("mock")
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "say five letters"}]
+ASKED = {"model": MODEL, "prompt": "say five letters", "stream": True}
 EVENTS = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 
 
@@ -279,3 +284,24 @@ async def until(what: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not what():
             await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def a_client(world: RelayWorld, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=key, max_retries=0, timeout=10) as client:
+        yield client
+
+
+async def texts(stream) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+async def hold(answering: Answering) -> None:
+    """Give one token, and then nothing."""
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await asyncio.sleep(60)
+
+
+async def say_nothing(answering: Answering) -> None:
+    await asyncio.sleep(60)

@@ -7,8 +7,7 @@ from kvstore.codecs.plain import PlainCodec
 from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import records
-from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.s3 import S3Tier
+from kvstore.tiers.remote import RemoteTier
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain
 
 DIGEST = b"namespace-digest"
@@ -24,7 +23,7 @@ def empty(count: int = 4) -> list[np.ndarray]:
     return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
 
 
-def outcomes(tier: RedisTier | S3Tier, keys=KEYS, seconds: float = 20) -> list[Outcome]:
+def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 20) -> list[Outcome]:
     """What comes of a get; whatever is said to be there is compared."""
     into = empty(len(keys))
     answers = tier.get(keys, into, within(seconds))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 class Script:
     says: tuple[bytes, ...]  # each after something was heard
     hold: bool = False  # then keeps silent, instead of ending the connection
+    drip: bytes = b""  # said before that byte by byte, for as long as anybody listens
 
 
 @contextmanager
@@ -32,6 +33,10 @@ def a_scripted_server(script: Script) -> Iterator[int]:
                 for part in script.says:
                     connection.recv(1 << 16)
                     connection.sendall(part)
+                for byte in script.drip:
+                    connection.sendall(bytes([byte]))
+                    if over.wait(0.05):
+                        break
                 if not script.hold:
                     connection.shutdown(socket.SHUT_WR)
             held.append(connection)  # closing with unread bytes would take back what was said

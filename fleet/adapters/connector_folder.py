@@ -6,12 +6,15 @@ Rules:
 2. Who writes the plan holds a lock on the file `.lock` meanwhile (flock, which file systems shared over a network know since NFS 4).
    It ends with its holder.
 3. A file that says something else is no plan and no report: nothing is concluded from it, and nothing is written over it.
+4. An orchestrator may hold a lock on the file `.orchestrator` while it runs. Where that file is there and nobody holds it, the orchestrator has
+   been killed, and what the report says is not so any more.
 """
 
 import asyncio
 import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,9 +22,10 @@ import msgspec
 from msgspec import Struct
 
 from fleet.adapters.connector_virtual import Intent, Kept, Report
-from fleet.planner.ports import Unreachable
+from fleet.adapters.held_files import held, left
+from fleet.planner.ports import Gone, Unreachable
 
-PLAN, REPORT, LOCK = "plan.json", "report.json", ".lock"
+PLAN, REPORT, LOCK, ORCHESTRATOR = "plan.json", "report.json", ".lock", ".orchestrator"
 MOST_BYTES = 1 << 20
 LOCK_EVERY = 0.02  # seconds
 
@@ -51,7 +55,15 @@ class FolderRecords:
         """Say what there is. Raises Unreachable."""
         self._replace(REPORT, report)
 
+    @contextmanager
+    def obeyed(self) -> Iterator[None]:
+        """For as long as this is open, or the process lives, there is somebody who obeys. Raises OSError."""
+        with held(self._folder / ORCHESTRATOR):
+            yield
+
     def _read(self) -> Kept:
+        if left(self._folder / ORCHESTRATOR):
+            raise Gone(f"{self._folder}: whoever obeyed plans there was killed; start it again (fleet up)")
         intent = self.intent()
         return Kept(intent=intent, report=self._file(REPORT, Report), token=intent.revision)
 

@@ -3,7 +3,7 @@
 Rules:
 
 1. A number is written by server-side apply, under the name of whoever it is written for, over the RoleScaler as it was read. The plan's
-   id is an annotation of it. RoleScalers are made by the operator, never here.
+   id, and what was wanted before, are annotations of it. RoleScalers are made by the operator, never here.
 2. Whose a number is, `managedFields` say. Where that is neither the operator, which writes it once, nor the planner, the pool is pinned for a
    planner: `kubectl scale`, an HPA and KEDA are obeyed without being told of planners.
 3. `scaling.mode` has the last word: of a Static role the specification says the number, and of an External one everybody may but a planner.
@@ -27,10 +27,11 @@ from operators import kinds
 from operators.cluster import MANAGER, open_api_server
 from operators.diagnosis import UNPLACED
 from operators.ports import Cluster, ClusterError, Denied, Missing, Stale
-from operators.resources import GROUP, DisaggDeploymentSpec, Role, RoleType, ScalingMode
+from operators.resources.deployment import DisaggDeploymentSpec, Role, RoleType, ScalingMode
+from operators.resources.parts import GROUP
 from operators.views import Custom, Metadata, Named
 
-PLAN = f"{GROUP}/plan"
+PLAN, BEFORE = f"{GROUP}/plan", f"{GROUP}/replicas-before"
 TRIES = 4
 """To write a RoleScaler while its status is written."""
 
@@ -88,9 +89,19 @@ class _Scaler(Named, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> PlanId:
-        """By which the number was written; somebody else's number may stand beside an older plan's id."""
+        """By which the number was written."""
+        return PlanId(self._annotation(PLAN))
+
+    @property
+    def before(self) -> int | None:
+        """What was wanted before that."""
+        number = self._annotation(BEFORE)
+        return int(number) if number.isdecimal() else None
+
+    def _annotation(self, name: str) -> str:
+        """Of a number of ours; somebody else's may stand beside what an older plan has left."""
         ours = any(each in tuple(Writer) for each in self.owners)
-        return PlanId(self.metadata.annotations.get(PLAN, "") if ours else "")
+        return self.metadata.annotations.get(name, "") if ours else ""
 
 
 class _RoleStatus(Struct, frozen=True):
@@ -146,7 +157,7 @@ class KubernetesConnector:
                 "name": scaler.metadata.name,
                 "namespace": scaler.metadata.namespace,
                 "resourceVersion": scaler.metadata.resource_version,
-                "annotations": {PLAN: plan.id},
+                "annotations": {PLAN: plan.id, BEFORE: str(pool.before_a_write(plan.replicas[pool.name]))},
             }
             kind = kinds.ROLE_SCALER
             manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
@@ -201,6 +212,7 @@ class KubernetesConnector:
             ready=_serving(there, status) if there is not None else 0,
             draining=there.draining if there is not None else 0,
             plan=scaler.plan if scaler is not None else PlanId(""),
+            before=scaler.before if scaler is not None else None,
             version=scaler.version if scaler is not None else "",
             pinned=self._pinned(role, scaler),
         )

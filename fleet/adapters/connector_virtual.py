@@ -8,6 +8,7 @@ Rules:
 2. All of a plan is one write, and only over the revision that was read: of two planners, one is told that it comes late.
 3. What the report's revision does not cover has not been taken up. Whether an orchestrator is still there is seen by nothing else, so a
    plan says until when its replicas are waited for; what has not come then is taken back, by another revision.
+   Of somebody who has gone before that nothing is taken back: what is wanted stays, with what was wanted before it.
 4. Pools are those of the report. Where there is no report nobody obeys, and nothing is written.
 """
 
@@ -37,6 +38,9 @@ class PoolIntent(Struct, frozen=True, kw_only=True):
     writer: str
     revision: Revision
     """Of the record, when this was written."""
+
+    before: Replicas | None = None
+    """What was wanted before it; null: it is not known."""
 
 
 class Intent(Struct, frozen=True, kw_only=True):
@@ -121,16 +125,22 @@ class VirtualConnector:
         for _ in range(TRIES):
             kept = await self._records.read()
             left = to_write(plan, seen, self._seen(kept))
-            if not left or await self._write(plan, [each.name for each in left], kept):
+            if not left or await self._write(plan, left, kept):
                 return
         raise Stale(next(iter(plan.replicas)))
 
-    async def _write(self, plan: Plan, pools: Sequence[PoolName], kept: Kept) -> bool:
+    async def _write(self, plan: Plan, pools: Sequence[PoolSeen], kept: Kept) -> bool:
         assert kept.report is not None, "what was seen was seen in it"
         revision = max(kept.intent.revision, kept.report.revision) + 1  # whoever lost the plan has not lost the report
         written = {
-            name: PoolIntent(replicas=plan.replicas[name], plan=plan.id, writer=self._writer, revision=revision)
-            for name in pools
+            each.name: PoolIntent(
+                replicas=plan.replicas[each.name],
+                plan=plan.id,
+                writer=self._writer,
+                revision=revision,
+                before=each.before_a_write(plan.replicas[each.name]),
+            )
+            for each in pools
         }
         settle_by = (self._wall() + timedelta(seconds=plan.within / SECOND)).isoformat(timespec="seconds")
         intent = Intent(revision=revision, settle_by=settle_by, pools=kept.intent.pools | written)
@@ -154,6 +164,7 @@ class VirtualConnector:
                 ready=report.ready,
                 draining=report.draining,
                 plan=intent.plan,
+                before=intent.before,
                 version=str(intent.revision),
             )
         why, message = report.why or Why.UNDER_WAY, report.message

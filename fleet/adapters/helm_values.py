@@ -253,8 +253,10 @@ class ExtraEgress(_Values, frozen=True):
 class Egress(_Values, frozen=True):
     restricted: bool = False
     """Pods of the release reach nothing but what they need, as far as the values say it: names, the API server, each other and the pods of
-    DisaggDeployments, and what `routers.settings` and `etcd` name, by its port. Off, since the chart does not know what else there is in a
-    cluster that pods need, the control plane of a service mesh say: that goes into `extra`."""
+    DisaggDeployments, and what `routers.settings` and `etcd` name, by its port. Off, as charts usually have it: what else pods need is the
+    cluster's own, and what is not allowed just never answers. Before it is set, `extra` has to allow what there is of: the control plane of a
+    service mesh, the hub that routers fetch models from (443), a Redis whose URL is in a Secret, workers and gateways that the values do not
+    name. Pods of DisaggDeployments stay open outwards: they fetch models from wherever those are."""
 
     dns: tuple[Open, ...] = ()
     """Who answers for names, as a NetworkPolicy names peers; empty: whoever listens on the ports for that, 53 and OpenShift's 5353."""
@@ -405,6 +407,11 @@ class Values(_Values, frozen=True):
 
     user: Annotated[int, Meta(ge=0)] = 65532
     """That processes run as; 0: whoever the platform says (OpenShift), never root."""
+
+    restricted_endpoint_slices: bool = False
+    """Whoever writes EndpointSlices, workers with `discovery.source: Kubernetes` and the routers that gateways ask, may also create
+    `endpointslices/restricted`: without that OpenShift may refuse addresses of pods. Off: it is a way to lead traffic past
+    NetworkPolicies where cluster and platform rely on that check."""
 
     crds: Crds = Crds()
     images: ChartImages = ChartImages()

@@ -18,16 +18,18 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from fleet.adapters.clock import unix_seconds
+from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_messages import ClientGone, HeldBodies, KnownHeads
-from fleet.adapters.http_protocol import Connection, Exchange, Serving
+from fleet.adapters.http_protocol import Connection
 from fleet.adapters.listening import bind
 from fleet.adapters.merged_metrics import merged
 from fleet.adapters.openai_answers import EVENT_STREAM, ChatShape, CompletionShape, model_object
 from fleet.adapters.openai_failures import explain, fail, refuse
 from fleet.adapters.openai_requests import Asked, read_chat, read_completion
 from fleet.adapters.openapi import document
-from fleet.adapters.relay import EMBEDDINGS, Relay
-from fleet.adapters.relay import PATHS as RELAYED_PATHS
+from fleet.adapters.relay import Relay
+from fleet.adapters.relay_requests import EMBEDDINGS
+from fleet.adapters.relay_requests import PATHS as RELAYED_PATHS
 from fleet.adapters.status import renamed
 from fleet.clock import Clock, Nanos
 from fleet.errors import Reason, Refused, internal_error, shutting_down

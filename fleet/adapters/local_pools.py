@@ -7,13 +7,11 @@ Rules:
    and end.
 3. Workers that drain hold their devices. What finds no room beside them waits until they are gone.
 4. One that does not start is started again as long as it is wanted; the rest of the cluster goes on.
+5. What is wanted is worked towards whether or not whoever wrote it still waits.
 """
 
 import asyncio
-import os
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -23,6 +21,7 @@ from fleet.adapters.connector_folder import REPORT, FolderRecords
 from fleet.adapters.connector_virtual import Intent, PoolReport, Report
 from fleet.adapters.grpc_options import SEPARATE_CHANNEL_OPTIONS
 from fleet.adapters.local_processes import Endpoints, LocalProcesses
+from fleet.adapters.local_runs import PLANS
 from fleet.adapters.local_topology import LocalPool, Plan, worker_process
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.config import Topology
@@ -33,9 +32,6 @@ from fleet.planner.messages import PoolName, Why
 from fleet.planner.ports import Unreachable
 from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
-
-FOLDER = "plans"
-"""In the runtime folder."""
 
 LOOK_EVERY = 0.2  # seconds
 DRAIN = Nanos(300 * SECOND)  # as on Kubernetes, where a role's `drain.timeoutSeconds` says it
@@ -66,7 +62,7 @@ class LocalPools:
         self._processes = processes
         self._say = say
         self._runtime = folder
-        self.folder = folder / FOLDER
+        self.folder = folder / PLANS
         """Where plans are read."""
 
         self.folder.mkdir()
@@ -78,15 +74,16 @@ class LocalPools:
     async def follow(self) -> None:
         """Until it is cancelled. What cannot be read, or be done now, is said once, and tried again."""
         trouble = ""
-        while True:
-            try:
-                self.step()
-                trouble = ""
-            except (Unreachable, OSError) as error:  # a full disk, say
-                if str(error) != trouble:
-                    trouble = str(error)
-                    self._say(trouble)
-            await asyncio.sleep(LOOK_EVERY)
+        with self._records.obeyed():
+            while True:
+                try:
+                    self.step()
+                    trouble = ""
+                except (Unreachable, OSError) as error:  # a full disk, say
+                    if str(error) != trouble:
+                        trouble = str(error)
+                        self._say(trouble)
+                await asyncio.sleep(LOOK_EVERY)
 
     def step(self) -> None:
         """Look at the plan once, do what can be done now, and say what there is.
@@ -194,17 +191,6 @@ class _Workers:
 
 def _number(name: WorkerId) -> int:
     return int(name.rpartition("-")[2])
-
-
-def local_plans() -> list[Path]:
-    """Where the clusters that run on this machine, and are ours, read plans."""
-    parents = {Path(tempfile.gettempdir()), Path("/tmp")}  # noqa: S108 - as `runtime_folder` does
-    found = set()
-    for report in (each for parent in parents for each in parent.glob(f"fleet-*/{FOLDER}/{REPORT}")):
-        with suppress(FileNotFoundError):  # it has just ended
-            if report.stat().st_uid == os.getuid():
-                found.add(report.parent)
-    return sorted(found)
 
 
 async def drain(endpoints: Endpoints, within: Nanos) -> bool:

@@ -5,7 +5,8 @@ Rules:
 1. Every child leads a session and process group of its own, so that Ctrl-C in a terminal reaches the supervisor alone, and
    so that whatever a child has started can be ended with it. A child counts as gone when its whole group is.
 2. Nothing outlives the supervisor, however it ends: the kernel kills the children (`process_group.die_with_parent`), and a
-   guardian process ends what they had started and removes the runtime folder.
+   guardian process ends what they had started and removes the runtime folder. Where both are killed, the next run does
+   (`fleet.adapters.local_runs`).
 3. Everything a child makes lies in the runtime folder: its settings, its socket, its temporary files, and its log, unless
    somebody wants to keep the logs.
 4. A child is ready when it has written one line of JSON, its endpoints, to the file descriptor that it was given.
@@ -13,19 +14,17 @@ Rules:
 
 import asyncio
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
 
 import msgspec
 from msgspec import Struct
 
+from fleet.adapters.local_runs import TEMPORARY, note_group
 from fleet.adapters.process_group import end_group, ending
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.control.supervision import (
@@ -57,7 +56,6 @@ from fleet.errors import ConfigurationRefused
 LOG_TAIL_LINES = 20
 FIRST_PROGRESS = 5.0  # seconds until the first line while children load; the pauses double
 PROGRESS_EVERY = 40.0  # seconds between two lines, at most
-LONGEST_PARENT = 40  # characters of the runtime folder's parent, so that sockets stay below the 107 that Unix allows
 SPAWN_FAILED = 127  # exit status of a child that could not be started, as shells have it
 
 Endpoints = Mapping[str, str]
@@ -76,18 +74,6 @@ class LocalProcess(Struct, frozen=True, kw_only=True):
 
 class ClusterFailed(Exception):
     """The cluster ended although nobody had asked it to; the message is for a person, the log's tail has been shown."""
-
-
-@contextmanager
-def runtime_folder() -> Iterator[Path]:
-    """A private folder with a short path, removed at the end."""
-    parent = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))  # noqa: S108 - mkdtemp makes it private
-    (folder / "tmp").mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class LocalProcesses:
@@ -117,7 +103,7 @@ class LocalProcesses:
         self._processes = {process.child.name: process for process in processes}
         self._folder = folder
         self._logs = logs
-        self._environment = {**environment, "TMPDIR": str(folder / "tmp")}
+        self._environment = {**environment, "TMPDIR": str(folder / TEMPORARY)}
         self._clock = clock
         self._say = say
         self._drain = drain
@@ -340,6 +326,7 @@ class LocalProcesses:
         assert self._guardian is not None
         assert self._guardian.stdin is not None
         self._guardian.stdin.write(f"{change}{group}\n".encode())
+        note_group(self._folder, change, group)
 
     async def _show_progress(self) -> None:
         started = self._clock.now()

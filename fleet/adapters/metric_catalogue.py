@@ -55,7 +55,7 @@ def of_router() -> Mapping[str, Described]:
     metrics = Metrics(CollectorRegistry())
     metrics.ended(Finish.STOP, (), None, 0.0)
     parts = (
-        RouterMetrics(lambda: IDLE_ROUTER, tasks=lambda: 0, refused=dict),
+        RouterMetrics(lambda: IDLE_ROUTER, tasks=lambda: 0, refused=dict, directory=bool),
         TenantMetrics(lambda: {"one": Usage()}),
         RelayMetrics(tuple),
         LiveExpectations(lambda _: None),

@@ -4,8 +4,8 @@ from http import HTTPStatus
 
 import msgspec
 
+from fleet.adapters.http_exchange import Exchange
 from fleet.adapters.http_messages import Malformed
-from fleet.adapters.http_protocol import Exchange
 from fleet.adapters.openai_answers import EVENT_STREAM, error_object, event
 from fleet.adapters.status import APPEARANCES
 from fleet.errors import Reason, Refused

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from fleet.adapters.openai_requests import ALREADY_SO, ChatBody, CompletionBody
+from fleet.adapters.openai_bodies import ALREADY_SO, ChatBody, CompletionBody
 
 ERROR = {
     "type": "object",

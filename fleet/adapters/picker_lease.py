@@ -37,7 +37,7 @@ WRITTEN_ANEW = Nanos(60 * SECOND)  # an EndpointSlice that somebody has removed 
 
 
 class Candidate:
-    """One picker. Implements `fleet.adapters.endpoint_picker.Standing`."""
+    """One picker. Implements `fleet.adapters.picker_endpoints.Standing`."""
 
     def __init__(self, settings: PickerLease, namespace: str, cluster: Cluster, clock: Clock, wall: Wall) -> None:
         """Nothing is read yet.

@@ -33,9 +33,9 @@ def ending(group: int) -> Iterator[float]:
         Seconds to wait before the next look, so that each caller can wait in its own way.
     """
     looks = 0
-    while members := _members(group):
+    while there := members(group):
         late = looks * POLL > TRACKERS_WITHIN
-        for pid in members:
+        for pid in there:
             if late or not _is_tracker(pid):
                 _kill(pid)
         looks += 1
@@ -60,7 +60,7 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _members(group: int) -> list[int]:
+def members(group: int) -> list[int]:
     """Living processes of a group; zombies are dead, whoever forgets to reap them."""
     found = []
     for entry in Path("/proc").iterdir():

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Raw, Struct, structs
 
-from fleet.adapters.openai_requests import ContentPart, MessageBody
+from fleet.adapters.openai_bodies import ContentPart, MessageBody
 from fleet.clock import MILLISECOND, Clock, Nanos
 from fleet.errors import Refused
 from fleet.ids import ModelName

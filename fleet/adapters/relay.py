@@ -17,74 +17,40 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum, auto
-from functools import lru_cache, partial
+from functools import partial
 from typing import Protocol
 
-import msgspec
-from msgspec import Raw, Struct, structs
+from msgspec import structs
 
-from fleet.adapters.http_messages import ClientGone, HttpHead
-from fleet.adapters.http_protocol import Exchange, Serving
+from fleet.adapters.http_exchange import Exchange, Serving
+from fleet.adapters.http_messages import ClientGone
+from fleet.adapters.openai_bodies import NAMES
 from fleet.adapters.openai_failures import fail
-from fleet.adapters.openai_requests import NAMES, FleetOptions, decode_body
 from fleet.adapters.prompt_keys import PromptReader, Read
 from fleet.adapters.relay_metrics import RelayMetrics
+from fleet.adapters.relay_requests import (
+    EMBEDDINGS,
+    LONGEST_ANSWER,
+    AnyBody,
+    TextBody,
+    passed_on,
+    prompt_bytes,
+    read_body,
+    read_prompt,
+    sampling,
+    with_options,
+)
 from fleet.adapters.status import renamed
-from fleet.clock import MILLISECOND, Clock, Nanos
+from fleet.clock import Clock, Nanos
 from fleet.errors import Reason, Refused, internal_error
-from fleet.ids import ModelName, RequestId, WorkerId
-from fleet.requests import TOKEN_BYTES, Sampling
+from fleet.ids import ModelName, RequestId
+from fleet.requests import TOKEN_BYTES
 from fleet.router.messages import Arrived, Complete, Emit
 from fleet.router.server import Listener
 from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
-from fleet.validation import check_hints
 
 log = logging.getLogger(__name__)
-
-
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-EMBEDDINGS = "/v1/embeddings"
-PATHS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS})
-
-LONGEST_ANSWER = 2**30  # tokens, for placement; a client may write any number, of as many digits as it likes
-
-# What concerns one connection only (RFC 9110, 7.6.1), or is said anew to the next one.
-_NOT_PASSED_ON = frozenset(
-    b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
-    b"content-length accept-encoding authorization".split()
-)
-
-
-class Asking(Struct, kw_only=True):
-    """What is looked at of any body."""
-
-    model: str | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    cache_salt: Raw = Raw()
-    fleet: FleetOptions | None = None
-
-
-class TextBody(Asking, kw_only=True):
-    """A completion of one text: most of them, parsed in one go."""
-
-    prompt: str
-
-
-class AnyBody(Asking, kw_only=True):
-    """Whatever else it may be. `Raw` is not parsed."""
-
-    prompt: Raw = Raw()
-    messages: Raw = Raw()
-    input: Raw = Raw()
-    tools: Raw = Raw()
-
-
-_TEXT = msgspec.json.Decoder(TextBody)
-_ANY = msgspec.json.Decoder(AnyBody)
-_SALT = msgspec.json.Decoder(str)
 
 
 class Router(Protocol):
@@ -274,12 +240,12 @@ class Relay:
         await self._quiet.wait()
 
     def serve(self, exchange: Exchange) -> Serving | None:
-        """Begin to serve a request for one of `PATHS`; None if it is for a model that others serve."""
+        """Begin to serve a request for one of `fleet.adapters.relay_requests.PATHS`; None if it is for a model that others serve."""
         began_at = self._clock.now()
         request = exchange.request
         path = request.head.path
         try:
-            body = _decode(request.body, path)
+            body = read_body(request.body, path)
             tenant = "" if body.fleet is None else body.fleet.tenant
             if self.takes_keys:
                 tenant = self._tenants.tenant(request.headers.get(b"authorization", b"").decode("latin-1"), tenant)
@@ -297,10 +263,14 @@ class Relay:
         if self._active == 1:
             self._quiet.clear()
         try:
-            if path != EMBEDDINGS and len(request.body) > reader.inline_bytes and _size(body) > reader.inline_bytes:
+            if (
+                path != EMBEDDINGS
+                and len(request.body) > reader.inline_bytes
+                and prompt_bytes(body) > reader.inline_bytes
+            ):
                 self._read_elsewhere(relayed, body, reader)
             else:
-                self._submit(relayed, body, _read(body, reader, path))
+                self._submit(relayed, body, read_prompt(body, reader, path))
         except Refused as refused:
             relayed.refuse(refused)
         except Exception:  # supervisor: a bug in one request does not leave its client waiting
@@ -313,7 +283,7 @@ class Relay:
         """What the router has to know of a request that somebody else sends to its server; None: it is for a model that others serve.
 
         Args:
-            path: One of `PATHS`.
+            path: One of `fleet.adapters.relay_requests.PATHS`.
             content: Its body.
             request_id: What the router calls it.
             authorization: What the client sent to prove its tenant.
@@ -321,16 +291,16 @@ class Relay:
         Raises:
             Refused: It is not to be placed.
         """
-        body = _decode(content, path)
+        body = read_body(content, path)
         tenant = "" if body.fleet is None else body.fleet.tenant
         if self.takes_keys:
             tenant = self._tenants.tenant(authorization, tenant)
         if (reader := self._reader(body, path)) is None:
             return None
-        if path != EMBEDDINGS and len(content) > reader.inline_bytes and _size(body) > reader.inline_bytes:
-            read = await self._threads.run(partial(_read, body, reader, path), _size(body))
+        if path != EMBEDDINGS and len(content) > reader.inline_bytes and prompt_bytes(body) > reader.inline_bytes:
+            read = await self._threads.run(partial(read_prompt, body, reader, path), prompt_bytes(body))
         else:
-            read = _read(body, reader, path)
+            read = read_prompt(body, reader, path)
         arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
         return structs.replace(arrived, second_hand=True)
 
@@ -396,11 +366,11 @@ class Relay:
             adapter=read.adapter,
             tokens=read.tokens,
             tenant=tenant,
-            sampling=_sampling(min(body.max_completion_tokens or body.max_tokens or 1, LONGEST_ANSWER)),
+            sampling=sampling(min(body.max_completion_tokens or body.max_tokens or 1, LONGEST_ANSWER)),
             keys=read.keys,
             only_end=True,
         )
-        return arrived if body.fleet is None else _with_options(arrived, body.fleet, began_at)
+        return arrived if body.fleet is None else with_options(arrived, body.fleet, began_at)
 
     def _read_elsewhere(self, relayed: Relayed, body: TextBody | AnyBody, reader: PromptReader) -> None:
         def have_read(future: asyncio.Future[Read]) -> None:
@@ -417,7 +387,7 @@ class Relay:
                 log.exception("prompt not read", extra={"request": relayed.request_id})
                 relayed.refuse(internal_error())
 
-        reading = self._threads.run(partial(_read, body, reader, relayed.path), _size(body))
+        reading = self._threads.run(partial(read_prompt, body, reader, relayed.path), prompt_bytes(body))
         reading.add_done_callback(have_read)
 
 
@@ -429,77 +399,3 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-
-
-def _decode(content: bytes, path: str) -> TextBody | AnyBody:
-    """A body, as far as it is looked at.
-
-    Raises:
-        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
-    """
-    if path == COMPLETIONS:
-        try:
-            return _TEXT.decode(content)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # of another kind, or wrong: below is said how
-    return decode_body(_ANY, content)
-
-
-def _size(body: TextBody | AnyBody) -> int:
-    """About how long the prompt is, in bytes."""
-    if isinstance(body, TextBody):
-        return len(body.prompt)
-    return max(len(memoryview(body.prompt)), len(memoryview(body.messages)))
-
-
-def _read(body: TextBody | AnyBody, reader: PromptReader, path: str) -> Read:
-    if isinstance(body, TextBody):
-        read = reader.read_text(body.prompt)
-    elif path == EMBEDDINGS:
-        read = reader.uncached(body.input)
-    else:
-        read = reader.read(body.prompt, body.messages, body.tools)
-    return reader.salted(read, _told(body.cache_salt)) if body.cache_salt else read
-
-
-def _told(salt: Raw) -> str:
-    """A salt as engines tell it; of one that is no text, the server will say what is wrong with it."""
-    try:
-        return _SALT.decode(salt)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return bytes(salt).decode("latin-1")
-
-
-def _with_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Arrived:
-    """A request with what the object ``fleet`` says of it.
-
-    Raises:
-        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
-    """
-    try:
-        check_hints(options)
-    except Refused as refused:
-        raise renamed(refused, NAMES) from refused
-    return structs.replace(
-        arrived,
-        priority=options.priority,
-        deadline=Nanos(began_at + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
-        session=options.session,
-        expected_tokens=options.expected_tokens,
-        pin=WorkerId(options.pin) if options.pin else None,
-        labels=options.labels,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _sampling(max_tokens: int) -> Sampling:
-    """Of an answer that no other server can go on with, because its tokens are not known: as with a seed."""
-    return Sampling(max_tokens=max(1, max_tokens), seed=0)
-
-
-def passed_on(head: HttpHead) -> bytes:
-    """The header lines of a request that go on to a server; noted in the head."""
-    dropped = _NOT_PASSED_ON.union(name.strip() for name in head.headers.get(b"connection", b"").lower().split(b","))
-    lines = [name + b": " + value + b"\r\n" for name, value in head.headers.items() if name not in dropped]
-    head.passed_on = b"".join(lines)
-    return head.passed_on

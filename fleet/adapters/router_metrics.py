@@ -44,6 +44,7 @@ class RouterMetrics:
         *,
         tasks: Callable[[], int] | None = None,
         refused: Callable[[], Mapping[str, float]] | None = None,
+        directory: Callable[[], bool | None] = lambda: None,
     ) -> None:
         """Metrics of one router.
 
@@ -51,10 +52,12 @@ class RouterMetrics:
             read: Its state at the instant.
             tasks: How many its event loop has; None: that is not told.
             refused: Workers that are not used, by what they make of the golden prompts; None: that is not told.
+            directory: Whether the directory of workers answers; None: there is none, or it was not asked yet.
         """
         self._read = read
         self._tasks = tasks
         self._refused = refused
+        self._directory = directory
 
     def collect(self) -> Iterator[Metric]:
         snapshot = self._read()
@@ -65,6 +68,12 @@ class RouterMetrics:
         yield GaugeMetricFamily("fleet_queued_requests", "Requests that wait for room on a worker", snapshot.queued)
         if self._tasks is not None:
             yield GaugeMetricFamily("fleet_tasks", "Tasks of the router's event loop", self._tasks())
+        if (reachable := self._directory()) is not None:
+            yield GaugeMetricFamily(
+                "fleet_directory_reachable",
+                "Whether the directory of workers (etcd, Kubernetes, a file) answers; while it does not, known workers stay until their leases end",
+                float(reachable),
+            )
         yield GaugeMetricFamily("fleet_index_blocks", "Distinct blocks that the index knows", snapshot.index_blocks)
         yield CounterMetricFamily(
             "fleet_index_overflowed_blocks", "Blocks not noted because their holder was full", snapshot.index_overflowed

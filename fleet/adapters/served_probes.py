@@ -5,11 +5,17 @@ Rules:
 1. An answer counts when it is a completion of the model by the worker that was asked for, and of a pair when a prefill worker computed the prompt.
 2. Every prompt begins with other words than all before, so that no cache has it, and is long enough to fill a block of most engines.
 3. Of what went wrong the status is told, and the text of a refusal of ours; what else somebody answers may hold anything. No key is told.
+4. A Service leads where anybody who may write Services or EndpointSlices has it lead: nothing that has a key goes there. What is asked for through
+   it has none; where that is answered with 401, the same goes with the key to the address of a router's pod, which only its node can write.
+5. A probe has no right of way: priority counts among requests of one tenant, and one with a key of its own is let in before tenants that
+   have more waiting anyway (`fleet.router.waiting`, rule 4). It says how long it can wait, so that a router without room refuses it at once.
 """
 
+import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from math import ceil
 
 import aiohttp
 import msgspec
@@ -18,8 +24,14 @@ from msgspec import Struct
 from fleet.errors import Reason
 from fleet.requests import Source
 from fleet.roles import Phase
-from operators.children import HTTP
+from operators.children.names import HTTP, host_of
 from operators.probing import Answer, Failure, Probe
+
+BUSY = frozenset({Reason.QUEUE_FULL, Reason.RATE_LIMITED})
+"""Of an admission that lets in no more, and not of something that fails."""
+
+PATIENCE = 0.9
+"""Of the deadline: what a router says at its end still comes in time."""
 
 LONGEST_ANSWER = 64 << 10
 MOST_CHARACTERS = 200
@@ -71,12 +83,14 @@ class _Refusal(Struct, frozen=True):
     error: _Error
 
 
-def door_address(namespace: str, service: str) -> str:
-    """As pods of any namespace dial it.
+def router_address(host: str) -> str:
+    """Of a pod, by its IP address."""
+    return f"[{host}]:{HTTP}" if ":" in host else f"{host}:{HTTP}"
 
-    Without `svc`, one that is not there is looked for on the internet, where the namespace is called like a domain: `llama-router.dev`.
-    """
-    return f"{service}.{namespace}.svc:{HTTP}"
+
+def service_address(namespace: str, service: str) -> str:
+    """As pods of any namespace dial it."""
+    return f"{host_of(service, namespace)}:{HTTP}"
 
 
 class ServedProbes:
@@ -86,43 +100,53 @@ class ServedProbes:
         self,
         keys: Mapping[str, str],
         deadline_seconds: float,
-        address: Callable[[str, str], str] = door_address,
+        service: Callable[[str, str], str] = service_address,
+        router: Callable[[str], str] = router_address,
     ) -> None:
-        """`keys` are API keys, by `namespace/name` of deployments; `address` says where a Service of a namespace is dialled."""
+        """`keys` are API keys, by `namespace/name` of deployments; the others say where a Service of a namespace, and a pod's IP address, are dialled."""
         self._keys = keys
         self._deadline_seconds = deadline_seconds
-        self._address = address
+        self._service = service
+        self._router = router
 
     async def ask(self, probe: Probe) -> Answer | Failure:
+        """See `operators.ports`."""
         key = self._keys.get(f"{probe.namespace}/{probe.deployment}", "")
-        url = f"http://{self._address(probe.namespace, probe.service)}/v1/completions"
-        # A connection of its own: through the Service, as it is now.
-        timeout = aiohttp.ClientTimeout(total=self._deadline_seconds)
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.post(
-                    url,
-                    data=msgspec.json.encode(_request(probe)),
-                    headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
-                    allow_redirects=False,
-                ) as response,
-            ):
-                content = await _read(response)
-                status = response.status
+            async with asyncio.timeout(self._deadline_seconds):
+                found = await self._sent(probe, self._service(probe.namespace, probe.service), "")
+                if not (isinstance(found, Failure) and found.wants_key and key):
+                    return found
+                if not probe.door:
+                    return Failure(0, "its routers want an API key, and none of them has an address")
+                return await self._sent(probe, self._router(probe.door), key)
         except TimeoutError:
             return Failure(0, f"no answer within {self._deadline_seconds:g} s")
+
+    async def _sent(self, probe: Probe, address: str, key: str) -> Answer | Failure:
+        """One request, on a connection of its own: to whatever is there now. Its deadline is the caller's."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        content = msgspec.json.encode(_request(probe, self._deadline_seconds))
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+                session.post(
+                    f"http://{address}/v1/completions", data=content, headers=headers, allow_redirects=False
+                ) as response,
+            ):
+                answered = await _read(response)
+                status = response.status
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return Failure(0, f"no answer: {type(error).__name__}")
         if status == HTTPStatus.OK:
-            return _answer(probe, content)
+            return _answer(probe, answered)
         if status == HTTPStatus.UNAUTHORIZED:
             text = "its routers do not take the key" if key else "its routers want an API key"
             return Failure(status, text, wants_key=True)
-        return Failure(status, _refusal(content, key))
+        return _refusal(status, answered, key)
 
 
-def _request(probe: Probe) -> dict[str, object]:
+def _request(probe: Probe, seconds: float) -> dict[str, object]:
     """The first token of a pair comes from the prefill worker: for the other one to take part it has to be two."""
     placement = {"placement": "disaggregated"} if probe.pair else {}
     return {
@@ -131,7 +155,7 @@ def _request(probe: Probe) -> dict[str, object]:
         "max_tokens": 2 if probe.pair else 1,
         "ignore_eos": True,
         "temperature": 0,
-        "fleet": {"pin": probe.worker} | placement,
+        "fleet": {"pin": probe.worker, "timeout_ms": ceil(seconds * PATIENCE * 1000)} | placement,
     }
 
 
@@ -163,13 +187,15 @@ def _answer(probe: Probe, content: bytes) -> Answer | Failure:
     return Answer(handed=True if taken else False if last.prompt_blocks > 1 else None)
 
 
-def _refusal(content: bytes, key: str) -> str:
+def _refusal(status: int, content: bytes, key: str) -> Failure:
     try:
         error = msgspec.json.decode(content, type=_Refusal).error
     except NO_SUCH_JSON:
-        return "not in words of a router"
+        return Failure(status, "not in words of a router")
+    if status == HTTPStatus.TOO_MANY_REQUESTS and error.code in BUSY:
+        return Failure(status, error.code, busy=True)  # how long one would wait is otherwise each time
     # What is not printable may make terminals do things.
     text = " ".join("".join(each if each.isprintable() else " " for each in error.message).split())
     if key:
         text = text.replace(key, "(key)")
-    return f"{error.code}: {text[:MOST_CHARACTERS]}"
+    return Failure(status, f"{error.code}: {text[:MOST_CHARACTERS]}")

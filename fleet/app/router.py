@@ -21,7 +21,7 @@ from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from fleet.adapters.endpoint_picker import EndpointPicker, Standing
+    from fleet.adapters.endpoint_picker import EndpointPicker
     from fleet.adapters.expected_workers import LiveExpectations
     from fleet.adapters.flight_recorder import FlightRecorder
     from fleet.adapters.grpc_frontend import GrpcFrontend
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fleet.adapters.http_frontend import HttpFrontend
     from fleet.adapters.kserve_frontend import KserveFrontend
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers
+    from fleet.adapters.picker_endpoints import Standing
     from fleet.adapters.redis_tenants import RedisTenants
     from fleet.adapters.relay import Relay
     from fleet.adapters.replicas import Replicas
@@ -180,7 +181,12 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
         metrics.registry.register(expectations)
     router = RouterServer(machine, selecting, clock)
     metrics.registry.register(
-        RouterMetrics(router.status, tasks=lambda: len(asyncio.all_tasks()), refused=golden.refused)
+        RouterMetrics(
+            router.status,
+            tasks=lambda: len(asyncio.all_tasks()),
+            refused=golden.refused,
+            directory=lambda: members.directory_reachable,
+        )
     )
     generation = Generation(
         router,
@@ -361,11 +367,8 @@ async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> Asy
     if settings.endpoint_picker is None:
         yield None
         return
-    from fleet.adapters.endpoint_picker import (  # noqa: PLC0415 - most routers have none
-        EndpointPicker,
-        RoutersPrompts,
-        open_endpoint_picker,
-    )
+    from fleet.adapters.endpoint_picker import EndpointPicker, open_endpoint_picker  # noqa: PLC0415 - most routers have none
+    from fleet.adapters.picker_prompts import RoutersPrompts  # noqa: PLC0415 - likewise
 
     prompts = RoutersPrompts(parts.generation, parts.relay, parts.tenants, parts.clock)
     async with _standing(settings.endpoint_picker, parts.clock) as standing:

@@ -13,7 +13,8 @@ from msgspec import Struct, structs
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.hub import with_fetched
 from fleet.adapters.local_pools import LocalPools, drain
-from fleet.adapters.local_processes import ClusterFailed, LocalProcesses, runtime_folder
+from fleet.adapters.local_processes import ClusterFailed, LocalProcesses
+from fleet.adapters.local_runs import local_runs, runtime_folder
 from fleet.adapters.local_topology import Plan, plan
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.client import AsyncClient, FleetError
@@ -99,6 +100,7 @@ async def with_cluster(
     folder = model_folder(topology.cluster, tiny, surroundings.relative_to)
     adapters = adapter_folders(topology.cluster, surroundings.relative_to)
     topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))
+    _clear_up_after_the_killed()
     with runtime_folder() as runtime:
         planned = plan(topology, folder=runtime, model_dir=folder, model=served_name(topology.cluster, folder))
         processes = LocalProcesses(
@@ -117,6 +119,14 @@ async def with_cluster(
             await body(Cluster(planned, processes.pids, pools))
 
         return await hold(processes, when_ready)
+
+
+def _clear_up_after_the_killed() -> None:
+    """Before ports and memory are asked for that they may hold."""
+    for run in local_runs():
+        if run.killed:
+            ended = run.clear()
+            say(f"cleared up after a cluster that was killed: {run.folder}" + (f", {ended} processes" if ended else ""))
 
 
 async def hold(processes: LocalProcesses, when_ready: Callable[[], Awaitable[None]]) -> bool:

@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,22 +53,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    findings = examine(PROBES)
     if arguments.json:
-        print(msgspec.json.encode(findings).decode())
+        print(msgspec.json.encode(list(examine(PROBES))).decode())
         return 0
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"{'yes' if finding.usable else 'no ':3}  {finding.name:{width}}  {finding.detail}")
+    width = max(len(name) for name, _ in PROBES)
+    for finding in examine(PROBES):
+        print(f"{'yes' if finding.usable else 'no ':3}  {finding.name:{width}}  {finding.detail}", flush=True)
         if finding.fix:
-            print(f"{'':{width + 7}}-> {finding.fix}")
+            print(f"{'':{width + 7}}-> {finding.fix}", flush=True)
     return 0
 
 
-def examine(probes: Sequence[tuple[str, Probe]]) -> list[Finding]:
-    """All findings, in the order of the probes."""
+def examine(probes: Sequence[tuple[str, Probe]]) -> Iterator[Finding]:
+    """All findings, in the order of the probes, each as soon as it is known: some take many seconds."""
     with ThreadPoolExecutor(max_workers=len(probes), thread_name_prefix="probe") as threads:
-        return list(threads.map(lambda named: _examine(*named), probes))
+        yield from threads.map(lambda named: _examine(*named), probes)
 
 
 def _examine(name: str, probe: Probe) -> Finding:

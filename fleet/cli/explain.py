@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from fleet.cli.address import add_address, said
 from fleet.cli.exits import DONE, FAILED
-from fleet.cli.status import add_address
 from fleet.client import CandidateCost, Client, FleetError, PlacementExplained
 
 
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         with Client(arguments.address) as client:
             placements = client.explain(arguments.request)
     except FleetError as error:
-        print(f"fleet: {arguments.address}: {error.message}", file=sys.stderr)
+        print(f"fleet: {said(error, arguments.address)}", file=sys.stderr)
         return FAILED
     if arguments.json:
         print(msgspec.json.encode({"request_id": arguments.request, "placements": placements}).decode())

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from fleet.cli.address import add_address, said
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.seconds import seconds
-from fleet.cli.status import add_address
-from fleet.client import Client, FleetError, KvPath, Placement, Result
+from fleet.client import Client, DeadlineExceeded, FleetError, KvPath, Placement, Result
 from fleet.errors import ConfigurationRefused
 
 DEFAULT_TOKENS = 128
@@ -29,8 +29,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help=f"default: {DEFAULT_TOKENS}"
     )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, which is greedy")
-    parser.add_argument("--placement", type=Placement, choices=tuple(Placement), default=Placement.AUTO)
-    parser.add_argument("--kv-path", type=KvPath, choices=tuple(KvPath), help="the way of the blocks, if disaggregated")
+    parser.add_argument(
+        "--placement", choices=[str(each) for each in Placement], default=str(Placement.AUTO), help="default: auto"
+    )
+    parser.add_argument(
+        "--kv-path", choices=[str(each) for each in KvPath], help="the way of the blocks, if disaggregated"
+    )
     parser.add_argument("--timeout", type=seconds, metavar="SECONDS", help="for the whole answer")
     parser.add_argument(
         "--chat", action="store_true", help="send the text as a user's message, through the chat template"
@@ -41,8 +45,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    text = _standard_input() if arguments.prompt == "-" else arguments.prompt
     key = _key(arguments.api_key_file) if arguments.api_key_file else arguments.api_key
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigurationRefused("--api-key: has characters that no key has: one line of ASCII is expected")
     try:
         with (
             Client(arguments.address, api_key=key) as client,
@@ -51,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
                 model=arguments.model,
                 max_tokens=arguments.max_tokens,
                 temperature=arguments.temperature,
-                placement=arguments.placement,
-                kv_path=arguments.kv_path,
+                placement=Placement(arguments.placement),
+                kv_path=KvPath(arguments.kv_path) if arguments.kv_path else None,
                 timeout_seconds=arguments.timeout,
             ) as stream,
         ):
@@ -61,7 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
                     print(delta.text, end="", flush=True)
             result = stream.result
     except FleetError as error:
-        print(f"fleet: {error.message}", file=sys.stderr)
+        cause = said(error, arguments.address)
+        if isinstance(error, DeadlineExceeded) and error.reason is None and arguments.timeout is not None:
+            cause = f"the answer was not complete within {arguments.timeout:g} s (--timeout)"
+        print(f"fleet: {cause}", file=sys.stderr)
         return FAILED
     if arguments.json:
         print(msgspec.json.encode(result).decode())
@@ -70,6 +79,19 @@ def run(arguments: argparse.Namespace) -> int:
     for line in summary(result):
         print(line, file=sys.stderr)
     return DONE
+
+
+def _standard_input() -> str:
+    """Raises ConfigurationRefused: It is closed, or no text."""
+    if sys.stdin is None:
+        raise ConfigurationRefused("standard input is closed; give the prompt as an argument, or a file with <")
+    try:
+        text = sys.stdin.read()
+        text.encode()  # in some locales what is no text is read nevertheless
+    except (OSError, UnicodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "is no text (UTF-8)"
+        raise ConfigurationRefused(f"standard input: {cause}") from error
+    return text
 
 
 def _key(path: str) -> str:

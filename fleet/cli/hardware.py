@@ -33,7 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="predict the measurements in this aiconfigurator-core wheel anew, instead of printing the recorded figures",
     )
     estimate = _command(commands, "estimate", "estimate memory, latency and cost of a model on GPUs")
-    estimate.add_argument("model", type=Path, help="a Hugging Face folder, or its config.json")
+    estimate.add_argument(
+        "model", type=Path, help="a Hugging Face folder, its config.json, or a repository that is known by name"
+    )
     estimate.add_argument("--gpu", required=True, metavar="NAME", help="as `fleet hardware list` has them")
     estimate.add_argument("--backend", default="vllm", help="vllm, sglang or trtllm (default: vllm)")
     estimate.add_argument("--weights", choices=NUMBERS, help="how weights are stored (default: as the config says)")
@@ -159,7 +161,6 @@ def _flat(row: "AccuracyRow") -> dict[str, Any]:
 
 
 def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
-    from fleet.adapters.model_configs import read_model_config  # noqa: PLC0415
     from fleet.hardware.closed_loop import closed_loop  # noqa: PLC0415
     from fleet.hardware.coefficients import estimate  # noqa: PLC0415
     from fleet.hardware.gpus import GIB, gpu  # noqa: PLC0415
@@ -168,7 +169,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
     from fleet.hardware.prediction import BUDGET_TOKENS  # noqa: PLC0415
 
     device = gpu(arguments.gpu, "--gpu")
-    model = _stored(read_model_config(arguments.model), arguments.weights, arguments.kv)
+    model = _stored(_model(arguments.model), arguments.weights, arguments.kv)
     way = Parallelism(tp=arguments.tp, pp=arguments.pp, dp=arguments.dp, ep=arguments.ep)
     placement = place(model, device, way)
     estimated = estimate(placement, arguments.backend)
@@ -228,6 +229,15 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
         f"rests on {rests}; ± is the median error of such estimates",
     ]
     return answer, lines
+
+
+def _model(named: Path) -> "Model":
+    """What is there, or else what is known by that name."""
+    from fleet.adapters.model_configs import read_model_config  # noqa: PLC0415
+    from fleet.hardware.known import by_repository  # noqa: PLC0415
+
+    known = None if named.exists() else by_repository(str(named))
+    return read_model_config(named) if known is None else known.model
 
 
 def _stored(model: "Model", weights: str | None, kv: str | None) -> "Model":

@@ -11,13 +11,18 @@ import yaml
 
 from fleet.cli.exits import DONE, FAILED
 from fleet.errors import ConfigurationRefused, why_and_where
-from operators.children import Deployment, Images, revision, shared, workers
+from operators.children.names import Deployment
+from operators.children.pods import Images
+from operators.children.shared import shared
+from operators.children.workloads import revision, workers
 from operators.consistency import contradictions
 from operators.crds import KINDS, definition
 from operators.imports.importing import imported
 from operators.proposals import Infeasible, answer
 from operators.requested import proposed
-from operators.resources import GROUP, VERSION, DisaggDeploymentSpec, ServingRequestSpec
+from operators.resources.deployment import DisaggDeploymentSpec
+from operators.resources.parts import GROUP, VERSION
+from operators.resources.request import ServingRequestSpec
 
 IMAGES = Images(
     router="fleet-router:0.1.0",
@@ -32,7 +37,7 @@ MOST_VALUES = 1 << 18
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 REQUEST_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
-"""As `operators.resources.REQUEST_RULES` has it."""
+"""As `operators.resources.request.REQUEST_RULES` has it."""
 
 _NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
 _QUOTED = re.compile(r"""(['"])(?!<)..+\1""")

@@ -8,11 +8,12 @@ is imported.
 import argparse
 import errno
 import importlib
+import importlib.metadata
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fleet.cli.exits import FAILED, MISUSED, REFUSED
 from fleet.cli.stopping import as_interrupt
@@ -39,6 +40,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISUSED, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class _Version(argparse.Action):
+    """Looked up when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"fleet {importlib.metadata.version('fleet-serving')}")
+        parser.exit()
 
 
 def main() -> None:
@@ -75,6 +84,7 @@ def _in_one_line(text: str) -> str:
 
 def _run(argv: Sequence[str]) -> int:
     parser = _Parser(prog="fleet", description="Disaggregated serving of large language models.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     chosen = next((argument for argument in argv if not argument.startswith("-")), None)
     module = None
@@ -84,7 +94,9 @@ def _run(argv: Sequence[str]) -> int:
             with as_interrupt((signal.SIGINT,)):  # a Ctrl-C in the middle of that crashes msgspec
                 module = importlib.import_module(f"fleet.cli.{name}")
             module.configure(command)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        (parser if chosen is None else commands.choices[chosen]).error(f"unrecognized arguments: {' '.join(unknown)}")
     assert module is not None, "argparse lets only known commands pass"
     status: int = module.run(arguments)
     return status

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from fleet.cli.address import add_address, said
 from fleet.cli.exits import DONE, FAILED
-from fleet.cli.status import add_address
 from fleet.client import Client, FleetError, RemotePrefill
 
 
@@ -69,7 +69,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             in_force = client.tune(**dict(arguments.changes))
             measured = client.remote_prefill()
     except FleetError as error:
-        print(f"fleet: {arguments.address}: {error.message}", file=sys.stderr)
+        print(f"fleet: {said(error, arguments.address)}", file=sys.stderr)
         return FAILED
     if arguments.json:
         print(msgspec.json.encode({**in_force, "remote_prefill": measured}).decode())

@@ -3,15 +3,18 @@
 import argparse
 import asyncio
 import os
+import shlex
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from fleet.adapters.clock import SystemClock, unix_milliseconds
 from fleet.adapters.connectors import connector_of
-from fleet.adapters.local_pools import local_plans
+from fleet.adapters.local_runs import local_plans, local_runs
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.seconds import seconds
+from fleet.cli.stopping import STOPPING
 from fleet.clock import SECOND, Nanos
 from fleet.config import load
 from fleet.errors import ConfigurationRefused
@@ -57,13 +60,20 @@ def run(arguments: argparse.Namespace) -> int:
     if len(wishes) != len(arguments.pools):
         raise ConfigurationRefused("POOL=N: a pool is named twice")
     try:
-        return asyncio.run(_scale(_target(arguments), wishes, arguments.within))
+        return asyncio.run(_scale(_target(arguments), wishes, arguments.within, _place(arguments)))
     except ConnectorError as error:
         _say(str(error))
-        return FAILED
+    except asyncio.CancelledError:
+        _say(f"stopped waiting; what is written stays wanted: fleet scale{_place(arguments)} shows how it goes")
+    return FAILED
 
 
-async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: float) -> int:
+async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: float, place: str) -> int:
+    this = asyncio.current_task()
+    assert this is not None
+    if wishes and threading.current_thread() is threading.main_thread():  # the one that signals reach
+        for number in STOPPING:
+            asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     async with connector_of(target, Writer.PERSON) as connector:
         before = await connector.observe()
         outcome, seen = Outcome.SETTLED, before
@@ -71,7 +81,28 @@ async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: fl
             outcome, seen = await _change(connector, wishes, before, within_seconds)
     for line in _table(seen):
         print(line)
+    if outcome is Outcome.SETTLED:
+        for line in unfinished(seen, place):
+            _say(line)
     return DONE if outcome is Outcome.SETTLED else FAILED
+
+
+def unfinished(seen: Observation, place: str) -> Iterator[str]:
+    """Of each pool that has not come to what a plan wants: how it stands, and how to wait for it or go back.
+
+    Args:
+        seen: What there is.
+        place: The options that say where that is, with a blank before them.
+    """
+    for pool in seen.pools:
+        if not pool.unfinished:
+            continue
+        line = f"{pool.name}: not finished: {pool.wanted} wanted, {pool.ready} there"
+        line += f", {pool.draining} on the way out" if pool.draining else ""
+        line += f"; it goes on by itself: fleet scale {pool.name}={pool.wanted}{place} waits for it"
+        if pool.before is not None and pool.before != pool.wanted:
+            line += f", fleet scale {pool.name}={pool.before}{place} goes back"
+        yield line
 
 
 async def _change(
@@ -112,11 +143,24 @@ def _target(arguments: argparse.Namespace) -> Target:
     return FolderTarget(folder=arguments.plans or str(_only_local()))
 
 
+def _place(arguments: argparse.Namespace) -> str:
+    """The options that say where the pools are, as they were given."""
+    given = {
+        "--plans": arguments.plans,
+        "--deployment": arguments.deployment,
+        "--connector": arguments.connector,
+    }
+    return "".join(f" {option} {shlex.quote(str(value))}" for option, value in given.items() if value is not None)
+
+
 def _only_local() -> Path:
     found = local_plans()
     if not found:
+        killed = [str(run.folder) for run in local_runs() if run.killed]
         raise ConfigurationRefused(
-            "no cluster of fleet up runs on this machine; --deployment names one on Kubernetes, --connector any other"
+            f"no cluster of fleet up runs on this machine: that of {', '.join(killed)} was killed; fleet up clears up and starts another"
+            if killed
+            else "no cluster of fleet up runs on this machine; fleet up starts one, --deployment names one on Kubernetes, --connector any other"
         )
     if len(found) > 1:
         raise ConfigurationRefused(

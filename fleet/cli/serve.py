@@ -61,7 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     # Until the part listens for it, a request to end ends the process at once; Ctrl-C is the supervisor's to handle.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if arguments.ready_fd is not None:
-        os.set_inheritable(arguments.ready_fd, False)  # or an engine process would keep it open when this one dies
+        try:
+            os.set_inheritable(arguments.ready_fd, False)  # or an engine process would keep it open when this one dies
+        except OSError as error:
+            raise ConfigurationRefused(f"--ready-fd: {arguments.ready_fd}: {error.strerror}") from error
 
     if arguments.part == "router":  # two a stream: the usual 1024 are 500 streams, and then no worker can be reached
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -85,7 +88,8 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
     import asyncio  # noqa: PLC0415 - for this alone
 
     from fleet.adapters.clock import SystemClock  # noqa: PLC0415
-    from fleet.adapters.local_processes import ClusterFailed, LocalProcesses, runtime_folder  # noqa: PLC0415
+    from fleet.adapters.local_processes import ClusterFailed, LocalProcesses  # noqa: PLC0415
+    from fleet.adapters.local_runs import runtime_folder  # noqa: PLC0415
     from fleet.adapters.router_processes import plan_routers  # noqa: PLC0415
     from fleet.cli.cluster import hold, say  # noqa: PLC0415
     from fleet.config import child_environment, load  # noqa: PLC0415

@@ -98,6 +98,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     capacity.add_argument(
         "--points", type=int, default=0, metavar="N", help="try N loads more, for the curve of attainment"
     )
+    _processes(capacity)
     replay = actions.add_parser(
         "replay",
         help="let the router's machine hear a live router's recording again",
@@ -131,10 +132,14 @@ def _json(parser: argparse.ArgumentParser) -> None:
 
 def _spread(parser: argparse.ArgumentParser) -> None:
     """Where many runs go."""
+    _processes(parser)
+    parser.add_argument("--ray", metavar="ADDRESS", help="run on that Ray cluster instead, as in auto or host:6379")
+
+
+def _processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="at a time (default: cores)"
     )
-    parser.add_argument("--ray", metavar="ADDRESS", help="run on that Ray cluster instead, as in auto or host:6379")
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -186,7 +191,12 @@ def _capacity(arguments: argparse.Namespace, scenario: "Scenario") -> int:
     with ExitStack() as files:
         outputs = Outputs(arguments, files)
         found = capacity(
-            scenario, arguments.scenario.parent, arguments.attainment, points=arguments.points, tried=_tried
+            scenario,
+            arguments.scenario.parent,
+            arguments.attainment,
+            points=arguments.points,
+            processes=arguments.processes,
+            tried=_tried,
         )
         outputs.write_json(found)
     users = f", of {found.users:,} users," if found.users else ""

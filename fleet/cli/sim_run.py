@@ -79,6 +79,6 @@ def _write_report(
     if not arguments.no_curve:
         with Progress(len(LOADS)) as progress:
             known = LoadPoint(load=1.0, rate=history.rate, users=waiting_users(scenario), outcome=run_.outcome)
-            load_curve(scenario, arguments.scenario.parent, known=known, tried=tried)
+            load_curve(scenario, arguments.scenario.parent, known=known, tried=tried, processes=arguments.processes)
     with path.open("w", encoding="utf-8", errors="replace") as file:  # a file's name may be any bytes
         write_report(file, arguments.scenario.name, scenario, run_, windows=history.windows(), curve=points)

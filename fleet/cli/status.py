@@ -1,14 +1,21 @@
 """`fleet status`: pools, workers, load and caches of a running cluster."""
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Iterator
 
 import msgspec
 
+from fleet.adapters.connectors import connector_of
+from fleet.adapters.local_runs import run_at
+from fleet.cli.address import add_address, said
 from fleet.cli.exits import DONE, FAILED
+from fleet.cli.scale import unfinished
 from fleet.client import Client, ClusterStatus, FleetError
-from fleet.config import Topology
+from fleet.planner.messages import Writer
+from fleet.planner.ports import ConnectorError
+from fleet.planner.settings import FolderTarget
 
 MIB = 1 << 20
 
@@ -18,23 +25,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
-def add_address(parser: argparse.ArgumentParser) -> None:
-    """The option that says which cluster."""
-    default = Topology().router.grpc_listen
-    parser.add_argument(
-        "--address", default=default, metavar="HOST:PORT", help=f"a router's gRPC address (default: {default})"
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     try:
         with Client(arguments.address) as client:
             status = client.status()
     except FleetError as error:
-        print(f"fleet: {arguments.address}: {error.message}", file=sys.stderr)
+        print(f"fleet: {said(error, arguments.address)}", file=sys.stderr)
         return FAILED
     print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(_lines(status)))
+    for line in asyncio.run(_scaling(arguments.address)):
+        print(f"fleet: {line}", file=sys.stderr)
     return DONE
+
+
+async def _scaling(address: str) -> list[str]:
+    """What is not as large as it was asked for, of a cluster of `fleet up`; elsewhere `fleet scale` knows."""
+    run_ = run_at(address)
+    if run_ is None:
+        return []
+    try:
+        async with connector_of(FolderTarget(folder=str(run_.plans)), Writer.PERSON) as connector:
+            return list(unfinished(await connector.observe(), f" --plans {run_.plans}"))
+    except ConnectorError:  # it has just ended, or is not ready yet
+        return []
 
 
 def _lines(status: ClusterStatus) -> Iterator[str]:

@@ -56,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     topology = _topology(arguments)
     if arguments.ready_file is not None and not arguments.ready_file.absolute().parent.is_dir():
         raise ConfigurationRefused(f"--ready-file: {arguments.ready_file}: its folder does not exist")
+    if arguments.ready_file is not None and arguments.ready_file.is_dir():
+        raise ConfigurationRefused(f"--ready-file: {arguments.ready_file}: is a folder; name a file in it")
     surroundings = Surroundings(
         relative_to=Path() if arguments.model or not arguments.config else arguments.config.parent,
         logs=arguments.log_dir,

@@ -41,6 +41,8 @@ class RegistryServer:
         self._clock = clock
         self._tick_seconds = settings.tick_ms / 1000
         self._changed = asyncio.Event()  # replaced after each change
+        self.directory_reachable: bool | None = None
+        """Whether what is followed answers; None: nothing is followed, or it has not been asked yet."""
 
     @property
     def lease_ms(self) -> int:
@@ -72,20 +74,19 @@ class RegistryServer:
         """
         known = Sightings()
         pause = FIRST_PAUSE_SECONDS
-        reachable: bool | None = None
         while True:
             try:
                 async with aclosing(directory.sightings()) as sightings:
                     async for sighting in sightings:
                         for event in known.handle(sighting):
                             self._announce(self._machine.handle(event, self._clock.now()))
-                        if not reachable:
+                        if not self.directory_reachable:
                             log.info("reading the directory of workers")
-                        reachable, pause = True, FIRST_PAUSE_SECONDS
+                        self.directory_reachable, pause = True, FIRST_PAUSE_SECONDS
             except DirectoryUnreachable as error:
-                if reachable is not False:
+                if self.directory_reachable is not False:
                     log.warning("directory of workers unreachable, known ones stay", extra={"cause": str(error)})
-                reachable = False
+                self.directory_reachable = False
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -7,6 +7,8 @@ Rules:
 2. The last one to write a pool's number owns it. A planner leaves alone what a person has written (or an HPA, on Kubernetes):
    the pool is pinned.
 3. A plan rests on what was seen before. What has changed since is not overwritten: who comes late changes nothing.
+4. What is wanted stays wanted when whoever wrote it has gone: it is worked towards further on. Beside it stands what was wanted before,
+   so that anybody can go back.
 """
 
 from enum import StrEnum
@@ -55,6 +57,9 @@ class PoolSeen(Struct, frozen=True, kw_only=True):
     plan: PlanId = PlanId("")
     """By which the number was written; empty: by none."""
 
+    before: int | None = None
+    """What was wanted before that; None: nobody knows."""
+
     version: str = ""
     """Differs whenever somebody has written the number."""
 
@@ -75,6 +80,15 @@ class PoolSeen(Struct, frozen=True, kw_only=True):
     @property
     def settled(self) -> bool:
         return self.wanted == self.ready and not self.draining
+
+    @property
+    def unfinished(self) -> bool:
+        """It has not come to what a plan wants of it, whether somebody waits for that or not."""
+        return bool(self.plan) and not self.settled
+
+    def before_a_write(self, replicas: int) -> int:
+        """What was wanted before, once so many are written: whoever wants the same again goes on with the plan that is there."""
+        return self.before if self.before is not None and replicas == self.wanted else self.wanted
 
 
 class Observation(Struct, frozen=True):

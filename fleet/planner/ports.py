@@ -15,6 +15,7 @@ class Connector(Protocol):
 
         Raises:
             Unreachable: Nothing is known; look again later. What was known before may still be so.
+            Gone: Whoever obeyed plans there has ended without a word.
         """
         ...
 
@@ -28,6 +29,7 @@ class Connector(Protocol):
             Stale: Somebody has written since: observe again. Nothing or, where that happened meanwhile, a part is written.
             Refused: A pool is not there, or pinned, or may not be written; nothing, or a part, is written.
             Unreachable: Perhaps some of it is written.
+            Gone: Whoever obeyed plans there has ended without a word.
         """
         ...
 
@@ -38,6 +40,10 @@ class ConnectorError(Exception):
 
 class Unreachable(ConnectorError):
     """To be tried again later."""
+
+
+class Gone(ConnectorError):
+    """Nobody obeys plans there any more; what is still said there is old."""
 
 
 class Stale(ConnectorError):

@@ -40,6 +40,7 @@ async def carry_out(
         Stale: Somebody has changed a pool since; plan again.
         Refused: A pool cannot be changed.
         Unreachable: Nobody answered, up to the deadline, or then for a minute. What is written stays.
+        Gone: Whoever was to obey has ended.
     """
     deadline = clock.now() + plan.within
     await _patiently(lambda: connector.apply(plan, before), deadline, clock, trouble)

@@ -11,7 +11,7 @@ from fleet.router.ports import TextDecoder
 from fleet.router.stops import StopStrings
 
 
-class Answer:
+class AnswerText:
     """State of one request's text."""
 
     def __init__(

@@ -124,9 +124,9 @@ class WorkerBookings:
     def grown(self, request_id: RequestId, tokens: int) -> None:
         """The answer got longer by so many tokens."""
         booking = self._bookings[request_id]
-        booking.answer_tokens += tokens
-        own = blocks_for(booking.prompt_tokens + booking.answer_tokens, self._block_tokens) - len(booking.chain.keys)
-        counted = own if booking.expected_tokens == 0 else _share(own, booking.answer_tokens, booking.expected_tokens)
+        booking.answer_tokens = answer = booking.answer_tokens + tokens
+        own = blocks_for(booking.prompt_tokens + answer, self._block_tokens) - len(booking.chain.keys)
+        counted = own if booking.expected_tokens == 0 else _share(own, answer, booking.expected_tokens)
         if own == booking.own_blocks and counted == booking.counted_blocks:
             return
         self._own_blocks += own - booking.own_blocks

@@ -78,25 +78,14 @@ def token_seconds(columns: Floats, row: int) -> float:
     return float(computing.mean()) if len(computing) else 0.0
 
 
-class Candidates:
+class Candidates(Struct, frozen=True, eq=False):
     """Workers that may be chosen for one request. The arrays are the policy's to read, not to write."""
 
-    __slots__ = ("_everybody", "_rows", "columns", "even", "warm")
-
-    def __init__(
-        self,
-        everybody: Sequence[WorkerId],
-        columns: Floats,
-        *,
-        rows: Rows | None = None,
-        warm: bool = True,
-        even: bool = False,
-    ):
-        self._everybody = everybody
-        self._rows = rows  # of those meant, among everybody; None: all
-        self.columns = columns  # QUANTITIES x workers
-        self.warm = warm  # somebody may hold something of the prompt
-        self.even = even  # all speeds are 1
+    everybody: Sequence[WorkerId]
+    columns: Floats  # QUANTITIES x workers
+    rows: Rows | None = None  # of those meant, among everybody; None: all
+    warm: bool = True  # somebody may hold something of the prompt
+    even: bool = False  # all speeds are 1
 
     def __len__(self) -> int:
         count: int = self.columns.shape[1]
@@ -108,9 +97,9 @@ class Candidates:
 
     @property
     def worker_ids(self) -> Sequence[WorkerId]:
-        if self._rows is None:
-            return self._everybody
-        return [self._everybody[row] for row in self._rows.tolist()]
+        if self.rows is None:
+            return self.everybody
+        return [self.everybody[row] for row in self.rows.tolist()]
 
     @property
     def backlog_tokens(self) -> Floats:
@@ -183,10 +172,10 @@ class Candidates:
 
     def copy(self) -> "Candidates":
         """For those who cannot be trusted to leave the arrays as they are."""
-        return Candidates(self._everybody, self.columns.copy(), rows=self._rows, warm=self.warm, even=self.even)
+        return Candidates(self.everybody, self.columns.copy(), rows=self.rows, warm=self.warm, even=self.even)
 
     def only(self, rows: Rows) -> "Candidates":
         """Some of them, in the order of `rows`."""
-        among = rows if self._rows is None else self._rows[rows]
+        among = rows if self.rows is None else self.rows[rows]
         columns = self.columns.take(rows, axis=1)
-        return Candidates(self._everybody, columns, rows=among, warm=self.warm, even=self.even)
+        return Candidates(self.everybody, columns, rows=among, warm=self.warm, even=self.even)

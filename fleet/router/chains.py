@@ -13,6 +13,8 @@ Rules:
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+from msgspec import Struct
+
 from fleet.clock import Nanos
 from fleet.router.index import runs
 
@@ -35,16 +37,13 @@ class ChainHolder:
         return len(self.shared) + self.tail_blocks
 
 
-class Chain:
+class Chain(Struct, eq=False):
     """One of a holder's chains. Made by `Chains.add`."""
 
-    __slots__ = ("holder", "keys", "tail", "until")
-
-    def __init__(self, holder: ChainHolder, keys: Keys) -> None:
-        self.holder = holder
-        self.keys = keys
-        self.tail = 0  # where it begins among the keys
-        self.until = Nanos(0)  # for holders that keep it for a time
+    holder: ChainHolder
+    keys: Keys
+    tail: int = 0  # where it begins among the keys
+    until: Nanos = Nanos(0)  # for holders that keep it for a time
 
 
 class Chains:

@@ -40,7 +40,7 @@ from fleet.requests import (
     Usage,
 )
 from fleet.router.adapters import meant_by
-from fleet.router.answer import Answer
+from fleet.router.answer import AnswerText
 from fleet.router.messages import Arrived, Complete
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants
@@ -183,7 +183,7 @@ class Generation:
     async def _generate(self, request: GenerateRequest, measured: "_Measured") -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
-        answer = Answer(
+        answer = AnswerText(
             codec.decoder(tokens),
             stop=request.stop,
             end_token_ids=frozenset(sampling.stop_token_ids),
@@ -223,7 +223,7 @@ class Generation:
         yield finished
 
     @asynccontextmanager
-    async def _charged(self, tenant: str, answer: Answer) -> AsyncGenerator[None]:
+    async def _charged(self, tenant: str, answer: AnswerText) -> AsyncGenerator[None]:
         """Charge a tenant for an answer, as long as it got."""
         try:
             yield

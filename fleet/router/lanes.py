@@ -19,26 +19,16 @@ from fleet.ids import RequestId, WorkerId
 from fleet.router.ranked import Ranked
 
 
-class _Prompt(Struct, kw_only=True):
+class _Prompt(Struct):
     worker_id: WorkerId
     tokens: int  # to compute
-    rank: int
-    seq: int
-    sent: bool = False
-
-
-class _Lane:
-    """One worker's."""
-
-    __slots__ = ("held", "tokens")
-
-    def __init__(self) -> None:
-        self.held = Ranked()
-        self.tokens = 0  # sent, and not computed
+    rank: int = 0  # this and the next one of those who have waited
+    seq: int = 0
+    sent: bool = True
 
 
 class Lanes:
-    """Those of all workers of a router; a worker on which nothing waits or computes has none."""
+    """Those of all workers of a router. Nothing is kept of a worker on which nothing waits or computes."""
 
     def __init__(self, window_tokens: int) -> None:
         """No prompts yet.
@@ -47,7 +37,8 @@ class Lanes:
             window_tokens: How far ahead a worker gets prompts; 0: everything goes at once.
         """
         self._window = window_tokens
-        self._lanes: dict[WorkerId, _Lane] = {}
+        self._tokens: dict[WorkerId, int] = {}  # sent, and not computed
+        self._held: dict[WorkerId, Ranked] = {}  # of those for whom somebody waits
         self._prompts: dict[RequestId, _Prompt] = {}
         self._opened: dict[WorkerId, None] = {}  # may have room since something left
         self._waiting = 0
@@ -56,41 +47,44 @@ class Lanes:
         """Prompts that wait."""
         return self._waiting
 
-    def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int) -> bool:
+    def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int) -> bool:
         """A request was placed on a worker, which has to compute so many tokens of it.
 
         Returns:
-            Whether it goes there at once; if not, `next` will name it.
+            Whether it goes there at once; if not, it has to `wait`.
         """
         if not self._window:
             return True
         assert request_id not in self._prompts, request_id
-        lane = self._lanes.get(worker_id)
-        if lane is None:
-            lane = self._lanes[worker_id] = _Lane()
-        goes = lane.tokens < self._window and not len(lane.held)
-        self._prompts[request_id] = _Prompt(worker_id=worker_id, tokens=tokens, rank=rank, seq=seq, sent=goes)
-        if goes:
-            lane.tokens += tokens
-        else:
-            lane.held.add(rank, seq, request_id)
-            self._waiting += 1
-        return goes
+        ahead = self._tokens.get(worker_id, 0)
+        if ahead >= self._window or worker_id in self._held:
+            return False
+        self._tokens[worker_id] = ahead + tokens
+        self._prompts[request_id] = _Prompt(worker_id, tokens)
+        return True
+
+    def wait(self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int) -> None:
+        """It waits in the worker's lane; `next` will name it."""
+        self._prompts[request_id] = _Prompt(worker_id, tokens, rank, seq, sent=False)
+        if (held := self._held.get(worker_id)) is None:
+            held = self._held[worker_id] = Ranked()
+        held.add(rank, seq, request_id)
+        self._waiting += 1
 
     def leave(self, request_id: RequestId) -> None:
         """Its prompt is computed, or will not be there; nothing happens if it is in no lane."""
         if (prompt := self._prompts.pop(request_id, None)) is None:
             return
-        lane = self._lanes[prompt.worker_id]
-        if prompt.sent:
-            lane.tokens -= prompt.tokens
-            self._opened[prompt.worker_id] = None
+        worker_id = prompt.worker_id
+        if not prompt.sent:
+            self._no_longer(prompt, request_id)
+            return
+        if left := self._tokens.get(worker_id, 0) - prompt.tokens:
+            self._tokens[worker_id] = left
         else:
-            lane.held.discard(prompt.rank, prompt.seq, request_id)
-            self._waiting -= 1
-        if not lane.tokens and not len(lane.held):
-            del self._lanes[prompt.worker_id]
-            self._opened.pop(prompt.worker_id, None)
+            self._tokens.pop(worker_id, None)
+        if worker_id in self._held:
+            self._opened[worker_id] = None
 
     def holds(self, request_id: RequestId) -> bool:
         """Whether it waits in a lane."""
@@ -106,27 +100,38 @@ class Lanes:
         """One that goes now, counted as gone; None when all lanes are as full as they may be, or empty."""
         while self._opened:
             worker_id = next(iter(self._opened))
-            lane = self._lanes[worker_id]
-            first = lane.held.first
-            if first is None or lane.tokens >= self._window:
+            held = self._held.get(worker_id)
+            tokens = self._tokens.get(worker_id, 0)
+            if held is None or tokens >= self._window:
                 del self._opened[worker_id]
                 continue
+            first = held.first
+            assert first is not None
             prompt = self._prompts[first]
-            lane.held.discard(prompt.rank, prompt.seq, first)
-            lane.tokens += prompt.tokens
+            self._no_longer(prompt, first)
+            self._tokens[worker_id] = tokens + prompt.tokens
             prompt.sent = True
-            self._waiting -= 1
             return first
         return None
+
+    def _no_longer(self, prompt: _Prompt, request_id: RequestId) -> None:
+        """It does not wait any more."""
+        held = self._held[prompt.worker_id]
+        held.discard(prompt.rank, prompt.seq, request_id)
+        if not len(held):
+            del self._held[prompt.worker_id]
+        self._waiting -= 1
 
     def check(self) -> None:
         """Assert that sums are those of the prompts, and that nobody waits without a cause."""
         assert not self._opened
         assert self._waiting == sum(not prompt.sent for prompt in self._prompts.values())
-        sent = dict.fromkeys(self._lanes, 0)
+        sent: dict[WorkerId, int] = {}
         for prompt in self._prompts.values():
-            sent[prompt.worker_id] += prompt.tokens * prompt.sent
-        for worker_id, lane in self._lanes.items():
-            assert lane.tokens == sent[worker_id], worker_id
-            assert not len(lane.held) or lane.tokens >= self._window, worker_id
-            assert all(self.holds(request_id) for request_id in lane.held.ids())
+            if prompt.sent:
+                sent[prompt.worker_id] = sent.get(prompt.worker_id, 0) + prompt.tokens
+        assert {**dict.fromkeys(self._tokens, 0), **sent} == {**dict.fromkeys(sent, 0), **self._tokens}
+        for worker_id, held in self._held.items():
+            assert len(held), worker_id
+            assert self._tokens.get(worker_id, 0) >= self._window, worker_id
+            assert all(self.holds(request_id) for request_id in held.ids())

@@ -83,12 +83,13 @@ class Work(Struct, frozen=True, kw_only=True):
     phase: Phase
 
 
-class LiveRequest(Struct, kw_only=True):
+class LiveRequest(Struct):
     """What the router remembers of a request until it ends."""
 
     arrived: Arrived
     seq: int  # order of arrival
     since: Nanos
+    hasher: Hasher = hash_prompt
     handed_over_at: Nanos = Nanos(0)
     stage: Stage = Stage.QUEUED
     failures: int = 0
@@ -101,7 +102,6 @@ class LiveRequest(Struct, kw_only=True):
     cached_tokens: int = 0  # of the prompt; 0 as well while no worker has told
     told: dict[RequestId, KvPhase] = {}  # by work
     chains: dict[int, tuple[int, ...]] = {}  # keys of the prompt's full blocks, by block size
-    hasher: Hasher = hash_prompt
     id: RequestId = RequestId("")  # this and the next one are those of `arrived`, which everybody asks for
     own_tokens: int = 0  # of the prompt
 
@@ -209,6 +209,7 @@ class LiveRequest(Struct, kw_only=True):
         A prompt token is cached when no phase has computed it. A worker that was lost after its first tokens counts:
         what it computed was computed.
         """
-        self.told[work.id] = KvPhase(phase=work.phase, worker_id=work.worker_id, report=report)
-        self.kv = tuple(self.told.values())
-        self.cached_tokens = min([self.own_tokens, *[phase.report.cached_tokens for phase in self.kv]])
+        told = self.told
+        told[work.id] = KvPhase(phase=work.phase, worker_id=work.worker_id, report=report)
+        self.kv = tuple(told.values())
+        self.cached_tokens = min(self.own_tokens, *[phase.report.cached_tokens for phase in self.kv])

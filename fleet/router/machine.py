@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A request that arrives is placed at once, waits (in order of `fleet.router.waiting`; bounded), or is refused: at
-   once when it would wait longer than it may. It ends exactly once: `Complete`, `Refuse`, or silently when its client
+1. A request that arrives is placed at once, waits (`fleet.router.admission`, in the order of `fleet.router.waiting`), or is
+   refused: at once when it would wait longer than it may. It ends exactly once: `Complete`, `Refuse`, or silently when its client
    cancelled.
 2. What a placement takes is booked with the `Dispatch`, on both workers of a pair; a prefill worker's share is given
    back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
@@ -12,7 +12,7 @@ Rules:
 4. Work that fails (worker left, unreachable, rejected for a reason that is not the request's fault) is placed again
    elsewhere, at most `max_attempts` placements in all. The client sees latency only: tokens it has become part of the
    prompt. Where another worker could not go on in the same way, the request is refused with WORKER_LOST.
-5. What arrives from work that was given up is ignored: each piece of work has an id of its own.
+5. What arrives from work that was given up is ignored: each piece of work has an id of its own (`fleet.router.works`).
 6. A deadline ends a request wherever it is; the server sends `Ticked` when `next_deadline()` has come.
 """
 
@@ -21,14 +21,15 @@ from typing import assert_never
 
 from msgspec import structs
 
-from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.clock import Nanos
 from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, ModelCard
 from fleet.roles import Phase, Placement
+from fleet.router.admission import Admission
 from fleet.router.candidates import Asked, Chance
 from fleet.router.crossover import Crossover
-from fleet.router.lanes import Lanes
+from fleet.router.impossible import Cause, Impossible, Wait
 from fleet.router.live import Hasher, LiveRequest, Stage, Turn, Work, advance, hash_prompt
 from fleet.router.messages import (
     Arrived,
@@ -38,10 +39,8 @@ from fleet.router.messages import (
     CacheDrifts,
     CacheReported,
     Cancelled,
-    CancelWork,
     Command,
     Complete,
-    Dispatch,
     Emit,
     KvChanged,
     LoadReported,
@@ -58,9 +57,8 @@ from fleet.router.messages import (
     WorkerJoined,
     WorkerLeft,
     WorkRejected,
-    work_id,
 )
-from fleet.router.placement import Cause, Decision, Impossible, Wait, Why, decide, decide_decode
+from fleet.router.placement import Decision, decide, decide_decode
 from fleet.router.policies.built_in import parameters
 from fleet.router.policies.built_in import policy as built_in_policy
 from fleet.router.policies.ports import Policy
@@ -78,8 +76,8 @@ from fleet.router.snapshot import (
     RouterSnapshot,
 )
 from fleet.router.truth import Compared, Knowledge, compare
-from fleet.router.waiting import Waiting, WaitingRoom, rank
-from fleet.work import Handoff, Progress, Rejected, Start
+from fleet.router.works import Works
+from fleet.work import Handoff, Progress, Rejected
 
 _NOT_THE_REQUESTS_FAULT = frozenset(
     {
@@ -91,7 +89,6 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
         Reason.INTERNAL,  # an engine's failure; whether the request caused it, the next attempt shows
     }
 )
-MAX_RETRY_AFTER_MS = 60_000  # of a hint; what is known of the load is too old by then
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
 
@@ -124,12 +121,11 @@ class RouterMachine:
         self._chance = chance
         self._roster = Roster(settings)
         self._live: dict[RequestId, LiveRequest] = {}
-        self._works: dict[RequestId, Work] = {}
-        self._waiting = WaitingRoom({name: tenant.weight for name, tenant in settings.tenants.items()})
-        self._lanes = Lanes(settings.prefill_window_tokens)
+        self._works = Works(settings)
+        self._admission = Admission(settings)
+        self._waiting = self._admission.room
         self._deadlines = Ranked()
         self._seq = 0
-        self._works_begun = 0
         self._freed: dict[ModelName, None] = {}  # models whose queue may move since room was made
         self._counters = Counters()
         self._compared = dict.fromkeys(Knowledge, Compared())
@@ -187,9 +183,12 @@ class RouterMachine:
             case _:
                 assert_never(event)
         if self._freed:
-            self._move_queues(now, out)
-        if self._lanes.opened:
-            self._move_lanes(now, out)
+            if len(self._waiting):
+                self._move_queues(now, out)
+            else:
+                self._freed.clear()
+        if self._works.opened:
+            self._works.move(self._live, now, out)
         return out
 
     def next_deadline(self) -> Nanos | None:
@@ -203,7 +202,7 @@ class RouterMachine:
         assert event.request_id not in self._live, event.request_id
         self._explained.pop(event.request_id, None)
         self._seq += 1
-        live = LiveRequest(arrived=event, seq=self._seq, since=now, hasher=self._hasher)
+        live = LiveRequest(event, self._seq, now, self._hasher)
         self._live[live.id] = live
         if event.deadline is not None:
             self._deadlines.add(event.deadline, live.seq, live.id)
@@ -214,51 +213,15 @@ class RouterMachine:
             self._freed[event.model] = None  # a higher priority may go first
         elif not isinstance(self._place(live, now, out), Wait):
             return
-        if (cause := self._would_wait_too_long(live, now)) is not None:
-            self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=self._wait_ms(event, now))
+        admission = self._admission
+        if (cause := admission.too_long(event, now)) is not None:
+            self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=admission.retry_after_ms(event, now))
             return
-        self._enqueue(live, now)
-        if len(self._waiting) > self._settings.max_queued and (last := self._waiting.supernumerary()) is not None:
+        admission.enqueue(live, now)
+        if (last := admission.too_many()) is not None:
             message = "all workers are busy and the queue is full; retry later"
-            self._refuse(self._live[last], Reason.QUEUE_FULL, message, out, retry_after_ms=self._wait_ms(event, now))
-
-    def _enqueue(self, live: LiveRequest, now: Nanos) -> None:
-        arrived, settings = live.arrived, self._settings
-        tokens = live.prompt_tokens
-        waiting = Waiting(
-            request_id=live.id,
-            model=arrived.model,
-            tenant=arrived.tenant,
-            rank=rank(
-                live.since,
-                arrived.priority,
-                tokens,
-                priority_seconds=settings.priority_seconds,
-                size_seconds=settings.size_seconds,
-            ),
-            seq=live.seq,
-            tokens=tokens,
-            stays=live.failures > 0,
-        )
-        self._waiting.add(waiting, now)
-
-    def _would_wait_too_long(self, live: LiveRequest, now: Nanos) -> str | None:
-        """Why it is better refused at once than after having waited in vain."""
-        arrived = live.arrived
-        seconds = self._waiting.seconds_to_wait(arrived.model, arrived.tenant, now)
-        if seconds is None:
-            return None
-        if seconds > self._settings.max_queue_seconds:
-            return f"it would wait about {seconds:.0f} s for a worker, longer than this router lets requests wait"
-        if arrived.deadline is not None and now + seconds * SECOND > arrived.deadline:
-            return f"it would wait about {seconds:.0f} s for a worker, past its deadline"
-        return None
-
-    def _wait_ms(self, arrived: Arrived, now: Nanos) -> int:
-        """When a retry may find room: about when all who wait now have left."""
-        seconds = self._waiting.seconds_to_wait(arrived.model, arrived.tenant, now)
-        shortest = self._settings.retry_after_ms
-        return shortest if seconds is None else round(min(max(shortest, seconds * 1000), MAX_RETRY_AFTER_MS))
+            retry_after_ms = admission.retry_after_ms(event, now)
+            self._refuse(self._live[last], Reason.QUEUE_FULL, message, out, retry_after_ms=retry_after_ms)
 
     def _move_queues(self, now: Nanos, out: list[Command]) -> None:
         """Place what can be placed since room was made."""
@@ -269,32 +232,27 @@ class RouterMachine:
                 if isinstance(self._place(self._live[first], now, out), Wait):
                     break
 
-    def _move_lanes(self, now: Nanos, out: list[Command]) -> None:
-        """Send the prompts that their workers are about to compute."""
-        while (request_id := self._lanes.next()) is not None:
-            live = self._live[request_id]
-            assert live.work is not None
-            self._send(live, live.work, now, out)
-
     # Placement.
 
     def _place(self, live: LiveRequest, now: Nanos, out: list[Command]) -> Decision | Wait | Impossible:
         """Place a queued or new request; after anything but `Wait` it is in no queue."""
+        settings = self._settings
         standings = self._roster.standings(live)
         asked = self._asked(live, now)
-        learned = self._settings.learn_remote_prefill and (self._crossover.measured or not live.arrived.second_hand)
+        learned = settings.learn_remote_prefill and (self._crossover.measured or not live.arrived.second_hand)
         crossover = self._crossover if learned else None
-        outcome = decide(asked, standings, self._policy, self._settings, self._chance, crossover)
+        outcome = decide(asked, standings, self._policy, settings, self._chance, crossover)
         if isinstance(outcome, Impossible) and live.failures:
             # Overrides bind the first placement; after a failure, an answer by another way is better than none.
             free = structs.replace(asked, placement=Placement.AUTO, kv_path=None, pin=None)
-            outcome = decide(free, standings, self._policy, self._settings, self._chance, crossover)
+            outcome = decide(free, standings, self._policy, settings, self._chance, crossover)
             if isinstance(outcome, Impossible):
                 message = f"its worker was lost; {outcome.message}"
                 outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
         match outcome:
             case Decision():
-                self._waiting.served(live.id, outcome.prefill_tokens, now)
+                if len(self._waiting):
+                    self._waiting.served(live.id, outcome.prefill_tokens, now)
                 self._dispatch(live, outcome, now, out)
             case Impossible():
                 causes = self._counters.impossible
@@ -324,26 +282,16 @@ class RouterMachine:
         if placed.prefill is None:
             self._book(live, placed.decode, placed.prefill_tokens, now)
             self._roster[placed.decode].assume(live, now)
-            self._start(live, placed.decode, Phase.AGGREGATED, now, out)
+            self._works.begin(live, placed.decode, Phase.AGGREGATED, now, out)
         else:
             self._book(live, placed.decode, 0, now)
             self._book(live, placed.prefill, placed.prefill_tokens, now)
-            self._start(live, placed.prefill, Phase.PREFILL, now, out)
+            self._works.begin(live, placed.prefill, Phase.PREFILL, now, out)
 
     def _record(self, live: LiveRequest, placed: Decision) -> None:
-        counters = self._counters
-        counters.policy_fallbacks += (placed.policy is not self._policy) + (
-            placed.prefill_policy is not None and placed.prefill_policy is not self._policy
-        )
-        counters.placements[placed.why] = counters.placements.get(placed.why, 0) + 1
-        if placed.prefill is None:
-            counters.aggregated += 1
-        else:
-            counters.disaggregated += 1
-        if placed.why is Why.PREFILL_LOST:
-            counters.fallbacks += 1
+        self._counters.placed(placed, self._policy)
         if live.sent:
-            counters.continued += 1
+            self._counters.continued += 1
         self._explained.setdefault(live.id, []).append(placed)
         if len(self._explained) > self._settings.explained_requests:
             self._explained.popitem(last=False)
@@ -365,62 +313,10 @@ class RouterMachine:
         live.booked_on.remove(worker_id)
         self._freed[live.arrived.model] = None
 
-    def _start(
-        self,
-        live: LiveRequest,
-        worker_id: WorkerId,
-        phase: Phase,
-        now: Nanos,
-        out: list[Command],
-        *,
-        handoff: Handoff | None = None,
-    ) -> None:
-        self._works_begun += 1  # never starts again: a client may use the id of a request that has ended
-        work = Work(id=work_id(live.id, self._works_begun), request_id=live.id, worker_id=worker_id, phase=phase)
-        live.work = work
-        self._works[work.id] = work
-        if phase is Phase.DECODE or self._goes_at_once(live, worker_id):
-            self._send(live, work, now, out, handoff=handoff)
-
-    def _goes_at_once(self, live: LiveRequest, worker_id: WorkerId) -> bool:
-        """Whether a prompt that was placed on a worker is sent there now, or later by `_move_lanes`."""
-        arrived, settings = live.arrived, self._settings
-        if arrived.only_end or arrived.second_hand or not settings.prefill_window_tokens:
-            return True  # nobody may tell when its prompt is computed; or nobody asks
-        assert live.placed is not None
-        tokens = live.placed.prefill_tokens
-        place = rank(
-            live.since,
-            arrived.priority,
-            tokens,
-            priority_seconds=settings.priority_seconds,
-            size_seconds=settings.prefill_size_seconds,
-        )
-        return self._lanes.enter(live.id, worker_id, tokens, rank=place, seq=live.seq)
-
-    def _send(
-        self, live: LiveRequest, work: Work, now: Nanos, out: list[Command], *, handoff: Handoff | None = None
-    ) -> None:
-        arrived, phase = live.arrived, work.phase
-        assert live.placed is not None
-        start = Start(
-            request_id=work.id,
-            phase=phase,
-            tokens=live.prompt,
-            sampling=live.sampling(max_tokens=1 if phase is Phase.PREFILL else live.remaining_tokens),
-            salt=arrived.salt,
-            handoff=handoff,
-            kv_path=live.placed.kv_path if phase is Phase.PREFILL else None,
-            priority=arrived.priority,
-            timeout_ms=0 if arrived.deadline is None else max(1, (arrived.deadline - now) // MILLISECOND),
-            session=arrived.session,
-            adapter="" if arrived.adapter is None else arrived.adapter.name,
-        )
-        out.append(Dispatch(worker_id=work.worker_id, start=start))
-
     def _tuned(self, thresholds: Thresholds) -> None:
         self._settings = structs.replace(self._settings, **structs.asdict(thresholds))
         self._roster.tune(self._settings)
+        self._works.settings = self._admission.settings = self._settings
         self._freed.update(dict.fromkeys(self._waiting.models()))  # there may be room now
 
     # Progress.
@@ -480,7 +376,7 @@ class RouterMachine:
                     self._crossover.handed_over(Nanos(now - live.handed_over_at))
                 live.stage = advance(live.stage, Turn.FIRST_TOKEN)
                 self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
-                self._lanes.leave(live.id)
+                self._works.computed(live)
             self._emit(live, work.worker_id, progress, out)
         if progress.finish is not None:
             self._complete(live, progress.finish, out)
@@ -489,7 +385,7 @@ class RouterMachine:
         if progress.finish is None:
             return  # the token comes again with the finish
         self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
-        self._lanes.leave(live.id)
+        self._works.computed(live)
         assert live.placed is not None
         assert live.placed.kv_path is not None
         stopped = progress.finish is Finish.STOP and live.ends_with_prefill_token(live.placed.kv_path)
@@ -505,12 +401,12 @@ class RouterMachine:
             self._failed(live, Reason.KV_MISMATCH, "no decode worker is left that can read the hand-off", now, out)
             return
         self._release(live, work.worker_id)
-        del self._works[work.id]
+        self._works.over(live)
         if live.emits_prefill_token(progress.handoff.kv_path):
             self._emit(live, decode_id, progress, out)
         live.stage = advance(live.stage, Turn.HANDED_OVER)
         live.handed_over_at = now
-        self._start(live, decode_id, Phase.DECODE, now, out, handoff=progress.handoff)
+        self._works.begin(live, decode_id, Phase.DECODE, now, out, handoff=progress.handoff)
 
     def _decode_worker(self, live: LiveRequest, prefill: KnownWorker, handoff: Handoff, now: Nanos) -> WorkerId | None:
         """The decode worker chosen with the prefill worker; another one when that is going or gone."""
@@ -624,8 +520,7 @@ class RouterMachine:
             live.placed = None
             live.forget_chains()
             if isinstance(self._place(live, now, out), Wait):
-                # By its arrival, so before all newer ones; it was admitted, so whatever the bound.
-                self._enqueue(live, now)
+                self._admission.enqueue(live, now)  # it was admitted, so whatever the bound
 
     # Ends.
 
@@ -633,7 +528,7 @@ class RouterMachine:
         live = self._live.get(request_id)
         if live is None:
             return  # it ended just before
-        self._stop_work(live, out)
+        self._works.stop(live, out)
         self._end(live)
         self._counters.cancelled += 1
 
@@ -642,7 +537,7 @@ class RouterMachine:
             first = self._deadlines.first
             assert first is not None
             live = self._live[first]
-            self._stop_work(live, out)
+            self._works.stop(live, out)
             self._refuse(live, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete", out)
 
     def _complete(self, live: LiveRequest, finish: Finish, out: list[Command]) -> None:
@@ -668,12 +563,9 @@ class RouterMachine:
             Refuse(request_id=live.id, reason=reason, message=message, field=field, retry_after_ms=retry_after_ms)
         )
 
-    def _stop_work(self, live: LiveRequest, out: list[Command]) -> None:
-        if live.work is not None and not self._lanes.holds(live.id):
-            out.append(CancelWork(worker_id=live.work.worker_id, request_id=live.work.id))
-
     def _end(self, live: LiveRequest) -> None:
-        self._waiting.discard(live.id)
+        if live.stage is Stage.QUEUED:
+            self._waiting.discard(live.id)
         self._withdraw(live)
         if live.arrived.deadline is not None:
             self._deadlines.discard(live.arrived.deadline, live.seq, live.id)
@@ -681,12 +573,9 @@ class RouterMachine:
 
     def _withdraw(self, live: LiveRequest) -> None:
         """Take a request off all workers."""
-        for worker_id in list(live.booked_on):
+        for worker_id in live.booked_on[:]:
             self._release(live, worker_id)
-        self._lanes.leave(live.id)
-        if live.work is not None:
-            del self._works[live.work.id]
-            live.work = None
+        self._works.over(live)
 
     # Views.
 
@@ -738,20 +627,14 @@ class RouterMachine:
         return None if placements is None else Explanation(placements=tuple(each.explained() for each in placements))
 
     def snapshot(self) -> RouterSnapshot:
-        counters = self._counters
         return RouterSnapshot(
             pools=self._roster.pools(),
             stores=self._roster.stores(),
             active=len(self._live),
-            queued=len(self._waiting) + len(self._lanes),
+            queued=len(self._waiting) + self._works.waiting,
             index_blocks=self._roster.known_blocks(),
             index_overflowed=self._roster.index.overflowed,
-            counters=structs.replace(
-                counters,
-                refused=dict(counters.refused),
-                placements=dict(counters.placements),
-                impossible=dict(counters.impossible),
-            ),
+            counters=self._counters.copy(),
             knowledge=tuple(self._known(knowledge) for knowledge in Knowledge),
         )
 
@@ -770,7 +653,7 @@ class RouterMachine:
         """Assert that requests, work, bookings, queue and deadlines agree. For tests and the simulator."""
         self._roster.check()
         self._waiting.check()
-        self._lanes.check()
+        self._works.check(self._live)
         queued = set(self._waiting.ids())
         booked: dict[RequestId, list[WorkerId]] = {}
         for worker in self._roster:
@@ -778,15 +661,12 @@ class RouterMachine:
             assert worker.adapters_booked == Counter(adapter.name for adapter in adapters if adapter is not None)
             for request_id in worker.bookings:
                 booked.setdefault(request_id, []).append(worker.description.worker_id)
-        works = {}
         for live in self._live.values():
             assert (live.stage is Stage.QUEUED) == (live.id in queued) == (live.work is None), live
             assert sorted(live.booked_on) == sorted(booked.pop(live.id, [])), live
             if live.work is not None:
-                works[live.work.id] = live.work
                 assert live.work.worker_id in live.booked_on, live
         assert not booked, booked
-        assert works == self._works
         due = sorted(live.id for live in self._live.values() if live.arrived.deadline is not None)
         assert due == sorted(self._deadlines.ids())
         assert not self._freed

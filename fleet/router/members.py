@@ -121,35 +121,23 @@ class Serving(Struct, frozen=True):
     draining: Flags
     able: Flags  # not draining
     answering: Flags  # of those, who decode
+    rows: Rows  # of these
 
     @classmethod
     def of(cls, members: Members, draining: Flags) -> "Serving":
-        return cls(draining, ~draining, ~draining & members.decodes)
+        answering = ~draining & members.decodes
+        return cls(draining, ~draining, answering, answering.nonzero()[0])
 
 
-class Standings:
+class Standings(Struct, frozen=True, eq=False):
     """All workers of a model as they stand for one request. Nothing in it changes any more, so that it can be explained."""
 
-    __slots__ = ("able", "answering", "columns", "failed", "homes", "members", "serving", "warm")
-
-    def __init__(
-        self,
-        members: Members,
-        columns: Floats,
-        serving: "Serving",
-        failed: Flags | None = None,
-        *,
-        warm: bool = True,
-        homes: Sequence[Flags] = (),
-    ):
-        self.members = members
-        self.columns = columns  # see `fleet.router.candidates`
-        self.serving = serving
-        self.failed = failed  # on this request, in this incarnation; None: nobody
-        self.warm = warm  # somebody may hold something of the prompt
-        self.homes = homes  # of the request's adapter, the best first: see `fleet.router.adapters`
-        self.able: Flags = serving.able if failed is None else serving.able & ~failed
-        self.answering: Flags = serving.answering if failed is None else serving.answering & ~failed
+    members: Members
+    columns: Floats  # see `fleet.router.candidates`
+    serving: Serving
+    failed: Flags | None = None  # on this request, in this incarnation; None: nobody
+    warm: bool = True  # somebody may hold something of the prompt
+    homes: Sequence[Flags] = ()  # of the request's adapter, the best first: see `fleet.router.adapters`
 
     def __len__(self) -> int:
         return len(self.members)
@@ -158,7 +146,18 @@ class Standings:
     def draining(self) -> Flags:
         return self.serving.draining
 
+    @property
+    def able(self) -> Flags:
+        """Who takes work: neither draining nor failed."""
+        return self.serving.able if self.failed is None else self.serving.able & ~self.failed
+
+    @property
+    def answering(self) -> Flags:
+        """Of those, who decode."""
+        return self.serving.answering if self.failed is None else self.serving.answering & ~self.failed
+
     def candidates(self, rows: Rows) -> Candidates:
         """Some of them, in the order of `rows`, each once."""
-        everybody = Candidates(self.members.worker_ids, self.columns, warm=self.warm, even=self.members.even)
-        return everybody if len(rows) == len(self.members.worker_ids) else everybody.only(rows)
+        members = self.members
+        everybody = Candidates(members.worker_ids, self.columns, None, self.warm, members.even)
+        return everybody if len(rows) == len(members.worker_ids) else everybody.only(rows)

@@ -26,7 +26,6 @@ from fleet.router.candidates import (
     ENGINE_BLOCKS,
     KV_BLOCKS,
     LIMIT,
-    LIVE_BLOCKS,
     MAX_RUNNING,
     NEW_BLOCKS,
     PREFILL_SPEED,
@@ -43,7 +42,7 @@ from fleet.router.index import Namespace, PrefixIndex, engine_cache, store_names
 from fleet.router.live import LiveRequest
 from fleet.router.members import Members, Serving, Standings, limit
 from fleet.router.messages import Booked
-from fleet.router.native.costs import spread
+from fleet.router.native.costs import spread, spread_live
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import WorkerSnapshot
 from fleet.router.truth import CacheTruth, Knowledge
@@ -115,7 +114,7 @@ class BlockSize(Struct, frozen=True, kw_only=True):
     """The workers of one block size: prompts have other keys for each."""
 
     block_tokens: int
-    rows: Rows | slice
+    rows: Rows | None  # None: all of the pool
     engines: Rows  # by the places of their bits in the index; -1: another's
     live: Rows  # likewise in `WorkerPool.chains` and `WorkerPool.assumed`
 
@@ -247,7 +246,13 @@ class WorkerPool:
         prompt_tokens = live.prompt_tokens
         for size in self._sizes:
             keys = live.keys(size.block_tokens)
-            columns[NEW_BLOCKS, size.rows] = blocks_for(prompt_tokens, size.block_tokens)
+            new = blocks_for(prompt_tokens, size.block_tokens)
+            if size.rows is None:
+                columns[NEW_BLOCKS] = new
+            else:
+                columns[NEW_BLOCKS, size.rows] = new
+            if not keys:
+                continue
             booked = self.chains.runs(keys)
             held = self._index.runs(keys)
             assumed = self.assumed.runs(keys)
@@ -259,7 +264,7 @@ class WorkerPool:
             if assumed:
                 spread(assumed, size.live, columns[ENGINE_BLOCKS])
             if booked:
-                self._note_booked(columns, booked, size)
+                spread_live(booked, size.live, columns)
             if self._stores and tiers:
                 self._note_stores(columns, held, size.block_tokens, tiers)
         failed: Flags | None = None
@@ -269,23 +274,9 @@ class WorkerPool:
             )
         adapter = live.arrived.adapter
         if adapter is None:
-            return Standings(self.members, columns, self._serving, failed, warm=warm)
+            return Standings(self.members, columns, self._serving, failed, warm)
         found = homes(adapter, self.members, self.workers.values(), columns)
         return Standings(self.members, columns, self._serving, failed, warm=warm, homes=found)
-
-    def _note_booked(self, columns: Floats, booked: list[tuple[int, int]], size: "BlockSize") -> None:
-        """What live requests hold need not be held twice, and is there or coming."""
-        rows, live = size.rows, columns[LIVE_BLOCKS]
-        spread(booked, size.live, live)
-        if isinstance(rows, slice):  # all of them, as in most pools: no copies
-            new, coming = columns[NEW_BLOCKS], columns[COMING_BLOCKS]
-            np.subtract(new, live, out=new)
-            np.maximum(np.subtract(live, columns[ENGINE_BLOCKS], out=coming), 0.0, out=coming)
-            return
-        live = live[rows]
-        columns[NEW_BLOCKS, rows] -= live
-        live = live - columns[ENGINE_BLOCKS, rows]
-        columns[COMING_BLOCKS, rows] = np.maximum(live, 0.0, out=live)
 
     def _note_stores(
         self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[Namespace, Sequence[str]]
@@ -312,7 +303,7 @@ class WorkerPool:
         engines = {self._index.bit(engine_cache(workers[row].description.worker_id)): row for row in rows}
         return BlockSize(
             block_tokens=block_tokens,
-            rows=slice(None) if len(rows) == len(workers) else np.array(rows, dtype=np.intp),
+            rows=None if len(rows) == len(workers) else np.array(rows, dtype=np.intp),
             engines=_row_at(engines),
             live=_row_at({workers[row].bit: row for row in rows}),
         )

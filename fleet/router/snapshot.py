@@ -1,11 +1,13 @@
 """What a router can say of itself at an instant: for `fleet status`, metrics and tests."""
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.errors import Reason
 from fleet.ids import ModelName, StoreId, WorkerId
 from fleet.roles import Role
-from fleet.router.placement import Cause, Placed, Why
+from fleet.router.impossible import Cause
+from fleet.router.placement import Decision, Placed, Why
+from fleet.router.policies.ports import Policy
 from fleet.router.truth import Compared, Knowledge
 
 
@@ -26,6 +28,30 @@ class Counters(Struct, kw_only=True):
     workers_lost: int = 0
     late_messages: int = 0  # of work that was given up before
     kv_mismatches: int = 0  # pieces of work that workers refused with KV_MISMATCH, before a byte moved
+
+    def placed(self, decision: Decision, policy: Policy) -> None:
+        """A request was.
+
+        Args:
+            decision: How.
+            policy: That should have decided.
+        """
+        why = decision.why
+        self.placements[why] = self.placements.get(why, 0) + 1
+        self.policy_fallbacks += decision.policy is not policy
+        if decision.prefill is None:
+            self.aggregated += 1
+        else:
+            self.disaggregated += 1
+            self.policy_fallbacks += decision.prefill_policy is not policy
+        if why is Why.PREFILL_LOST:
+            self.fallbacks += 1
+
+    def copy(self) -> "Counters":
+        """As they are now."""
+        return structs.replace(
+            self, refused=dict(self.refused), placements=dict(self.placements), impossible=dict(self.impossible)
+        )
 
     @property
     def ended(self) -> int:

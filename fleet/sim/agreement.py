@@ -14,10 +14,9 @@ What that shows, and what it does not:
 4. What happens at one and the same instant in different places has no order. A log may say so (two workers end a step at once),
    and then two runs may differ without either being wrong; the kernel's seed shuffles such ties in both. Scenarios whose
    arrivals and step times are of no common measure have none. What one worker says is in order, always.
-5. A worker that begins anew joins some messages later in production: it registers, is dialled, and describes itself. Requests
-   that arrive within such a moment may be placed otherwise. One that is cut off for longer than settings allow is given up after exactly
-   that silence in the simulation, and after up to a quarter more in production, which counts silence in slices; here, a message later. So
-   logs agree over shorter cuts, and not beyond longer ones.
+5. A worker that is cut off for longer than settings allow is given up after exactly that silence in the simulation, and after up to a
+   quarter more in production, which counts silence in slices; here, a message later. So logs agree over shorter cuts, and not beyond
+   longer ones.
 6. Loads that workers report reach routers in production alone. No decision depends on them but where adapters are loaded.
 """
 

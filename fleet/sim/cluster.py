@@ -6,8 +6,8 @@ Rules:
    had generated: tokens would have been sent one by one. Another one comes under its name.
 2. A worker that is cut off is given up, and gives up its work, after the silence that routers wait for. It keeps its cache, and
    tells what is in it when it is back.
-3. A worker that is to change its role drains, and joins again with its cache when nothing is left to do. Until then it may be told
-   otherwise: the last word counts.
+3. A worker that is to change its role drains, leaves when nothing is left to do, and joins again with its cache. Until then it may
+   be told otherwise: the last word counts. A worker that begins, anew or in another role, is heard of `COMING` messages later.
 4. What else can happen is in `fleet.sim.faults`; none of it loses a request.
 """
 
@@ -31,6 +31,9 @@ from fleet.sim.ways import Way
 from fleet.sim.worker import FINGERPRINT, Requests, Surroundings, Worker
 
 JUST_BEFORE = 1000  # nanoseconds: before a fault, what was generated is on its way
+COMING = 6
+"""Messages, one after the other, from a worker's start until a router knows it: it registers and the router is told; the router
+connects, which takes two; it asks, and is answered."""
 
 
 class Cluster:
@@ -52,7 +55,7 @@ class Cluster:
         Args:
             kernel: Its time.
             requests: That workers work for.
-            hear: The router's ear. A worker that comes is heard at once, all else a message later.
+            hear: The router's ear. A worker that is there from the beginning is heard at once, all else a message later.
             block_tokens: Of all engines.
             message_delay: Between router and workers, one way.
             silence: After which a router takes a worker for lost.
@@ -175,8 +178,7 @@ class Cluster:
             case RoleFlip():
                 worker.flips_to = fault.role
                 worker.says.say(WorkerDraining(worker_id=worker.id))
-                # Until then something that was sent before the router heard of it may arrive.
-                self._kernel.after(2 * self._delay + 1, partial(self._flip_if_idle, worker.id))
+                self._flip_if_idle(worker.id)
             case _:
                 assert_never(fault)
 
@@ -192,12 +194,13 @@ class Cluster:
             self._network.close(worker.borrower.save_lane)
         worker.says.forget()
         worker.says.mend()  # nobody hears of a cut any more
-        worker.says.say(WorkerLeft(worker_id=worker.id))
+        if not worker.away:
+            worker.says.say(WorkerLeft(worker_id=worker.id))
         begun = Nanos(gone + down)
         heard = gone + self._delay + 1  # only then another may come: the router goes by names
         role = worker.flips_to or worker.role
         successor = partial(self._join, worker.profile, worker.id, worker.node, role, worker.incarnation + 1, begun)
-        self._kernel.at(max(begun + start, heard), successor)
+        self._kernel.at(max(begun + start + COMING * self._delay, heard), successor)
 
     def _cut(self, worker: Worker, lasting: Nanos) -> None:
         if worker.says.is_cut:
@@ -221,18 +224,26 @@ class Cluster:
             worker.says.forget()
         worker.says.mend()
         worker.hears.mend()
-        if was_lost:
+        if was_lost and not worker.away:
             worker.announce(worker.says.say)
             self._flip_if_idle(worker.id)
 
     def _flip_if_idle(self, worker_id: WorkerId) -> None:
-        """A worker that drains goes on in its new role, once it has nothing left to do in the old one."""
+        """A worker that drains leaves, once it has nothing left to do in its old role."""
         worker = self._workers.get(worker_id)
-        if worker is None or worker.flips_to is None or not worker.engine.idle:
+        if worker is None or worker.flips_to is None or worker.away or not worker.engine.idle:
             return
-        worker.role, worker.flips_to = worker.flips_to, None
-        worker.incarnation += 1
+        worker.away = True
         worker.says.say(WorkerLeft(worker_id=worker.id))
+        self._kernel.after(
+            (COMING - 1) * self._delay + 1, partial(self._begin_anew, worker)
+        )  # and is heard a message later
+
+    def _begin_anew(self, worker: Worker) -> None:
+        if worker.until is not None or worker.flips_to is None:
+            return  # it died meanwhile
+        worker.role, worker.flips_to, worker.away = worker.flips_to, None, False
+        worker.incarnation += 1
         worker.announce(worker.says.say)
 
     # Looks from outside.

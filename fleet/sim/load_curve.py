@@ -1,15 +1,22 @@
 """How much of an SLO a scenario keeps at other loads: the curve that a report draws.
 
-Each point is a run of its own: the same requests in the same order, faster or slower; of users that wait for answers, more or fewer.
+Rules:
+
+1. Each point is a run of its own: the same requests in the same order, faster or slower; of users that wait for answers, more or fewer.
+2. Points are asked for one after the other. While one runs, others that may be asked for next run beside it, in processes of their
+   own (`Tries.expect`). What is asked for, and what comes of it, is the same with any number of processes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from msgspec import Struct, structs
 
 from fleet.sim.history import Arrivals
 from fleet.sim.planning import run_scenario
+from fleet.sim.processes import process_pool, watch
 from fleet.sim.results import Outcome
 from fleet.sim.scenario import Scenario, scaled, waiting_users
 
@@ -40,6 +47,43 @@ def at_load(scenario: Scenario, folder: Path, load: float) -> LoadPoint:
     return LoadPoint(load=load, rate=arrivals.rate, users=waiting_users(loaded), outcome=outcome)
 
 
+class Tries:
+    """Runs of one scenario at other loads."""
+
+    def __init__(self, scenario: Scenario, folder: Path, pool: ProcessPoolExecutor | None, beside: int):
+        """None has begun; `beside` of them may run in the pool at a time."""
+        self._scenario, self._folder, self._pool, self._beside = scenario, folder, pool, beside
+        self._begun: dict[float, Future[LoadPoint]] = {}
+
+    def expect(self, loads: Iterable[float]) -> None:
+        """Begin with loads that may be asked for soon, the likeliest first, as far as there is room."""
+        if self._pool is None:
+            return
+        room = self._beside - sum(not each.done() for each in self._begun.values())
+        for load in loads:
+            if room <= 0:
+                return
+            if load not in self._begun:
+                self._begun[load] = self._pool.submit(at_load, self._scenario, self._folder, load)
+                watch(self._pool)
+                room -= 1
+
+    def at(self, load: float) -> LoadPoint:
+        """One of them; for what is raised, see `run_scenario`."""
+        begun = self._begun.get(load)
+        return at_load(self._scenario, self._folder, load) if begun is None else begun.result()
+
+
+@contextmanager
+def tries(scenario: Scenario, folder: Path, processes: int) -> Iterator[Tries]:
+    """Of a scenario, so many at a time, the caller's included; what nobody has asked for ends with the block."""
+    if processes == 1:
+        yield Tries(scenario, folder, None, 0)
+        return
+    with process_pool(processes - 1, finish=False) as pool:
+        yield Tries(scenario, folder, pool, processes - 1)
+
+
 def load_curve(
     scenario: Scenario,
     folder: Path,
@@ -47,6 +91,7 @@ def load_curve(
     *,
     known: LoadPoint | None = None,
     tried: Callable[[LoadPoint], None] | None = None,
+    processes: int = 1,
 ) -> list[LoadPoint]:
     """Run a scenario at other loads.
 
@@ -56,26 +101,28 @@ def load_curve(
         loads: Of its own; in any order. Larger ones follow, until the curve has fallen.
         known: What came of one of them already; it is not run again, unless it had more requests than these.
         tried: Told of each.
+        processes: Points at a time.
 
     Raises:
         ConfigurationRefused: The scenario cannot be run.
     """
     workload = scenario.workload
     cut = structs.replace(workload, requests=min(workload.requests or MOST_REQUESTS, MOST_REQUESTS))
+    told = known if known is not None and known.outcome.requests <= MOST_REQUESTS else None
     points: list[LoadPoint] = []
 
-    def at(load: float) -> None:
-        if known is not None and known.load == load and known.outcome.requests <= MOST_REQUESTS:
-            points.append(known)
-        else:
-            points.append(at_load(structs.replace(scenario, workload=cut), folder, load))
+    def at(load: float, later: Iterable[float]) -> None:
+        run.expect(each for each in later if told is None or each != told.load)
+        points.append(told if told is not None and told.load == load else run.at(load))
         if tried is not None:
             tried(points[-1])
 
-    for load in sorted(loads):
-        at(load)
-    for _ in range(MOST_FURTHER):
-        if not points or points[-1].outcome.attainment < ENOUGH:
-            break
-        at(points[-1].load * FURTHER)
+    with tries(structs.replace(scenario, workload=cut), folder, processes) as run:
+        ordered = sorted(loads)
+        for index, load in enumerate(ordered):
+            at(load, ordered[index + 1 :])
+        for _ in range(MOST_FURTHER):
+            if not points or points[-1].outcome.attainment < ENOUGH:
+                break
+            at(load := points[-1].load * FURTHER, (load * FURTHER,))
     return points

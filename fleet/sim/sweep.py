@@ -1,15 +1,8 @@
 """Many runs at once: scenarios times changes times seeds, on all cores or on a Ray cluster."""
 
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +13,7 @@ from fleet.adapters.ray_tasks import map_on_ray
 from fleet.config import overlaid
 from fleet.errors import ConfigurationRefused
 from fleet.sim.planning import plan, traffic
+from fleet.sim.processes import process_pool, watch
 from fleet.sim.results import Outcome
 from fleet.sim.run import Plan, simulate
 from fleet.sim.scenario import Scenario, read_scenario
@@ -106,24 +100,10 @@ def run_all(made: Sequence[Case], processes: int, *, ray: str | None = None) -> 
     if processes == 1 or len(made) == 1:
         yield from map(run_case, made)
         return
-    others = multiprocessing.active_children()  # of the caller
-    context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(min(processes, len(made)), mp_context=context, initializer=_die_with_caller)
-    try:
+    with process_pool(min(processes, len(made))) as pool:
         rows = pool.map(run_case, made)
-        pool.submit(int)  # `submit` wakes the watch of dying processes before it starts one: unwatched, without a next
+        watch(pool)
         yield from rows
-    except BrokenProcessPool as error:
-        raise ConfigurationRefused(
-            f"--processes: one of {processes} was killed, for want of memory perhaps; take fewer at a time"
-        ) from error
-    except BaseException:  # Ctrl-C, or nobody wants the rest: runs that take hours are not waited for
-        for child in multiprocessing.active_children():
-            if child not in others:
-                child.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def run_case(case: Case) -> Row:
@@ -185,15 +165,3 @@ def _read(prepared: _Prepared) -> None:
         if isinstance(prepared.scenario.workload, Recorded):
             for _ in sent:
                 pass
-
-
-def _die_with_caller() -> None:
-    """At Ctrl-C, and when the caller is killed: nobody would ask for more runs, or read what they came to."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if (caller := multiprocessing.parent_process()) is not None:
-        threading.Thread(target=_die_after, args=(caller.sentinel,), daemon=True).start()
-
-
-def _die_after(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)

@@ -5,7 +5,8 @@ Rules:
 1. What it says and what it hears takes the way between the two, a message's time each (`fleet.sim.ways`).
 2. What a sequence generates is told with its first token, when it begins another block, and with its end: as the engine tells it.
 3. Prefill work ends with a hand-off. Where that goes through the node's store, it has ended when the store has its blocks.
-4. What it was told to do for a request that is over meanwhile, it does not do.
+4. What it was told to do for a request that is over meanwhile, it does not do. New work is rejected while it drains, and lost
+   between two roles, when routers know it in neither.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,20 @@ from typing import Protocol
 from msgspec import Struct
 
 from fleet.clock import Nanos
+from fleet.errors import Reason
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish, KvReport
 from fleet.roles import KvPath, Phase, Role
-from fleet.router.messages import CacheAssumed, CancelWork, Dispatch, RouterEvent, Stepped, WorkerJoined, request_of
+from fleet.router.messages import (
+    CacheAssumed,
+    CancelWork,
+    Dispatch,
+    RouterEvent,
+    Stepped,
+    WorkerJoined,
+    WorkRejected,
+    request_of,
+)
 from fleet.sim.engine import SimulatedEngine
 from fleet.sim.handoffs import Handoffs, params
 from fleet.sim.kernel import Kernel
@@ -26,7 +37,7 @@ from fleet.sim.pools import PoolProfile
 from fleet.sim.store import Borrower, NodeStore
 from fleet.sim.ways import Way
 from fleet.sim.work import Job, Told
-from fleet.work import Description, Handoff, Progress, Start
+from fleet.work import Description, Handoff, Progress, Rejected, Start
 
 MODEL = ModelName("model")
 FINGERPRINT = "simulated"
@@ -107,7 +118,8 @@ class Worker:
         self.id = worker_id
         self.node = node
         self.role = role
-        self.flips_to: Role | None = None  # once it is idle
+        self.flips_to: Role | None = None  # once it is idle, and takes no new work until then
+        self.away = False  # between two roles
         self.incarnation = incarnation
         self.since = since
         self.until: Nanos | None = None  # that it is gone
@@ -204,10 +216,13 @@ class Worker:
 
     def obey(self, command: Dispatch | CancelWork) -> None:
         """What the router said has come."""
-        if self.until is not None:
-            return  # it died meanwhile
+        if self.until is not None or self.away:
+            return  # routers hear of that by themselves
         if isinstance(command, Dispatch):
-            self._start(command.start)
+            if self.flips_to is None:
+                self._start(command.start)
+            else:
+                self._reject(command.start)
         else:
             self._prefilled.pop(command.request_id, None)
             self.engine.cancel(command.request_id)
@@ -237,6 +252,10 @@ class Worker:
             self._handoffs.take(self.id, job, handoff)
         else:
             self.engine.submit(job)
+
+    def _reject(self, start: Start) -> None:
+        rejected = Rejected(request_id=start.request_id, reason=Reason.DRAINING, message="this worker drains")
+        self.says.say(WorkRejected(worker_id=self.id, rejected=rejected))
 
     def give_up_all(self) -> None:
         """Do nothing more of what the router said."""

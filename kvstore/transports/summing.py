@@ -6,6 +6,8 @@ from kvstore.buffers import Block, crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.messages import GONE, AnySlots, Fetched, Outcome, Slot
 
+MOVED = Outcome.MOVED  # looked up once: a member of an enumeration is slow to find for each block
+
 Put = Callable[[AnySlots, Sequence[Block], Nanos], list[Outcome]]
 
 
@@ -20,6 +22,6 @@ def summed_before(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: 
 
 def told(outcome: Outcome, checksum: int) -> Fetched:
     """What came of one block, with its checksum if it was moved."""
-    if outcome is Outcome.MOVED:
+    if outcome is MOVED:
         return Fetched(outcome, checksum)
-    return GONE if outcome is Outcome.GONE else Fetched(outcome)
+    return GONE if outcome is GONE.outcome else Fetched(outcome)

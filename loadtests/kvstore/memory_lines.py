@@ -1,8 +1,11 @@
 """The CPU tier: blocks to and from a node's pool, by its client and by the tier itself, against memcpy.
 
 `warm`: all memory involved was used before. `first touch`: what is written to (the pool in a put, the destination in a get)
-was not. A get of the client is a match, the copies with their verification, and a release; a put is a reservation, checksums,
-copies, and the publication. Peers verify nothing.
+was not. A get of the client is a match, the copies with their verification, and a release; a put is a reservation, for which
+the pool has to evict others, checksums, copies, and the publication. Peers verify nothing.
+
+The limit copies between arrays of this process, which lie in huge pages where the system has them for whoever asks. A pool
+is shared memory, which most systems put into small pages (`pages` in the node's log): memcpy is slower there, by up to a third.
 """
 
 import itertools
@@ -36,8 +39,8 @@ NOBODY: Mapping[str, Contestant] = {}
 def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
     """All lines of the CPU tier; they use memory for as long as the context is open."""
     found = []
-    # Room for what is held, and for puts of all rounds that are new to the pool, so that nothing has to be evicted.
-    capacity = plan.moved_bytes * (3 + plan.rounds)
+    # What is held and one put fill the pool, so that every put that counts evicts, as in a node that has run for a while.
+    capacity = 2 * plan.moved_bytes
     with ExitStack() as held:
         node = cache(
             lambda: held.enter_context(running(capacity_bytes=capacity))

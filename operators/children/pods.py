@@ -1,6 +1,6 @@
 """The template of pods, with what the user says over it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -77,6 +77,7 @@ def pod_template(
     deployment: Deployment, role: Role, images: Images, of_revision: str, doors: Mapping[str, int] | None = None
 ) -> Manifest:
     """The pod template, with what the user's says over it. `doors`: a router's ports for those who bring requests."""
+    mounted = list(_mounted(deployment, role, of_revision))
     routes = role.type is RoleType.ROUTER
     ports = {**(doors or {}), "control": CONTROL} if routes else {"worker": WORKER}
     own = ["router_id=$(POD_NAME)"]
@@ -112,10 +113,7 @@ def pod_template(
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
         },
-        "volumeMounts": [
-            {"name": "settings", "mountPath": "/etc/fleet", "readOnly": True},
-            {"name": "scratch", "mountPath": SCRATCH},
-        ],
+        "volumeMounts": [{"name": name, **mount} for name, _, mount in mounted],
     }
     if routes:
         container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 2}
@@ -125,33 +123,9 @@ def pod_template(
         container["readinessProbe"] = {"grpc": {"port": WORKER_CONTROL}, "periodSeconds": 2}
     if resources := _resources(role):
         container["resources"] = resources
-    volumes: list[Manifest] = [
-        {"name": "settings", "configMap": {"name": config_name(deployment, role, of_revision)}},
-        {"name": "scratch", "emptyDir": {}},
-    ]
-    if not routes:
-        # Ranks of an engine talk to each other there, and a container's own is 64 MiB.
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}})
-        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 - likewise
-    if claim := deployment.spec.model.claim:
-        volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
-        container["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})
-    if not routes and (secret := deployment.spec.kv_transfer.redis_secret):
-        volumes.append({"name": "redis", "secret": {"secretName": secret}})
-        container["volumeMounts"].append({"name": "redis", "mountPath": REDIS_FOLDER, "readOnly": True})
-    if is_fetched(deployment):
-        kept = deployment.spec.model.cache_claim
-        source: Manifest = {"persistentVolumeClaim": {"claimName": kept}} if kept else {"emptyDir": {}}
-        volumes.append({"name": "hub", **source})
-        container["volumeMounts"].append({"name": "hub", "mountPath": HUB_CACHE})
-        if secret := deployment.spec.model.token_secret:
-            # Nothing else that may be in it; and where it is missing, the process says so, for which a pod would only wait.
-            only = {"items": [{"key": "token", "path": "token"}], "optional": True}
-            volumes.append({"name": "hub-token", "secret": {"secretName": secret} | only})
-            container["volumeMounts"].append({"name": "hub-token", "mountPath": HUB_SECRET, "readOnly": True})
     pod: Manifest = {
         "containers": [container],
-        "volumes": volumes,
+        "volumes": [{"name": name, **volume} for name, volume, _ in mounted],
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": role.drain.timeout_seconds + GRACE_SECONDS,
         "securityContext": {
@@ -184,6 +158,32 @@ def pod_template(
     # What selects pods is not the user's to change.
     template["metadata"] = metadata | {"labels": mapping(metadata.get("labels")) | labels}
     return template
+
+
+def _mounted(deployment: Deployment, role: Role, of_revision: str) -> Iterator[tuple[str, Manifest, Manifest]]:
+    """Volumes: what each is called, what is in it, and where it is mounted."""
+    routes, model, transfer = role.type is RoleType.ROUTER, deployment.spec.model, deployment.spec.kv_transfer
+    settings = {"name": config_name(deployment, role, of_revision)}
+    yield "settings", {"configMap": settings}, {"mountPath": "/etc/fleet", "readOnly": True}
+    yield "scratch", {"emptyDir": {}}, {"mountPath": SCRATCH}
+    if not routes:
+        # Ranks of an engine talk to each other there, and a container's own is 64 MiB.
+        memory = {"medium": "Memory", "sizeLimit": SHARED_MEMORY}
+        yield "shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}  # noqa: S108 - likewise
+    if model.claim:
+        claim = {"claimName": model.claim, "readOnly": True}
+        yield "models", {"persistentVolumeClaim": claim}, {"mountPath": MODELS, "readOnly": True}
+    if not routes and transfer.redis_secret:
+        password = {"secretName": transfer.redis_secret}
+        yield "redis", {"secret": password}, {"mountPath": REDIS_FOLDER, "readOnly": True}
+    if is_fetched(deployment):
+        kept: Manifest = {"persistentVolumeClaim": {"claimName": model.cache_claim}}
+        yield "hub", kept if model.cache_claim else {"emptyDir": {}}, {"mountPath": HUB_CACHE}
+        if model.token_secret:
+            # Nothing else that may be in it; and where it is missing, the process says so, for which a pod would only wait.
+            only = {"items": [{"key": "token", "path": "token"}], "optional": True}
+            secret = {"secretName": model.token_secret} | only
+            yield "hub-token", {"secret": secret}, {"mountPath": HUB_SECRET, "readOnly": True}
 
 
 def merged(ours: Any, theirs: Any, key: str = "") -> Any:

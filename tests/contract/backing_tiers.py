@@ -12,8 +12,10 @@ from kvstore.messages import BlockKey
 from kvstore.monotonic import MonotonicClock
 from kvstore.ports import BackingTier, Codec
 from kvstore.tiers.backing_memory import MemoryBackingTier
-from kvstore.tiers.redis import RedisSettings, RedisTier
-from kvstore.tiers.s3 import S3Settings, S3Tier
+from kvstore.tiers.redis.settings import RedisSettings
+from kvstore.tiers.redis.shelf import open_redis
+from kvstore.tiers.s3.settings import S3Settings
+from kvstore.tiers.s3.shelf import open_s3
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
 from tests.kv_builders import BLOCK_BYTES
@@ -78,7 +80,7 @@ def redis(folder: Path) -> Iterator[Case]:
             client.setrange(name, 64 + 17, bytes([client.getrange(name, 64 + 17, 64 + 17)[0] ^ 1]))
 
     yield Case(
-        open=lambda codecs: RedisTier.open(settings, codecs=codecs, clock=clock()),
+        open=lambda codecs: open_redis(settings, codecs=codecs, clock=clock()),
         damage=damage,
         keeps=True,
         name="redis",
@@ -105,7 +107,7 @@ def s3(folder: Path) -> Iterator[Case]:
 
     with s3_credentials():
         yield Case(
-            open=lambda codecs: S3Tier.open(settings, codecs=codecs, clock=clock()),
+            open=lambda codecs: open_s3(settings, codecs=codecs, clock=clock()),
             damage=damage,
             keeps=True,
             name="s3",

@@ -84,7 +84,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
         # It grows.
         await planner.apply(a_plan("grow", decode=2), start)
         grown = await sees(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
-        assert [each.plan for each in grown.pools] == ["grow", ""]
+        assert [(each.plan, each.before) for each in grown.pools] == [("grow", 1), ("", None)]
 
         # One replica more than there is room for is pending, and taken back at the deadline.
         impossible = a_plan("impossible", within=5 * SECOND, decode=3)
@@ -138,6 +138,24 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
         async with a_world.open(Writer.PERSON) as person:
             seen = await person.observe()
             assert seen.pool(PREFILL).pinned == ""
+
+
+async def test_a_plan_whose_planner_is_gone_stays_wanted_and_anybody_can_go_on_with_it_or_back(a_world):
+    async with a_world.open_mortal(answered=True) as mortal:
+        with suppress(Killed):
+            await mortal.apply(a_plan("too-many", decode=ROOM + 1), await mortal.observe())
+    async with a_world.open() as planner:
+        left = await until(planner, lambda seen: seen.pool(DECODE).why is Why.NO_ROOM)
+        assert left.pool(DECODE).unfinished
+        assert (left.pool(DECODE).wanted, left.pool(DECODE).before) == (ROOM + 1, 1)
+
+        await planner.apply(a_plan("on", decode=ROOM + 1), left)
+        going = await until(planner, lambda seen: seen.pool(DECODE).plan == "on")
+        assert going.pool(DECODE).before == 1, "who goes on can still go back"
+
+        await planner.apply(a_plan("back", decode=1), going)
+        back = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        assert not back.pool(DECODE).unfinished
 
 
 async def test_a_pool_that_is_not_there_is_refused_by_its_name_and_nothing_is_written(a_world):

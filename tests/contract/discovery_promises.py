@@ -216,6 +216,7 @@ async def test_who_is_cut_off_keeps_what_it_knows_until_the_leases_end(a_world):
         await router.has(decode_0=ADDRESS)
         await a_world.cut()
         await worker.register(WORKER, OLD, ADDRESS)  # which the router cannot see
+        await router.until(lambda _: router.registry.directory_reachable is False)
 
         router.clock.move(a_world.lease - 1)
         assert router.addresses() == {WORKER: ADDRESS}
@@ -225,6 +226,7 @@ async def test_who_is_cut_off_keeps_what_it_knows_until_the_leases_end(a_world):
         await a_world.mend()
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
+        assert router.registry.directory_reachable
 
 
 async def test_who_was_cut_off_catches_up(a_world):

@@ -121,6 +121,18 @@ def test_find_counts_the_leading_blocks(tier):
     assert tier.find([], soon()) == 0
 
 
+def test_it_says_of_each_block_whether_it_has_it_whatever_comes_before(tier):
+    keys = keys_of(6)
+    put(tier, [*keys[:2], *keys[3:]])
+    assert tier.holds(keys, soon()) == [True, True, False, True, True, True]
+
+    tier.discard(keys[3:4])
+
+    assert tier.holds(keys[::-1], soon()) == [True, True, False, False, True, True]
+    assert tier.holds([], soon()) == []
+    assert tier.holds(keys_of(2, digest=OTHER), soon()) == [False, False]
+
+
 def test_a_block_that_was_never_put_is_gone(tier):
     keys = keys_of(3)
     put(tier, keys[:1])
@@ -290,6 +302,7 @@ def test_a_namespace_that_nobody_opened_is_a_miss(case: Case):
 
     assert put(tier, [*ours, *theirs]) == [True, False]
     assert tier.find(theirs, soon()) == 0
+    assert tier.holds([*theirs, *ours], soon()) == [False, True]
     assert outcomes(get(tier, [*theirs, *ours])[0]) == [Outcome.GONE, Outcome.MOVED]
     tier.close()
 
@@ -344,6 +357,8 @@ def test_a_closed_tier_says_so_and_closes_again(case: Case):
         get(tier, keys_of(1))
     with pytest.raises(TierFailed):
         put(tier, keys_of(1))
+    with pytest.raises(TierFailed):
+        tier.holds(keys_of(1), soon())
     tier.discard(keys_of(1))
 
 

@@ -21,7 +21,7 @@ from kvstore.block import chain
 from kvstore.client import StoreClient
 from kvstore.messages import BlockKey
 from kvstore.settings import StoreSettings
-from kvstore.tiers.peer import ranking
+from kvstore.tiers.peer.shelf import ranking
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.builders import token_bytes

@@ -10,15 +10,14 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from fleet.adapters import openai_workers
+from fleet.adapters import followed_cache
 from fleet.adapters.text_codec import load_codec
 from fleet.clock import Nanos
 from fleet.ids import RequestId
 from fleet.router.truth import Knowledge
 from tests.builders import token_ids
 from tests.integration.test_http_connections import connected, post
-from tests.integration.test_relay import ASKED, COMPLETIONS
-from tests.openai_servers import MODEL, Answering, OpenAiServer, RelayWorld, a_relay, until
+from tests.openai_servers import ASKED, COMPLETIONS, MODEL, Answering, OpenAiServer, RelayWorld, a_relay, until
 from workers.engines.event_health import Alert
 from workers.engines.event_stream import END_OF_REPLAY
 
@@ -193,7 +192,7 @@ async def test_blocks_of_another_size_raise_an_alert_by_name(server, model_dir, 
 
 
 async def test_a_server_that_serves_and_publishes_nothing_raises_an_alert_by_name(server, model_dir, monkeypatch):
-    monkeypatch.setattr(openai_workers, "EVENT_PATIENCE", Nanos(1))
+    monkeypatch.setattr(followed_cache, "EVENT_PATIENCE", Nanos(1))
     with a_publisher() as publisher:
         async with a_relay(server, model_dir=model_dir, **publisher.endpoints) as world:
             for number in range(3):

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.local_processes import ClusterFailed, LocalProcess, LocalProcesses, runtime_folder
+from fleet.adapters.local_processes import ClusterFailed, LocalProcess, LocalProcesses
+from fleet.adapters.local_runs import runtime_folder
 from fleet.clock import SECOND, Nanos
 from fleet.config import child_environment
 from fleet.control.supervision import Child, Condition

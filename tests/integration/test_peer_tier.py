@@ -20,7 +20,9 @@ from kvstore.clock import Nanos
 from kvstore.errors import NamespaceUnknown, TierFailed
 from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
-from kvstore.tiers.peer import PeerSettings, PeerTier, ranking
+from kvstore.tiers.peer.settings import PeerSettings
+from kvstore.tiers.peer.shelf import open_peers, ranking
+from kvstore.tiers.remote import RemoteTier
 from kvstore.transports.frames import CHALLENGE, MAGIC, REPLY, Status
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
@@ -55,8 +57,8 @@ def connect(address, namespace, timeout_seconds):
 
 
 @contextlib.contextmanager
-def a_tier(*peers: str, **settings) -> Iterator[PeerTier]:
-    tier = PeerTier(
+def a_tier(*peers: str, **settings) -> Iterator[RemoteTier]:
+    tier = open_peers(
         PeerSettings(peers=peers, connect_seconds=5, **settings), connect, namespaces=namespaces, clock=MonotonicClock()
     )
     try:
@@ -84,7 +86,7 @@ def empty(count: int) -> list[np.ndarray]:
     return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
 
 
-def outcomes(tier: PeerTier, keys=KEYS, seconds: float = 10) -> list[bool]:
+def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 10) -> list[bool]:
     """Which blocks arrive; whatever does is compared."""
     into = empty(len(keys))
     answers = tier.get(keys, into, within(seconds))

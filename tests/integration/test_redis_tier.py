@@ -15,7 +15,9 @@ from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import records
-from kvstore.tiers.redis import RedisSettings, RedisTier
+from kvstore.tiers.redis.settings import RedisSettings
+from kvstore.tiers.redis.shelf import open_redis
+from kvstore.tiers.remote import RemoteTier
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually, keep
 from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_value, empty, outcomes, within
 from tests.scripted_server import Script, a_scripted_server
@@ -45,10 +47,8 @@ def tier(server):
     with_tier.close()
 
 
-def open_tier(url: str, **settings) -> RedisTier:
-    return RedisTier.open(
-        RedisSettings(url=url, **settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock()
-    )
+def open_tier(url: str, **settings) -> RemoteTier:
+    return open_redis(RedisSettings(url=url, **settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
 
 def place_of(key: BlockKey) -> str:
@@ -411,6 +411,11 @@ SCRIPTS = {
     "garbage": Script((*HANDSHAKE, b"SSH-2.0-OpenSSH_9.2\r\n")),
     "nothing": Script(HANDSHAKE, hold=True),
     "an end": Script(HANDSHAKE),
+    "a handshake byte by byte": Script((), drip=b"+" * 100),
+    "a value byte by byte": Script(HANDSHAKE, drip=b"$8256\r\n" + bytes(100)),
+    "a number that is none, from the start": Script((b":abc\r\n",)),
+    "another place": Script((*HANDSHAKE, b"-MOVED 3999 127.0.0.1:6381\r\n" * 4)),
+    "not yet": Script((*HANDSHAKE, b"-LOADING Redis is loading the dataset in memory\r\n" * 4)),
     "half a value": Script((*HANDSHAKE, b"$8256\r\n" + a_value(KEYS[0], BLOCKS[0])[:4000])),
     "half a value, and silence": Script((*HANDSHAKE, b"$8256\r\n" + a_value(KEYS[0], BLOCKS[0])[:4000]), hold=True),
     "a line without an end": Script((*HANDSHAKE, b"+" + b"x" * 100_000), hold=True),
@@ -440,6 +445,50 @@ def test_blocks_that_came_before_the_cut_count():
         assert tier.status().failures == 1
         assert tier.gone() == [], "nobody said that the others are not there"
         tier.close()
+
+
+def test_a_value_that_is_too_large_to_be_taken_in_time_costs_itself_only_and_is_removed():
+    good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_value(KEYS[0], BLOCKS[0]))
+    huge = b"$%d\r\n%b" % (1 << 29, a_value()[:64])
+    with a_scripted_server(Script((*HANDSHAKE, good + huge), hold=True)) as port:
+        tier = open_tier(f"redis://127.0.0.1:{port}")
+
+        assert outcomes(tier, seconds=0.3) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.GONE, Outcome.GONE]
+
+        assert tier.gone() == [KEYS[1]]
+        tier.close()
+
+
+def test_a_cluster_whose_slots_nobody_serves_is_a_failure_that_says_so():
+    with a_redis("--cluster-enabled", "yes") as server:
+        tier = open_tier(server.url)
+
+        for call in (lambda: outcomes(tier), lambda: tier.holds(KEYS, within(10))):
+            with pytest.raises(TierFailed, match="CLUSTERDOWN"):
+                call()
+        tier.close()
+
+
+def test_a_user_who_may_only_read_reads_and_a_write_is_a_failure_that_says_so(server):
+    with server.client() as client:
+        client.acl_setuser("reader", enabled=True, passwords=["+p"], keys=["fleet:*"], commands=["+get", "+getrange"])
+    writer, reader = open_tier(server.url), open_tier(f"redis://reader:p@127.0.0.1:{server.port}")
+    keep(writer, KEYS[:2], BLOCKS[:2], within(10))
+
+    assert outcomes(reader) == [Outcome.MOVED, Outcome.MOVED, Outcome.GONE, Outcome.GONE]
+    assert keep(reader, KEYS[:2], BLOCKS[:2], within(10)) == [True] * 2, "they are there"
+    with pytest.raises(TierFailed, match="NOPERM"):
+        keep(reader, KEYS[2:], BLOCKS[2:], within(10))
+    writer.close()
+    reader.close()
+
+
+def test_what_the_server_lost_by_itself_it_is_not_said_to_have(tier, server):
+    keep(tier, KEYS, BLOCKS, within(10))
+    with server.client() as client:
+        client.delete(place_of(KEYS[0]), place_of(KEYS[2]))
+
+    assert tier.holds(KEYS, within(10)) == [False, True, False, True]
 
 
 # Settings
@@ -478,7 +527,7 @@ def test_wrong_settings_are_refused_by_name_without_telling_secrets(field, setti
 
 def test_secrets_are_neither_in_repr_nor_in_errors():
     settings = RedisSettings(url=f"redis://user:secret@127.0.0.1:{a_free_port()}/1")
-    tier = RedisTier.open(settings, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
+    tier = open_redis(settings, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
     with pytest.raises(TierFailed) as failed:
         tier.find(KEYS, within(1))

@@ -12,7 +12,10 @@ from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import BlockKey, Outcome
 from kvstore.monotonic import MonotonicClock
-from kvstore.tiers.s3 import Clients, S3Settings, S3Tier
+from kvstore.tiers.remote import RemoteTier
+from kvstore.tiers.s3.clients import Clients
+from kvstore.tiers.s3.settings import S3Settings
+from kvstore.tiers.s3.shelf import open_s3, tier_with
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually, keep
 from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_value, empty, outcomes, within
 from tests.scripted_server import Script, a_scripted_server
@@ -48,15 +51,15 @@ def tier(shared, bucket):
     tier.close()
 
 
-def open_tier(server, bucket: str, **settings) -> S3Tier:
+def open_tier(server, bucket: str, **settings) -> RemoteTier:
     chosen = S3Settings(bucket=bucket, **{"endpoint_url": server.url, "region": "us-east-1", **settings})
-    return S3Tier.open(chosen, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
+    return open_s3(chosen, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
 
-def open_with_endpoint(bucket: str, port: int) -> S3Tier:
+def open_with_endpoint(bucket: str, port: int) -> RemoteTier:
     """Without the look at the bucket, which such a server would not survive."""
     settings = S3Settings(bucket=bucket, endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1")
-    return S3Tier(settings, Clients(settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
+    return tier_with(settings, Clients(settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
 
 def place_of(key: BlockKey) -> str:
@@ -126,7 +129,7 @@ def test_calls_under_way_end_when_the_tier_is_closed():
         server.freeze()
         with ThreadPoolExecutor(1) as threads:
             call = threads.submit(tier.get, KEYS, empty(), within(2))
-            eventually(lambda: len(tier._threads._threads) > 0)
+            eventually(lambda: len(tier.shelf._threads._threads) > 0)
 
             tier.close()
 
@@ -264,7 +267,7 @@ def test_large_blocks_come_back_and_connections_are_used_again(shared, bucket):
 # Servers that are none
 
 
-def an_answer(status: str, body: bytes, length: int | None = None) -> bytes:
+def an_answer(status: str, body: bytes, length: int | str | None = None) -> bytes:
     size = len(body) if length is None else length
     return f"HTTP/1.1 {status}\r\nContent-Length: {size}\r\n\r\n".encode() + body
 
@@ -280,6 +283,9 @@ SCRIPTS = {
     "an error that is no XML": Script((an_answer("500 Oops", b"<<<"),)),
     "slow down": Script((an_answer("503 Slow Down", b""),)),
     "no access": Script((an_answer("403 Forbidden", b""),)),
+    "no number for a length": Script((an_answer("200 OK", a_value(), "abc"),)),
+    "less than nothing": Script((an_answer("200 OK", b"", -5),)),
+    "a time that is none": Script((b"HTTP/1.1 200 OK\r\nLast-Modified: never\r\nContent-Length: 0\r\n\r\n",)),
     "half a head": Script((b"HTTP/1.1 200 OK\r\nContent-Le",), hold=True),
 }
 
@@ -292,6 +298,29 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
         with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
             tier.get(KEYS[:1], empty(1), within(0.6))
 
+        tier.close()
+
+
+def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
+    with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_value()[:100])) as port:
+        tier = open_with_endpoint("blocks", port)
+        tier.shelf._clients.within(0.5)  # which takes long to make
+
+        with at_most(1.5), pytest.raises(TierFailed):
+            tier.get(KEYS[:1], empty(1), within(0.5))
+
+        tier.close()
+
+
+def test_a_value_of_which_nobody_tells_the_length_is_a_failure_and_stays():
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (64 + BLOCK_BYTES, a_value(KEYS[0], BLOCKS[0]))
+    with a_scripted_server(Script((b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk,))) as port:
+        tier = open_with_endpoint("blocks", port)
+
+        with pytest.raises(TierFailed, match="how long"):
+            outcomes(tier, KEYS[:1], 5)
+
+        assert (tier.gone(), tier.status().corrupt) == ([], 0)
         tier.close()
 
 

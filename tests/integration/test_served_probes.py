@@ -11,12 +11,14 @@ pytest.importorskip("aiohttp", reason="the extra `kubernetes` is not installed")
 
 from aiohttp import web
 
-from fleet.adapters.served_probes import ServedProbes, door_address
+from fleet.adapters.served_probes import ServedProbes, router_address, service_address
 from fleet.errors import Reason, Refused
 from fleet.router.tenants import TenantSettings
 from operators.probing import Answer, Failure, Probe
 from tests.builders import MODEL
 from tests.fronts import open_fronts
+from tests.openai_servers import MODEL as RELAYED
+from tests.openai_servers import Answering, OpenAiServer, a_relay, five_tokens, until
 
 pytestmark = pytest.mark.integration
 
@@ -25,19 +27,22 @@ TENANTS = {"probes": TenantSettings(api_key_sha256=(sha256(KEY.encode()).hexdige
 SECONDS = 5.0
 
 
-def a_probe(worker="w1", *, pair=False):
-    return Probe(namespace="ns", deployment="dd", service="dd-router", model=MODEL, worker=worker, pair=pair)
+def a_probe(worker="w1", *, pair=False, door="10.0.0.1"):
+    return Probe(namespace="ns", deployment="dd", service="dd-router", model=MODEL, worker=worker, pair=pair, door=door)
 
 
-def probes(url, keys=None, seconds=SECONDS):
-    """To whatever listens there."""
-    address = url.removeprefix("http://")
+def probes(url, keys=None, seconds=SECONDS, router=None):
+    """To whatever listens there: behind the Service, and at the address of the router's pod, if that is no other one."""
 
-    def dialled(namespace, service):
-        assert (namespace, service) == ("ns", "dd-router")
-        return address
+    def service(namespace, name):
+        assert (namespace, name) == ("ns", "dd-router")
+        return url.removeprefix("http://")
 
-    return ServedProbes(keys or {}, seconds, dialled)
+    def door(host):
+        assert host == "10.0.0.1"
+        return (router or url).removeprefix("http://")
+
+    return ServedProbes(keys or {}, seconds, service, door)
 
 
 @asynccontextmanager
@@ -115,8 +120,47 @@ async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody
         assert await asked(**{"ns/dd": "sk-wrong"}) == Failure(401, "its routers do not take the key", wants_key=True)
 
     refusal = {"error": {"code": "internal", "message": f"Bearer {KEY} is bad"}}
-    async with answering(msgspec.json.encode(refusal), 500) as url:
-        assert await probes(url, {"ns/dd": KEY}).ask(a_probe()) == Failure(500, "internal: Bearer (key) is bad")
+    async with answering(b"{}", 401) as service, answering(msgspec.json.encode(refusal), 500) as router:
+        found = await probes(service, {"ns/dd": KEY}, router=router).ask(a_probe())
+        assert found == Failure(500, "internal: Bearer (key) is bad")
+
+
+async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_key(model_dir):
+    elsewhere = []
+    async with open_fronts(model_dir, TENANTS) as fronts, answering(b"{}", 401, elsewhere) as service:
+        fronts.will_answer("A")
+        bound = probes(service, {"ns/dd": KEY}, router=fronts.url)
+
+        assert await bound.ask(a_probe()) == Answer()
+        assert await bound.ask(a_probe(door="")) == Failure(
+            0, "its routers want an API key, and none of them has an address"
+        )
+
+    assert len(elsewhere) == 2
+    assert not any("authorization" in {name.lower() for name in headers} for headers, _ in elsewhere)
+    assert KEY not in str(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("refused", "found"),
+    [
+        (Refused(Reason.QUEUE_FULL, "it would wait about 31 s"), Failure(429, "queue_full", busy=True)),
+        (Refused(Reason.RATE_LIMITED, "60 requests a minute"), Failure(429, "rate_limited", busy=True)),
+        (Refused(Reason.NO_WORKER, "nobody serves it"), Failure(503, "no_worker: nobody serves it")),
+        (Refused(Reason.DEADLINE_PASSED, "too late"), Failure(504, "deadline_passed: too late")),
+    ],
+)
+async def test_a_router_that_has_no_room_is_told_from_one_that_fails(model_dir, refused, found):
+    async with open_fronts(model_dir) as fronts:
+        fronts.router.refuse = refused
+
+        assert await probes(fronts.url).ask(a_probe()) == found
+
+
+async def test_a_429_of_somebody_else_shows_nothing(model_dir):
+    for content in (b"slow down", b'{"error": {"code": "internal", "message": "x"}}'):
+        async with answering(content, 429) as url:
+            assert not (await probes(url).ask(a_probe())).busy
 
 
 @pytest.mark.parametrize(
@@ -136,7 +180,7 @@ async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
         assert await probes(url).ask(a_probe(pair=True)) == found
 
     [(_, asked)] = heard
-    assert asked["fleet"] == {"pin": "w1", "placement": "disaggregated"}
+    assert asked["fleet"] == {"pin": "w1", "placement": "disaggregated", "timeout_ms": 0.9 * SECONDS * 1000}
     assert (asked["max_tokens"], asked["ignore_eos"]) == (2, True), "the first token is the prefill worker's"
 
 
@@ -173,4 +217,37 @@ async def test_where_nobody_listens_that_is_told():
 
 
 def test_a_service_has_a_name_that_no_public_domain_has():
-    assert door_address("dev", "llama-router") == "llama-router.dev.svc:8000"
+    assert service_address("dev", "llama-router") == "llama-router.dev.svc:8000"
+    assert [router_address(host) for host in ("10.0.0.1", "fd00::1")] == ["10.0.0.1:8000", "[fd00::1]:8000"]
+
+
+async def test_a_router_without_room_refuses_a_probe_of_who_waits_most_and_lets_one_of_its_own_tenant_in():
+    """By a router as it is: so a probe needs no priority."""
+    go, server = asyncio.Event(), OpenAiServer()
+
+    async def when_let(answering: Answering) -> None:
+        await go.wait()
+        await five_tokens(answering)
+
+    server.play = when_let
+    await server.start()
+    clients = "sk-of-clients"
+    tenants = TENANTS | {"clients": TenantSettings(api_key_sha256=(sha256(clients.encode()).hexdigest(),))}
+    limits = {"tenants": tenants, "oversubscribe": 1.0, "max_queued": 3, "max_queue_seconds": 1e6}
+    async with a_relay(server, tenants=tenants, limits=limits, max_running=1) as world, asyncio.TaskGroup() as tasks:
+
+        async def sent(key):
+            probe = msgspec.structs.replace(a_probe("w0"), model=RELAYED)
+            return await probes(world.url, {"ns/dd": key}, seconds=4 * SECONDS).ask(probe)
+
+        waiting = [tasks.create_task(sent(clients)) for _ in range(4)]
+        await until(lambda: world.router.status().queued == 3)
+        assert await sent(clients) == Failure(429, "queue_full", busy=True)
+
+        own = tasks.create_task(sent(KEY))
+        await until(lambda: any(each.done() for each in waiting))
+        go.set()
+
+    assert [each.result() for each in waiting].count(Failure(429, "queue_full", busy=True)) == 1, "which made room"
+    assert own.result() == Failure(200, "another worker answered"), "as far as a foreign server says"
+    await server.stop()

@@ -17,10 +17,12 @@ enum {
     BACKLOG_TOKENS = 0,
     ACTIVE_BLOCKS = 1,
     REQUESTS = 2,
+    LIMIT = 3,
     MAX_RUNNING = 4,
     BLOCK_TOKENS = 6,
     PREFILL_SPEED = 7,
     DECODE_SPEED = 8,
+    LIVE_BLOCKS = 10,
     NEW_BLOCKS = 11,
     ENGINE_BLOCKS = 12,
     COMING_BLOCKS = 13,
@@ -148,32 +150,38 @@ out:
     return places;
 }
 
-PyDoc_STRVAR(spread_doc, "spread(runs, row_at, column)\n--\n\nSee `fleet.router.native.twin`.");
+PyDoc_STRVAR(all_have_room_doc, "all_have_room(columns)\n--\n\nSee `fleet.router.native.twin`.");
 
-static PyObject *spread(PyObject *Py_UNUSED(module), PyObject *arguments)
+static PyObject *all_have_room(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    PyObject *runs, *row_at_object, *column_object, *shift = NULL;
-    Py_buffer row_at, column;
+    Py_buffer table;
+    if (PyObject_GetBuffer(object, &table, PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    const Py_ssize_t count = table.len / (Py_ssize_t)sizeof(double) / QUANTITIES;
+    const int fits = table.itemsize == sizeof(double) && table.len == count * QUANTITIES * (Py_ssize_t)sizeof(double);
+    int room = 1;
+    if (fits) {
+        const double *requests = (const double *)table.buf + REQUESTS * count;
+        const double *limits = (const double *)table.buf + LIMIT * count;
+        for (Py_ssize_t i = 0; i < count; i++)
+            room &= requests[i] < limits[i];
+    }
+    PyBuffer_Release(&table);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "a table of 17 quantities, all float64");
+        return NULL;
+    }
+    return PyBool_FromLong(room);
+}
+
+/* Write depths at the rows of the workers whose bits are in the masks of runs; false with an error set where these are no runs. */
+static int spread_runs(PyObject *runs, const Py_ssize_t *rows, Py_ssize_t places, double *values, Py_ssize_t workers)
+{
+    PyObject *shift = PyLong_FromLong(64);
     int done = 0;
 
-    if (!PyArg_ParseTuple(arguments, "O!OO", &PyList_Type, &runs, &row_at_object, &column_object))
-        return NULL;
-    if (PyObject_GetBuffer(row_at_object, &row_at, PyBUF_C_CONTIGUOUS) < 0)
-        return NULL;
-    if (PyObject_GetBuffer(column_object, &column, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(&row_at);
-        return NULL;
-    }
-    const Py_ssize_t places = row_at.len / (Py_ssize_t)sizeof(Py_ssize_t);
-    const Py_ssize_t workers = column.len / (Py_ssize_t)sizeof(double);
-    const Py_ssize_t *rows = row_at.buf;
-    double *values = column.buf;
-    if (row_at.itemsize != sizeof(Py_ssize_t) || column.itemsize != sizeof(double)) {
-        PyErr_SetString(PyExc_ValueError, "rows as intp, a column of float64");
-        goto out;
-    }
-    if ((shift = PyLong_FromLong(64)) == NULL)
-        goto out;
+    if (shift == NULL)
+        return 0;
     for (Py_ssize_t i = 0; i < PyList_Size(runs); i++) {
         PyObject *depth_object, *mask;
         double depth;
@@ -205,9 +213,73 @@ static PyObject *spread(PyObject *Py_UNUSED(module), PyObject *arguments)
     }
     done = 1;
 out:
-    Py_XDECREF(shift);
+    Py_DECREF(shift);
+    return done;
+}
+
+PyDoc_STRVAR(spread_doc, "spread(runs, row_at, column)\n--\n\nSee `fleet.router.native.twin`.");
+
+static PyObject *spread(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *runs, *row_at_object, *column_object;
+    Py_buffer row_at, column;
+    int done = 0;
+
+    if (!PyArg_ParseTuple(arguments, "O!OO", &PyList_Type, &runs, &row_at_object, &column_object))
+        return NULL;
+    if (PyObject_GetBuffer(row_at_object, &row_at, PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(column_object, &column, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&row_at);
+        return NULL;
+    }
+    if (row_at.itemsize != sizeof(Py_ssize_t) || column.itemsize != sizeof(double))
+        PyErr_SetString(PyExc_ValueError, "rows as intp, a column of float64");
+    else
+        done = spread_runs(runs, row_at.buf, row_at.len / (Py_ssize_t)sizeof(Py_ssize_t), column.buf,
+                           column.len / (Py_ssize_t)sizeof(double));
     PyBuffer_Release(&row_at);
     PyBuffer_Release(&column);
+    if (!done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(spread_live_doc, "spread_live(runs, row_at, columns)\n--\n\nSee `fleet.router.native.twin`.");
+
+static PyObject *spread_live(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *runs, *row_at_object, *table_object;
+    Py_buffer row_at, table;
+    int done = 0;
+
+    if (!PyArg_ParseTuple(arguments, "O!OO", &PyList_Type, &runs, &row_at_object, &table_object))
+        return NULL;
+    if (PyObject_GetBuffer(row_at_object, &row_at, PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(table_object, &table, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&row_at);
+        return NULL;
+    }
+    const Py_ssize_t places = row_at.len / (Py_ssize_t)sizeof(Py_ssize_t);
+    const Py_ssize_t *rows = row_at.buf;
+    const Py_ssize_t count = table.len / (Py_ssize_t)sizeof(double) / QUANTITIES;
+    double *columns = table.buf;
+    if (row_at.itemsize != sizeof(Py_ssize_t) || table.itemsize != sizeof(double) ||
+        table.len != count * QUANTITIES * (Py_ssize_t)sizeof(double))
+        PyErr_SetString(PyExc_ValueError, "rows as intp, a table of 17 quantities, all float64");
+    else
+        done = spread_runs(runs, rows, places, columns + LIVE_BLOCKS * count, count);
+    for (Py_ssize_t place = 0; done && place < places; place++) {
+        const Py_ssize_t i = rows[place];
+        if (i < 0 || i >= count)
+            continue;
+        const double live = columns[LIVE_BLOCKS * count + i];
+        columns[NEW_BLOCKS * count + i] -= live;
+        columns[COMING_BLOCKS * count + i] = larger(live - columns[ENGINE_BLOCKS * count + i], 0.0);
+    }
+    PyBuffer_Release(&row_at);
+    PyBuffer_Release(&table);
     if (!done)
         return NULL;
     Py_RETURN_NONE;
@@ -262,10 +334,12 @@ out:
 }
 
 static PyMethodDef methods[] = {
+    {"all_have_room", all_have_room, METH_O, all_have_room_doc},
     {"block_keys", block_keys, METH_VARARGS, block_keys_doc},
     {"fleet_costs", fleet_costs, METH_VARARGS, fleet_doc},
     {"lowest", lowest, METH_O, lowest_doc},
     {"spread", spread, METH_VARARGS, spread_doc},
+    {"spread_live", spread_live, METH_VARARGS, spread_live_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,13 +1,13 @@
 """Costs of candidates and names of blocks: native where it was built (`costs.c`), numpy elsewhere, the same to the last bit."""
 
 try:
-    from fleet.router.native._costs import block_keys, fleet_costs, lowest, spread
+    from fleet.router.native._costs import all_have_room, block_keys, fleet_costs, lowest, spread, spread_live
 
     BUILT = True
     """Whether the native module runs."""
 except ImportError:  # not built
-    from fleet.router.native.twin import block_keys, fleet_costs, lowest, spread
+    from fleet.router.native.twin import all_have_room, block_keys, fleet_costs, lowest, spread, spread_live
 
     BUILT = False
 
-__all__ = ["BUILT", "block_keys", "fleet_costs", "lowest", "spread"]
+__all__ = ["BUILT", "all_have_room", "block_keys", "fleet_costs", "lowest", "spread", "spread_live"]

@@ -11,6 +11,8 @@ from fleet.router.candidates import (
     CONVERSION,
     DECODE_SPEED,
     ENGINE_BLOCKS,
+    LIMIT,
+    LIVE_BLOCKS,
     MAX_RUNNING,
     NEW_BLOCKS,
     PREFILL_SPEED,
@@ -120,6 +122,11 @@ def lowest(costs: Floats, /) -> list[int]:
     return places
 
 
+def all_have_room(columns: Floats, /) -> bool:
+    """Whether no worker is at its limit of requests."""
+    return bool((columns[REQUESTS] < columns[LIMIT]).all())
+
+
 def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None:
     """Write how many leading blocks workers have.
 
@@ -133,6 +140,21 @@ def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None
         places = np.unpackbits(packed, bitorder="little").nonzero()[0]
         rows = row_at[places[places < len(row_at)]]
         column[rows[rows >= 0]] = depth
+
+
+def spread_live(runs: list[tuple[int, int]], row_at: Rows, columns: Floats, /) -> None:
+    """Write how many leading blocks live requests hold where: those need not be held twice, and are there or coming.
+
+    Args:
+        runs: As for `spread`.
+        row_at: Likewise; a row at one place at most.
+        columns: Of all workers; what their engines hold is written.
+    """
+    spread(runs, row_at, columns[LIVE_BLOCKS])
+    rows = row_at[row_at >= 0]
+    live = columns[LIVE_BLOCKS, rows]
+    columns[NEW_BLOCKS, rows] -= live
+    columns[COMING_BLOCKS, rows] = np.maximum(live - columns[ENGINE_BLOCKS, rows], 0.0)
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -52,7 +52,7 @@ from fleet.router.candidates import (
 )
 from fleet.router.native.costs import fleet_costs
 from fleet.router.native.twin import credit_of, price_of
-from fleet.router.policies.pickers import Softmax
+from fleet.router.policies.pickers import Lowest, Softmax
 from fleet.router.policies.pipeline import Pipeline
 
 
@@ -70,9 +70,10 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     session_blocks: float = 1.0
 
     def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
-        costs = np.empty(len(candidates))
+        columns = candidates.columns
+        costs = np.empty(columns.shape[1])
         fleet_costs(
-            candidates.columns,
+            columns,
             costs,
             asked.prompt_tokens,
             self.engine_hit_credit,
@@ -194,5 +195,5 @@ class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "fleet",
             filters=[Headroom(ttft_goal_seconds=self.ttft_goal_seconds)],
             scorers=[("fleet", 1.0, cost)],
-            picker=Softmax(temperature=self.temperature),
+            picker=Softmax(temperature=self.temperature) if self.temperature else Lowest(),
         )

@@ -33,6 +33,9 @@ class Pipeline:
         self._filters = tuple(filters)
         self._scorers = tuple(scorers)
         self._picker: Picker = picker or Lowest()
+        self._total = self._sum
+        if len(self._scorers) == 1 and self._scorers[0][1] == 1:
+            self._total = self._scorers[0][2].costs
 
     def choose(self, asked: Asked, candidates: Candidates, phase: Phase, chance: Chance, /) -> tuple[int, Policy]:
         rows: Rows | None = None
@@ -45,9 +48,7 @@ class Pipeline:
         picked = self._picker.pick(self._total(asked, candidates, phase), asked, candidates, chance)
         return picked if rows is None else int(rows[picked]), self
 
-    def _total(self, asked: Asked, candidates: Candidates, phase: Phase) -> Floats:
-        if len(self._scorers) == 1 and self._scorers[0][1] == 1:
-            return self._scorers[0][2].costs(asked, candidates, phase)
+    def _sum(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
         total = np.zeros(len(candidates))
         for _, weight, scorer in self._scorers:
             total += weight * scorer.costs(asked, candidates, phase)

@@ -6,7 +6,7 @@ Rules:
    `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers`.
 2. Costs add up: a candidate's cost is the sum over the scorers of weight × cost, and lower is better.
 3. A filter says whom it would keep; one that would keep nobody is passed over. Who *cannot* serve a request is not a
-   policy's business and has gone before (`fleet.router.placement`).
+   policy's business and has gone before (`fleet.router.eligibility`).
 4. Same history, same choices: no clock, no luck but the `Chance` that is passed in.
 """
 

@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
-from fleet.ids import WorkerId
+from fleet.ids import WorkerId, longest_beginning
 from fleet.roles import Phase
 from fleet.router.candidates import Asked, Candidates, Floats
 
@@ -57,5 +57,6 @@ def _of_each(prices: Mapping[str, float], worker_ids: Sequence[WorkerId]) -> Flo
 
 @lru_cache(REMEMBERED)
 def _named(prices: Sequence[tuple[str, float]], worker_id: WorkerId) -> float:
-    fitting = [(len(name), price) for name, price in prices if worker_id.startswith(name)]
-    return max(fitting)[1] if fitting else max(price for _, price in prices)
+    known = dict(prices)
+    name = longest_beginning(worker_id, known)
+    return max(known.values()) if name is None else known[name]

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from fleet.adapters.openai_requests import NAMES, read_chat, read_completion
+from fleet.adapters.openai_bodies import NAMES
+from fleet.adapters.openai_requests import read_chat, read_completion
 from fleet.adapters.status import APPEARANCES, renamed
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import Reason, Refused, invalid

@@ -46,6 +46,17 @@ def test_every_number_is_one_that_the_router_has():
     assert OF_WORKERS.keys() <= set(WorkerSnapshot.__struct_fields__)
 
 
+def test_a_directory_that_does_not_answer_is_told_and_one_that_there_is_not_is_not():
+    router, said = Driver(), []
+    for answer in (True, False, None):
+        registry = CollectorRegistry()
+        registry.register(RouterMetrics(router.machine.snapshot, directory=lambda found=answer: found))
+        lines = generate_latest(registry).decode().splitlines()
+        said.append([line for line in lines if line.startswith("fleet_directory_reachable")])
+
+    assert said == [["fleet_directory_reachable 1.0"], ["fleet_directory_reachable 0.0"], []]
+
+
 def test_tasks_of_the_event_loop_are_told_where_somebody_counts_them():
     router, registry = Driver(), CollectorRegistry()
     registry.register(RouterMetrics(router.machine.snapshot, tasks=lambda: 4))

@@ -37,7 +37,7 @@ def test_every_part_that_is_optional_has_a_line():
 
 
 def test_what_is_not_usable_comes_with_something_to_do():
-    findings = examine([probe for probe in PROBES if probe[0] not in NEEDS_AN_ENGINE_PROCESS])
+    findings = list(examine([probe for probe in PROBES if probe[0] not in NEEDS_AN_ENGINE_PROCESS]))
 
     assert [finding.name for finding in findings if not finding.usable and not finding.fix] == []
     assert [finding.name for finding in findings if not finding.detail] == []
@@ -58,7 +58,7 @@ def test_a_probe_that_falls_over_is_a_finding_and_the_others_go_on():
 def test_looking_loads_no_heavy_module():
     script = (
         "import sys; from fleet.cli.doctor import PROBES, examine\n"
-        f"examine([probe for probe in PROBES if probe[0] not in {NEEDS_AN_ENGINE_PROCESS}])\n"
+        f"list(examine([probe for probe in PROBES if probe[0] not in {NEEDS_AN_ENGINE_PROCESS}]))\n"
         "print(*{'torch', 'vllm', 'ray', 'nixl'}.intersection(sys.modules))"
     )
 

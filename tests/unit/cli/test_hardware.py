@@ -56,6 +56,15 @@ def test_an_estimate_says_what_it_rests_on(capsys, model):
     assert answer["price"].startswith("RunPod")
 
 
+def test_a_repository_that_is_known_needs_no_file(capsys):
+    asked = ["--gpu", "h100", "--tp", "4", "--json", "-"]
+    assert run(["hardware", "estimate", "meta-llama/Llama-3.3-70B-Instruct", *asked]) == DONE
+    assert answered(capsys)["parameters"] == pytest.approx(70.55e9, rel=0.01)
+
+    assert run(["hardware", "estimate", "nobody/nothing", *asked]) == REFUSED
+    assert capsys.readouterr().err == "fleet: nobody/nothing: No such file or directory\n"
+
+
 def test_energy_and_money_of_a_token_are_told_with_their_quality(capsys, model):
     for name in ("h100", "b200", "b300"):
         arguments = ["--gpu", name, "--tp", "8", "--weights", "fp8", "--kv", "fp8", "--concurrency", "64"]

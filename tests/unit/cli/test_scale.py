@@ -1,10 +1,13 @@
 """What `fleet scale` makes of its command line, and of what it sees."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from fleet.adapters import local_pools
+from fleet.adapters import local_runs
 from fleet.cli import scale
 from fleet.cli.main import run
 from fleet.errors import ConfigurationRefused
@@ -78,8 +81,8 @@ def test_where_pools_are_is_said_in_three_ways(tmp_path):
 
 
 def test_of_the_clusters_on_this_machine_the_only_one_is_meant(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_pools.tempfile, "gettempdir", lambda: str(tmp_path))
-    others = set(local_pools.local_plans())  # in /tmp, if somebody runs some
+    monkeypatch.setattr(local_runs.tempfile, "gettempdir", lambda: str(tmp_path))
+    others = set(local_runs.local_plans())  # in /tmp, if somebody runs some
 
     def start(name):
         folder = tmp_path / name / "plans"
@@ -89,7 +92,7 @@ def test_of_the_clusters_on_this_machine_the_only_one_is_meant(tmp_path, monkeyp
 
     (tmp_path / "fleet-that-begins" / "plans").mkdir(parents=True)
     one = start("fleet-one")
-    assert set(local_pools.local_plans()) - others == {one}
+    assert set(local_runs.local_plans()) - others == {one}
     monkeypatch.setattr(scale, "local_plans", lambda: [one])
     assert target() == FolderTarget(folder=str(one))
 
@@ -106,6 +109,43 @@ def test_pools_are_shown_with_why_they_are_not_as_wanted(plans, capsys):
         "decode   wanted 2  ready 1  draining 1  failing: decode-1 does not start",
         "prefill  wanted 1  ready 1",
     ]
+
+
+def test_what_is_not_finished_is_said_with_how_to_go_on_and_how_to_go_back(plans, capsys):
+    wanted = {"replicas": 3, "plan": "scale-1-1", "writer": "fleet-scale", "revision": 1, "before": 1}
+    (plans / "plan.json").write_text(json.dumps({"revision": 1, "pools": {"decode": wanted}}))
+
+    assert run(["scale", "--plans", str(plans)]) == 0
+
+    out, err = capsys.readouterr()
+    assert "decode   wanted 3  ready 1" in out
+    assert err == (
+        "fleet: decode: not finished: 3 wanted, 1 there, 1 on the way out; it goes on by itself:"
+        f" fleet scale decode=3 --plans {plans} waits for it, fleet scale decode=1 --plans {plans} goes back\n"
+    )
+
+
+def test_who_stops_waiting_is_told_that_what_was_asked_for_stays(plans):
+    command = [sys.executable, "-m", "fleet.cli.main", "scale", "prefill=2", "--plans", str(plans)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
+            assert "wanted 2" in waiting.stderr.readline()
+            waiting.send_signal(number)
+            told = waiting.communicate(timeout=30)[1]
+        assert waiting.returncode == 1
+        assert f"stopped waiting; what is written stays wanted: fleet scale --plans {plans} shows how it goes" in told
+
+
+def test_of_an_orchestrator_that_was_killed_nothing_is_believed(plans, capsys):
+    (plans / ".orchestrator").touch()  # as it is left: nobody holds it
+
+    assert run(["scale", "prefill=2", "--plans", str(plans), "--within", "0.01"]) == 1
+
+    assert capsys.readouterr() == (
+        "",
+        f"fleet: {plans}: whoever obeyed plans there was killed; start it again (fleet up)\n",
+    )
+    assert not (plans / "plan.json").exists()
 
 
 def test_what_does_not_come_in_time_is_taken_back_and_told(plans, capsys):

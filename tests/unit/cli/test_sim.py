@@ -119,7 +119,7 @@ def test_a_sweep_with_one_case_that_cannot_be_is_refused_before_any_other_runs(s
 
 
 def test_capacity_is_where_the_slo_is_just_kept(scenario, capsys):
-    answer = outcome(capsys, "capacity", scenario, "--attainment", "0.9")
+    answer = outcome(capsys, "capacity", scenario, "--attainment", "0.9", "--processes", "1")
     assert answer["attainment"] >= 0.9
     beyond = outcome(capsys, "run", scenario, "--set", f"workload.rate={answer['rate'] * 1.3}")
     assert beyond["attainment"] < 0.9

@@ -2,7 +2,7 @@ import pytest
 
 from kvstore.addresses import host_port, unix_path
 from kvstore.settings import StoreSettings
-from kvstore.tiers.peer import PeerSettings
+from kvstore.tiers.peer.settings import PeerSettings
 
 
 @pytest.mark.parametrize(

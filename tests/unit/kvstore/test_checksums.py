@@ -1,5 +1,7 @@
 """Checksums, and copies with checksums: native and not."""
 
+import ctypes
+import mmap
 import random
 
 import google_crc32c
@@ -39,6 +41,19 @@ def test_every_size_and_alignment_gives_the_librarys_checksum_and_an_exact_copy(
         assert np.array_equal(room[to : to + size], data)
         assert not room[:to].any()
         assert not room[to + size :].any()
+
+
+@each
+def test_a_copy_may_end_where_memory_does(module):
+    size = 192 << 10  # past the cache: what lies behind it is looked up ahead of the stores
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    data, into = np.frombuffer(random.Random(5).randbytes(size), np.uint8), np.frombuffer(memory, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    behind = ctypes.c_void_p(into.ctypes.data + size)
+    assert libc.mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0, "nobody may touch the page behind"
+
+    assert module.copy(0, data, into[:size]) == google_crc32c.value(data.tobytes())
+    assert np.array_equal(into[:size], data)
 
 
 @each

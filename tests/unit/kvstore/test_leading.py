@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.tiers.s3 import leading
+from kvstore.tiers.s3.sightings import leading
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 16, 100])

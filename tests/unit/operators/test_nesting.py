@@ -1,9 +1,21 @@
 """What is nested too deeply to be read is read without its depths."""
 
+import json
+
 import msgspec
 import pytest
 
-from operators.nesting import DEEPEST, shallow
+from operators.nesting import DEEPEST, prune, shallow
+from operators.proposals import answer
+from operators.requested import proposed
+from operators.resources.request import ServingRequestSpec
+from operators.views import Custom
+
+FEASIBLE = {
+    "model": {"name": "llama", "uri": "meta-llama/Llama-3.3-70B-Instruct"},
+    "hardware": {"gpu": "h100", "count": 32},
+    "workload": {"promptTokens": 2048, "answerTokens": 256, "requestsPerMinute": 600},
+}
 
 
 def nested(depth, opens=b'{"a":', closes=b"}", inside=b"1"):
@@ -38,3 +50,32 @@ def test_what_stands_beside_it_stays():
 def test_what_is_no_json_stays_none(content):
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(shallow(content))
+
+
+def in_turns(levels):
+    """Objects and lists in turn."""
+    found = "leaf"
+    for level in reversed(range(levels)):
+        found = [found] if level % 2 else {"a": found, "b": 1}
+    return found
+
+
+@pytest.mark.parametrize("levels", [1, DEEPEST, DEEPEST + 1, 900])
+def test_what_is_read_already_is_cut_at_the_same_depth(levels):
+    found = in_turns(levels)
+    prune(found)
+
+    assert msgspec.json.decode(shallow(msgspec.json.encode(in_turns(levels)))) == found
+
+
+@pytest.mark.parametrize("levels", [120, 500, 900, 2000])
+def test_a_request_however_deep_has_an_answer(levels):
+    request = msgspec.json.encode({"metadata": {"name": "a"}, "spec": FEASIBLE | {"podTemplate": None}})
+    request = request.replace(b"null", nested(levels))
+    try:
+        found = msgspec.json.decode(request, type=Custom)
+    except RecursionError:  # as `operators.cluster` does
+        found = msgspec.json.decode(shallow(request), type=Custom)
+    made = proposed("a", answer(msgspec.convert(found.spec, ServingRequestSpec)))
+
+    assert json.dumps(made).count('"a": {') > DEEPEST / 2

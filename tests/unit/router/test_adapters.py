@@ -7,8 +7,9 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import Finish
 from fleet.roles import Phase, Role
+from fleet.router.eligibility import Unfit
+from fleet.router.impossible import Cause
 from fleet.router.messages import KvChanged, LoadReported, Refuse, WorkerDraining
-from fleet.router.placement import Cause, Unfit
 from fleet.work import Adapter, KvStored, Load
 from kvstore.block import chain, salt_of_adapter
 from tests.builders import BLOCK_TOKENS, MODEL, a_joined_worker, a_prompt, an_arrival

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.requests import Logprobs
-from fleet.router.answer import Answer
+from fleet.router.answer import AnswerText
 
 
 class Letters:
@@ -29,8 +29,8 @@ class Letters:
         return half and "\ufffd"
 
 
-def an_answer(stop: Sequence[str] = (), ends: Sequence[int] = (), min_tokens: int = 0) -> Answer:
-    return Answer(Letters(), stop=stop, end_token_ids=frozenset(ends), min_tokens=min_tokens)
+def an_answer(stop: Sequence[str] = (), ends: Sequence[int] = (), min_tokens: int = 0) -> AnswerText:
+    return AnswerText(Letters(), stop=stop, end_token_ids=frozenset(ends), min_tokens=min_tokens)
 
 
 def test_tokens_after_a_stop_string_are_not_counted():

@@ -77,6 +77,37 @@ def test_what_workers_have_is_spread_as_the_twin_does_it():
 
 
 @native
+def test_what_live_requests_hold_is_spread_as_the_twin_does_it():
+    rng = random.Random(0)
+    for _ in range(300):
+        workers = rng.randrange(1, 130)
+        row_at = np.full(rng.randrange(workers, 200), -1, dtype=np.intp)
+        rows = rng.sample(range(workers), rng.randrange(1, workers + 1))  # the others have blocks of another size
+        row_at[rng.sample(range(len(row_at)), len(rows))] = rows
+        masks = [rng.getrandbits(rng.choice([1, 63, 64, 65, 250])) for _ in range(rng.randrange(5))]
+        runs = [(depth, mask) for depth, mask in enumerate(masks, start=1) if mask]
+        expected = a_table(rng, workers)
+        expected[quantity.LIVE_BLOCKS] = 0
+        found = expected.copy()
+        twin.spread_live(runs, row_at, expected)
+        costs.spread_live(runs, row_at, found)
+
+        assert expected.tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize("module", [costs, twin])
+def test_one_worker_at_its_limit_is_enough_for_not_all_to_have_room(module):
+    table = np.zeros((quantity.QUANTITIES, 70))
+    table[quantity.LIMIT] = 3
+    table[quantity.REQUESTS] = 2
+
+    assert module.all_have_room(table)
+    table[quantity.REQUESTS, 69] = 3
+    assert not module.all_have_room(table)
+    assert module.all_have_room(table[:, :0].copy())
+
+
+@native
 def test_names_of_blocks_are_those_of_the_twin():
     rng = random.Random(0)
     for _ in range(200):

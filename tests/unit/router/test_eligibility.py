@@ -8,7 +8,9 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Placement, Role
 from fleet.router.candidates import Asked
-from fleet.router.placement import Cause, Impossible, Placed, Unfit, Wait
+from fleet.router.eligibility import Unfit
+from fleet.router.impossible import Cause, Impossible, Wait
+from fleet.router.placement import Placed
 from fleet.router.settings import RouterSettings
 from fleet.work import Adapter
 from tests.unit.router.rows import a_standing, decide

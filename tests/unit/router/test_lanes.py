@@ -16,7 +16,10 @@ WINDOW = 100
 
 
 def enter(lanes: Lanes, name: str, tokens: int, rank: int = 0, worker: WorkerId = W1) -> bool:
-    return lanes.enter(RequestId(name), worker, tokens, rank=rank, seq=int(name.strip("r")))
+    if lanes.enter(RequestId(name), worker, tokens):
+        return True
+    lanes.wait(RequestId(name), worker, tokens, rank=rank, seq=int(name.strip("r")))
+    return False
 
 
 def test_a_worker_gets_prompts_until_it_has_enough_to_compute():

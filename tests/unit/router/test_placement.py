@@ -11,8 +11,10 @@ from fleet.errors import Reason
 from fleet.ids import StoreId, WorkerId
 from fleet.roles import KvPath, Placement, Role
 from fleet.router.candidates import Asked
+from fleet.router.eligibility import Unfit
+from fleet.router.impossible import Impossible, Wait
 from fleet.router.members import common_path
-from fleet.router.placement import Impossible, Placed, Unfit, Wait, Why
+from fleet.router.placement import Placed, Why
 from fleet.router.settings import RouterSettings
 from tests.builders import BLOCK_TOKENS, a_description
 from tests.unit.router.rows import Standing, a_standing, decide, score

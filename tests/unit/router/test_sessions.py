@@ -6,8 +6,8 @@ from fleet.clock import SECOND, Nanos
 from fleet.errors import Reason
 from fleet.ids import WorkerId
 from fleet.roles import Role
+from fleet.router.impossible import Cause
 from fleet.router.messages import WorkerDraining
-from fleet.router.placement import Cause
 from fleet.router.sessions import Sessions
 from tests.builders import an_arrival
 from tests.unit.router.driver import Dispatch, Driver, Refuse, the

@@ -143,6 +143,27 @@ def test_a_scenario_gives_the_same_decisions_in_production_and_in_the_simulation
     assert {line.split()[1] for line in here.lines} == verbs
 
 
+@pytest.mark.parametrize(
+    ("seed", "faults"),
+    [
+        pytest.param(2, [flip("decode-0", 1.7095886759043317, Role.BOTH)], id="work that is on its way is rejected"),
+        pytest.param(55, [flip("decode-0", 2.981824803545701, Role.PREFILL)], id="an idle worker leaves at once"),
+        pytest.param(
+            34,
+            [flip("decode-1", 2.547285523171508, Role.PREFILL), flip("decode-1", 2.5583492103777115, Role.DECODE)],
+            id="a request arrives before it has joined again",
+        ),
+    ],
+)
+def test_what_comes_while_a_worker_changes_its_role_is_decided_alike(seed, faults):
+    plan = pairs(*faults)
+
+    there, here = served(plan, requests(seed=seed)), simulated(plan, requests(seed=seed))
+
+    difference = first_difference(there.lines, here.lines)
+    assert difference is None, (there.lines[difference : difference + 3], here.lines[difference : difference + 3])
+
+
 def test_a_log_has_candidates_with_their_costs_and_hits_bookings_releases_and_hand_offs():
     lines = [line.partition(" ")[2] for line in simulated(PLANS["prefill and decode"], requests(40)).lines]
     pair = next(line for line in lines if " with prefill-" in line and "/6" in line)

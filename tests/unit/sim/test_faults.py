@@ -144,7 +144,7 @@ def test_a_worker_that_changes_its_role_drains_and_keeps_its_cache():
     fault = RoleFlip(at=AT, worker=FIRST, role=Role.PREFILL)
     run = Watched(a_plan(a_pool(workers=3), faults=(fault,), remote_prefill_min_tokens=100))
     run.nothing_is_lost()
-    assert run.retried == 0
+    assert run.retried == 1  # what was on its way to an idle worker
     (drained,) = run.instants(WorkerDraining, FIRST)
     flipped = run.instants(WorkerJoined, FIRST)[1]
     assert 0.0005 < flipped - drained < 1.0  # what it had begun is done
@@ -187,7 +187,7 @@ def test_a_worker_that_is_cut_off_while_it_drains_changes_its_role_when_it_is_ba
 def test_an_idle_worker_changes_its_role_at_once():
     fault = RoleFlip(at=AT, worker=FIRST, role=Role.DECODE)
     run = Watched(a_plan(faults=(fault,)), requests=1)
-    assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(3.0006, abs=1e-4)  # three messages
+    assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(3.0012, abs=1e-4)  # six messages
 
 
 def slow_links(*faults: Fault) -> Plan:

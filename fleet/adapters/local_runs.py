@@ -1,0 +1,153 @@
+"""The clusters that `fleet up` has started on this machine: which of them run, and what those that were killed have left.
+
+Rules:
+
+1. A run holds the file `alive` in its runtime folder (`fleet.adapters.held_files`), however it ends.
+2. In `groups` beside it stand the process groups that it has started, as its guardian is told of them: for when the guardian is killed too.
+   A process counts as the run's when it is in such a group and its environment says so, or says nothing: engines rename themselves,
+   which overwrites it.
+3. Only folders of the same user are looked at. One without `alive` is just being made, or somebody else's: it is left alone.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from fleet.adapters.connector_folder import REPORT
+from fleet.adapters.held_files import held, left
+from fleet.adapters.process_group import end_group, members
+
+PREFIX = "fleet-"
+PLANS = "plans"
+"""Where a run reads plans, in its runtime folder."""
+
+LONGEST_PARENT = 40  # characters of the runtime folder's parent, so that sockets stay below the 107 that Unix allows
+ALIVE, GROUPS, TEMPORARY, ROUTER = "alive", "groups", "tmp", "router.json"
+
+
+class _Addresses(Struct, frozen=True):
+    """Of a router's settings, those that commands are given."""
+
+    grpc_listen: str = ""
+    control_listen: str = ""
+
+
+class LocalRun(Struct, frozen=True):
+    """One run, by its runtime folder."""
+
+    folder: Path
+
+    @property
+    def plans(self) -> Path:
+        return self.folder / PLANS
+
+    @property
+    def killed(self) -> bool:
+        """It has ended without clearing up. Of a run that does not say that it is alive nobody knows."""
+        return left(self.folder / ALIVE)
+
+    def answers_at(self, address: str) -> bool:
+        """Whether its router was told to listen there."""
+        try:
+            told = msgspec.json.decode((self.folder / ROUTER).read_bytes(), type=_Addresses)
+        except (OSError, msgspec.DecodeError):
+            return False
+        return any(_same(listen, address) for listen in (told.grpc_listen, told.control_listen))
+
+    def clear(self) -> int:
+        """End the processes that a killed run has left, and remove its folder; blocks, for some seconds at most.
+
+        Returns:
+            How many processes there were. None, and nothing is done, where somebody else is at it, or the run is alive.
+        """
+        ended = 0
+        with suppress(OSError), (self.folder / ALIVE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for group in _groups(self.folder):
+                if its := _of_run(members(group), self.folder):
+                    ended += len(its)
+                    end_group(group)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return ended
+
+
+@contextmanager
+def runtime_folder() -> Iterator[Path]:
+    """A private folder with a short path, for a run of this process; removed at the end."""
+    parent = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))  # noqa: S108 - mkdtemp makes it private
+    (folder / TEMPORARY).mkdir()
+    try:
+        with held(folder / ALIVE):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def local_runs() -> Sequence[LocalRun]:
+    """Those on this machine that are ours, killed ones included."""
+    parents = {Path(tempfile.gettempdir()), Path("/tmp")}  # noqa: S108 - as `runtime_folder` does
+    found = set()
+    for folder in (each for parent in parents for each in parent.glob(f"{PREFIX}*")):
+        with suppress(OSError):  # it has just ended
+            if folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink():
+                found.add(folder)
+    return [LocalRun(folder) for folder in sorted(found) if (folder / ALIVE).exists() or (folder / PLANS).is_dir()]
+
+
+def local_plans() -> list[Path]:
+    """Where the clusters that run on this machine read plans."""
+    return [run.plans for run in local_runs() if not run.killed and (run.plans / REPORT).exists()]
+
+
+def run_at(address: str) -> LocalRun | None:
+    """The run whose router has this address; one that was killed where nobody else has it."""
+    found = [run for run in local_runs() if run.answers_at(address)]
+    return min(found, key=lambda run: run.killed, default=None)
+
+
+def note_group(folder: Path, change: str, group: int) -> None:
+    """Write down what the guardian is told. Where the disk is full the guardian alone knows."""
+    with suppress(OSError), (folder / GROUPS).open("a") as file:
+        file.write(f"{change}{group}\n")
+
+
+def _groups(folder: Path) -> list[int]:
+    """Those that had not ended when the run was killed."""
+    groups: dict[int, None] = {}
+    with suppress(FileNotFoundError):
+        for line in (folder / GROUPS).read_text().splitlines():
+            if not line[1:].isdecimal():
+                continue  # the disk was full in the middle of a line
+            if line[0] == "+":
+                groups[int(line[1:])] = None
+            else:
+                groups.pop(int(line[1:]), None)
+    return list(groups)
+
+
+def _of_run(pids: Sequence[int], folder: Path) -> list[int]:
+    """Those that are the run's, of processes that are in a group of its number."""
+    mark = f"TMPDIR={folder / TEMPORARY}".encode()
+    found = []
+    for pid in pids:
+        with suppress(OSError):  # ended, or another user's
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if mark in environment.split(b"\0") or b"PATH=" not in environment:
+                found.append(pid)
+    return found
+
+
+def _same(listen: str, address: str) -> bool:
+    """Whether a client that is told `address` reaches who listens at `listen`, on this machine."""
+    if listen == address:
+        return bool(listen)
+    host, _, port = address.rpartition(":")
+    return host in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0") and listen.rpartition(":")[2] == port  # noqa: S104 - compared, not bound

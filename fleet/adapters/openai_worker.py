@@ -1,0 +1,443 @@
+"""A foreign server as a worker: what it is to the router, and how requests get there.
+
+Rules:
+
+1. A server is a worker that does whole requests. It joins when it answers a question for its health, and leaves when it
+   answers none, while nothing else is heard from it either. An answer to anything is as good as one for its health.
+2. Whoever cannot be reached, or fails `TRIPS` requests in a row, gets no new ones (it is draining), and has left when those
+   that run there are over. It comes back when it answers for its health, after a pause that doubles as long as it goes on
+   failing requests; one more failure then is enough. Of the servers of a model at least half go on whatever requests they
+   fail, and the only one does: a request that no server can take would otherwise put all of them out, as often as somebody sends it.
+3. Every request that was begun is told of once: as finished, as rejected, or by the server's leaving. One that is cancelled
+   is told of no more. Where a connection turns out to have been closed while it was idle, the request is sent again over a
+   new one: the server has not seen it.
+4. Progress is told as that of engines is, but the tokens are not known, only how many they are, roughly.
+5. A server without KV events is believed to hold what was sent there (`fleet.router.assumed_cache`). Of one with them it
+   is known, from the first event after it joined, or from the oldest one that it repeats. Where something is wrong with its
+   events, that is told by name (`workers.engines.event_health`), and it is placed as one that holds what was heard of it.
+6. Before it joins, a server whose tokenizer the settings name is asked what it makes of the golden prompts
+   (`fleet.adapters.golden`); where that is something else, its events name nothing that is ever asked for.
+7. A router that has no socket left blames no server: a request waits for one as long as for a connection, and is refused
+   then; a question for health that cannot be asked says nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from fleet.adapters.followed_cache import FollowedCache
+from fleet.adapters.golden import TEXTS, Tokenises, to_tokenise, tokenised_alike
+from fleet.adapters.openai_answers import UNLIMITED
+from fleet.adapters.openai_questions import STARVED, ServerAddress, Starved, Unreachable, ask, cause_of
+from fleet.adapters.relay import Relayed
+from fleet.adapters.relay_requests import PATHS
+from fleet.adapters.upstream import AnswerHeads, Upstream, Usage
+from fleet.clock import SECOND, Clock, Nanos
+from fleet.errors import Reason, Refused
+from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
+from fleet.requests import Finish
+from fleet.roles import Role
+from fleet.router.messages import (
+    CacheAged,
+    CacheReported,
+    Stepped,
+    WorkerDraining,
+    WorkerEvent,
+    WorkerJoined,
+    WorkerLeft,
+    WorkRejected,
+)
+from fleet.router.ports import TextCodec, WorkerUnreachable
+from fleet.router.settings import OpenAiWorkerSettings
+from fleet.router.truth import Knowledge
+from fleet.work import Adapter, Description, Progress, Rejected
+from workers.engines.cache_books import PassedOver
+from workers.engines.event_health import Alert
+
+log = logging.getLogger(__name__)
+
+TRIPS = 5  # failures in a row, as hyperscalers' proxies have it (Envoy's outlier detection: 5 answers of 5xx)
+MISSES = 3  # questions for its health in a row that a server does not answer
+FIRST_PAUSE_SECONDS = 1.0  # of a server that failed too many requests
+LONGEST_PAUSE_SECONDS = 30.0
+SEARCH_SECONDS = (
+    0.25  # between two questions to a server that is not there; these cost little, and waiting for it costs much
+)
+IDLE_SECONDS = 60.0  # of a connection that a burst has left over; servers close them sooner, or never
+STARVED_SECONDS = 0.05  # between two attempts then (rule 7)
+RETRY_AFTER_MS = 1000
+TOKEN = 0  # stands for each that is not known
+NO_SUCH_PATH = frozenset({404, 405, 501})
+OK = 200
+FIRST_SERVER_ERROR = 500
+
+Hear = Callable[[WorkerEvent], None]
+"""`fleet.router.server.RouterServer.hear`."""
+
+
+class OpenAiWorker:
+    """One server. Implements `fleet.adapters.upstream.Owner`."""
+
+    def __init__(
+        self,
+        settings: OpenAiWorkerSettings,
+        connect_timeout_seconds: float,
+        clock: Clock,
+        codec: TextCodec | None = None,
+        can_spare: "Callable[[OpenAiWorker], bool]" = lambda _: True,
+    ) -> None:
+        self._codec = codec
+        self._can_spare = can_spare
+        self.tokenises = Tokenises.UNKNOWN
+        self.worker_id = WorkerId(settings.worker_id)
+        self.settings = settings
+        self.heads = AnswerHeads()
+        self._compared_tokens = settings.compared_tokens
+        self.joined = False
+        self._connect_timeout_seconds = connect_timeout_seconds
+        self._clock = clock
+        self._hear: Hear
+        self._tasks: asyncio.TaskGroup
+        self._taking = False  # new requests
+        self._incarnations = 0
+        self._works: dict[RequestId, Upstream | asyncio.Task[None]] = {}
+        self._idle: list[Upstream] = []
+        self._heard = False  # since the last look
+        self._failures = 0  # in a row
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._not_before = Nanos(0)
+        self._look = asyncio.Event()  # now, and not at the next turn
+        self._cache = FollowedCache(settings, clock)
+        self._tells_cached = False
+        self._max_model_len = UNLIMITED
+        self._address = ServerAddress.of(settings.url, settings.api_key)
+        self._openings = {path: self._address.opening(b"POST", path) for path in PATHS}
+
+    @property
+    def passed_over(self) -> Counter[PassedOver]:
+        """Blocks that it published and that are not followed, by why."""
+        return self._cache.passed_over
+
+    @property
+    def alert(self) -> Alert | None:
+        """What is wrong with its KV events."""
+        return self._cache.alert
+
+    @property
+    def taking(self) -> bool:
+        """Whether it takes new requests."""
+        return self._taking
+
+    # From the router
+
+    def start(self, work_id: RequestId, relayed: Relayed) -> None:
+        """Send a request.
+
+        Raises:
+            WorkerUnreachable: It takes none now.
+        """
+        if not self._taking:
+            raise WorkerUnreachable(self.worker_id)
+        if self._cache.followed and (keys := relayed.keys.get(self._compared_tokens)):
+            self._cache.sent(keys, work_id)
+        idle = self._idle
+        while idle:
+            upstream = idle.pop()  # the latest: those that are not needed age until somebody closes them
+            if upstream.usable:
+                self._send(upstream, work_id, relayed)
+                return
+        self._works[work_id] = self._tasks.create_task(self._dial(work_id, relayed))
+
+    def cancel(self, work_id: RequestId) -> None:
+        work = self._works.pop(work_id, None)
+        self._cache.forget(work_id)
+        if isinstance(work, Upstream):
+            work.drop()
+        elif work is not None:
+            work.cancel()
+        self._leave_when_done()
+
+    async def run(self, hear: Hear) -> None:
+        """Keep looking after the server until cancelled."""
+        self._hear = hear
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._watch()
+        finally:
+            self._close()
+
+    # From connections
+
+    def advanced(self, work_id: RequestId, tokens: int) -> None:
+        self._step(work_id, tokens, None)
+
+    def finished(self, upstream: Upstream, work_id: RequestId, tokens: int, *, reusable: bool) -> None:
+        self._heard = True
+        self._failures = 0
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        del self._works[work_id]
+        if self._cache.followed:
+            self._cache.filled(work_id)
+        if (usage := upstream.usage()) is not None:
+            self._compare(work_id, usage)
+        if reusable:
+            self._idle.append(upstream)
+        self._step(work_id, tokens, Finish.STOP)
+        if not self._taking:
+            self._leave_when_done()
+
+    def failed(self, work_id: RequestId, reason: Reason, message: str) -> None:
+        del self._works[work_id]
+        self._cache.forget(work_id)
+        log.warning("request failed", extra={"worker": self.worker_id, "request": work_id, "cause": message})
+        self._count_failure()
+        self._reject(work_id, reason, message)
+        self._leave_when_done()
+
+    def stale(self, work_id: RequestId, relayed: Relayed) -> None:
+        self._works[work_id] = self._tasks.create_task(self._dial(work_id, relayed))
+
+    def closed(self, upstream: Upstream) -> None:
+        if upstream in self._idle:
+            self._idle.remove(upstream)
+
+    # Sending
+
+    def _send(self, upstream: Upstream, work_id: RequestId, relayed: Relayed) -> None:
+        self._works[work_id] = upstream
+        own = self._address.authorization
+        upstream.begin(
+            work_id,
+            relayed,
+            b"%s%s%scontent-length: %d\r\n\r\n"
+            % (
+                self._openings[relayed.path],
+                relayed.head,
+                b"" if own or not relayed.authorization else b"authorization: " + relayed.authorization + b"\r\n",
+                len(relayed.body),
+            ),
+        )
+
+    async def _dial(self, work_id: RequestId, relayed: Relayed) -> None:
+        """Send over a new connection (rule 7)."""
+        loop = asyncio.get_running_loop()
+        address = self._address
+        upstream: Upstream | None = None
+        starved = False
+        try:
+            async with asyncio.timeout(self._connect_timeout_seconds):
+                while upstream is None:
+                    try:
+                        starved = False
+                        _, upstream = await loop.create_connection(
+                            lambda: Upstream(self, self._compared_tokens), address.host, address.port, ssl=address.tls
+                        )
+                    except OSError as error:
+                        if error.errno not in STARVED:
+                            raise
+                        starved = True
+                        await asyncio.sleep(STARVED_SECONDS)
+        except (OSError, TimeoutError) as error:
+            del self._works[work_id]
+            self._cache.forget(work_id)
+            if starved:
+                log.warning("no socket is left", extra={"worker": self.worker_id, "request": work_id})
+                message = "this router has no socket left for it; raise its limit of open files, or retry later"
+                relayed.give_up(Refused(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS))
+                return
+            cause = f"it cannot be reached: {cause_of(error)}"
+            log.warning("worker unreachable", extra={"worker": self.worker_id, "cause": cause})
+            self._reject(work_id, Reason.WORKER_LOST, cause)
+            self._suspend()
+            self._leave_when_done()
+        else:
+            self._send(upstream, work_id, relayed)
+
+    def _step(self, work_id: RequestId, tokens: int, finish: Finish | None) -> None:
+        progress = Progress(request_id=work_id, token_ids=(TOKEN,) * tokens, finish=finish)
+        self._hear(Stepped(worker_id=self.worker_id, progress=(progress,)))
+
+    def _reject(self, work_id: RequestId, reason: Reason, message: str) -> None:
+        rejected = Rejected(request_id=work_id, reason=reason, message=f"worker {self.worker_id}: {message}")
+        self._hear(WorkRejected(worker_id=self.worker_id, rejected=rejected))
+
+    def _compare(self, work_id: RequestId, usage: Usage) -> None:
+        """Tell how much of a prompt it had cached. Who has ever told, and does not, had nothing (vLLM leaves out zeros)."""
+        self._tells_cached = self._tells_cached or usage.cached_tokens is not None
+        if self._tells_cached:
+            self._hear(
+                CacheReported(
+                    worker_id=self.worker_id,
+                    request_id=work_id,
+                    prompt_tokens=usage.prompt_tokens,
+                    cached_tokens=usage.cached_tokens or 0,
+                )
+            )
+
+    # Health
+
+    async def _watch(self) -> None:
+        misses = 0
+        while True:
+            heard = self._listen()
+            self._close_idle()
+            healthy = True if heard and self._taking else await self._healthy()
+            if healthy:
+                misses = 0
+                if not self.joined and self._clock.now() >= self._not_before:
+                    await self._compare_tokenizers()
+                    self._join()
+            elif heard:
+                misses = 0  # what runs there goes on
+            elif healthy is not None:
+                misses += 1
+                if self.joined and misses >= MISSES:
+                    self._lose()
+            if self.joined:
+                self._hear(CacheAged(worker_id=self.worker_id))
+            if self._cache.followed:
+                self._cache.judge()
+            seconds = self.settings.probe_seconds
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds if self._taking else min(SEARCH_SECONDS, seconds)):
+                    await self._look.wait()
+            self._look.clear()
+
+    def _join(self) -> None:
+        settings = self.settings
+        self._incarnations += 1
+        self.joined = self._taking = True
+        description = Description(
+            worker_id=self.worker_id,
+            incarnation=Incarnation(f"{self._incarnations}"),
+            model=ModelName(settings.model),
+            role=Role.BOTH,
+            block_tokens=settings.compared_tokens,
+            max_model_len=self._max_model_len,
+            kv_blocks=settings.compared_blocks,
+            max_running=settings.max_running,
+            fingerprint=f"openai/{self.worker_id}",  # nobody shares blocks with it
+            engine="openai",
+            adapters=tuple(Adapter(name) for name in settings.adapters),
+        )
+        log.info("worker joined", extra={"worker": self.worker_id, "url": settings.url})
+        knowledge = Knowledge.EXACT if settings.kv_events else Knowledge.APPROXIMATE
+        believed_for = None if settings.kv_events else Nanos(int(settings.cache_ttl_seconds * SECOND))
+        self._hear(
+            WorkerJoined(
+                description=description,
+                address=settings.url,
+                knowledge=knowledge,
+                believed_for=believed_for,
+            )
+        )
+        if settings.kv_events:
+            self._cache.follow(self._tasks, self._hear)
+
+    def _count_failure(self) -> None:
+        self._failures += 1
+        if self._failures >= TRIPS and self._taking and self._can_spare(self):
+            self._failures = TRIPS - 1  # rule 2
+            self._not_before = Nanos(self._clock.now() + int(self._pause_seconds * SECOND))
+            self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+            self._suspend()
+
+    def _suspend(self) -> None:
+        """Take no new requests; who calls this also calls `_leave_when_done`, once all is told."""
+        if self._taking:
+            self._taking = False
+            log.warning("worker suspended", extra={"worker": self.worker_id, "running": len(self._works)})
+            self._hear(WorkerDraining(worker_id=self.worker_id))
+
+    def _leave_when_done(self) -> None:
+        if self.joined and not self._taking and not self._works:
+            self._left()
+
+    def _lose(self) -> None:
+        """It is gone, and with it what runs there."""
+        works = list(self._works.values())
+        self._works.clear()
+        for work in works:
+            if isinstance(work, Upstream):
+                work.drop()
+            else:
+                work.cancel()
+        self._left()
+
+    def _left(self) -> None:
+        self.joined = self._taking = False
+        self._cache.stop()
+        for upstream in self._idle:
+            upstream.drop()
+        self._idle.clear()
+        log.warning("worker left", extra={"worker": self.worker_id})
+        self._hear(WorkerLeft(worker_id=self.worker_id))
+        self._look.set()
+
+    def _listen(self) -> bool:
+        """Whether anything was heard since the last time; gives requests up of which nothing was, for too long."""
+        now = self._clock.now()
+        limit = int(self.settings.silence_timeout_seconds * SECOND)
+        heard, self._heard = self._heard, False
+        for upstream in [work for work in self._works.values() if isinstance(work, Upstream)]:
+            heard = heard or not upstream.quiet
+            if upstream.quiet_for(now) >= limit:
+                upstream.fail(f"it said nothing for {self.settings.silence_timeout_seconds:g} s")
+        return heard
+
+    def _close_idle(self) -> None:
+        """Close connections that have not been needed for long."""
+        now = self._clock.now()
+        old = [upstream for upstream in self._idle if upstream.quiet_for(now) >= IDLE_SECONDS * SECOND]
+        for upstream in old:
+            self._idle.remove(upstream)
+            upstream.drop()
+
+    async def _healthy(self) -> bool | None:
+        """Whether it answers; None: nobody could ask."""
+        try:
+            status, _ = await self._ask(b"GET", self.settings.health_path)
+            if status in NO_SUCH_PATH:
+                status, _ = await self._ask(b"GET", "/v1/models")
+        except Starved:
+            return None
+        except Unreachable as error:
+            log.debug("no answer", extra={"worker": self.worker_id, "cause": str(error)})
+            return False
+        return status < FIRST_SERVER_ERROR
+
+    async def _compare_tokenizers(self) -> None:
+        """Have it tokenise the golden texts, if it can (rule 6)."""
+        tokenises = Tokenises.UNKNOWN
+        for text in () if self._codec is None else TEXTS:
+            assert self._codec is not None
+            try:
+                status, answer = await self._ask(
+                    b"POST", "/tokenize", to_tokenise(ModelName(self.settings.model), text)
+                )
+            except Unreachable:
+                break
+            if status != OK or (tokenises := tokenised_alike(self._codec, text, answer)) is not Tokenises.ALIKE:
+                break
+        self.tokenises = tokenises
+        if tokenises is Tokenises.OTHERWISE:
+            told = {"worker": self.worker_id, "url": self.settings.url, "tokenizer": self.settings.tokenizer}
+            log.error(
+                "a server makes other tokens of the golden prompts than `tokenizer` does; set it to its own", extra=told
+            )
+
+    async def _ask(self, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        seconds = max(self.settings.probe_seconds, self._connect_timeout_seconds)
+        return await ask(self._address, method, path, body, within_seconds=seconds)
+
+    def _close(self) -> None:
+        for work in self._works.values():
+            if isinstance(work, Upstream):
+                work.drop()
+        for upstream in self._idle:
+            upstream.drop()
+        self._works.clear()
+        self._idle.clear()
+        self._taking = False

@@ -1,0 +1,64 @@
+"""Requests that an endpoint picker is asked about, read as those that the router serves itself."""
+
+import secrets
+from typing import Protocol
+
+from fleet.adapters.openai_requests import read_chat, read_completion
+from fleet.adapters.relay import Relay
+from fleet.adapters.relay_requests import CHAT, EMBEDDINGS
+from fleet.adapters.status import renamed
+from fleet.clock import Clock
+from fleet.errors import Refused, invalid
+from fleet.ids import RequestId
+from fleet.router.generation import Generation
+from fleet.router.messages import Arrived
+from fleet.router.tenants import Tenants
+
+
+class Prompts(Protocol):
+    """Reads requests."""
+
+    async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
+        """What the router has to know of a request.
+
+        Args:
+            path: One of `fleet.adapters.relay_requests.PATHS`.
+            body: Whole.
+            authorization: What the client sent to prove its tenant.
+
+        Raises:
+            Refused: It is not to be placed.
+        """
+        ...
+
+    def answered(self, tenant: str, tokens: int) -> None:
+        """A tenant has got so many."""
+        ...
+
+
+class RoutersPrompts:
+    """Those that the router's own HTTP API takes. Implements `Prompts`."""
+
+    def __init__(self, generation: Generation, relay: Relay | None, tenants: Tenants, clock: Clock) -> None:
+        self._generation = generation
+        self._relay = relay
+        self._tenants = tenants
+        self._clock = clock
+
+    async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
+        request_id = RequestId(f"pick-{secrets.token_hex(8)}")
+        if self._relay is not None:
+            arrived = await self._relay.arrival(path, body, request_id, authorization)
+            if arrived is not None:
+                return arrived
+        if path == EMBEDDINGS:
+            raise invalid("model", "no model here gives embeddings")
+        read = read_chat if path == CHAT else read_completion
+        asked = read(body, request_id, self._clock.now())
+        try:
+            return await self._generation.arrival(asked.request, authorization)
+        except Refused as refused:
+            raise renamed(refused, asked.names) from refused
+
+    def answered(self, tenant: str, tokens: int) -> None:
+        self._tenants.used(tenant, tokens, self._clock.now())

@@ -1,0 +1,73 @@
+"""Requests that cannot be placed now: who may wait, where, and how long that would take.
+
+Rules:
+
+1. A request that would wait longer than settings allow, or than its deadline, is better refused at once than after it has waited in
+   vain. How long that is follows from the pace at which others have left (`fleet.router.waiting`).
+2. When more wait than may, the last of the tenant that has most waiting goes. Who was admitted before, and lost its worker, stays.
+3. Who is refused for want of room is told when a retry may find some: about when all who wait now have left.
+"""
+
+from fleet.clock import SECOND, Nanos
+from fleet.ids import RequestId
+from fleet.router.live import LiveRequest
+from fleet.router.messages import Arrived
+from fleet.router.settings import RouterSettings
+from fleet.router.waiting import Waiting, WaitingRoom, rank
+
+MAX_RETRY_AFTER_MS = 60_000  # of a hint; what is known of the load is too old by then
+
+
+class Admission:
+    """The queues of one router, and the way into them."""
+
+    def __init__(self, settings: RouterSettings):
+        """Nobody waits.
+
+        Args:
+            settings: The router's.
+        """
+        self.settings = settings
+        self.room = WaitingRoom({name: tenant.weight for name, tenant in settings.tenants.items()})
+
+    def enqueue(self, live: LiveRequest, now: Nanos) -> None:
+        """It waits from now on; where it stands is by its arrival, so one that comes back goes before all newer ones."""
+        arrived, settings, tokens = live.arrived, self.settings, live.prompt_tokens
+        place = rank(
+            live.since,
+            arrived.priority,
+            tokens,
+            priority_seconds=settings.priority_seconds,
+            size_seconds=settings.size_seconds,
+        )
+        waiting = Waiting(
+            request_id=live.id,
+            model=arrived.model,
+            tenant=arrived.tenant,
+            rank=place,
+            seq=live.seq,
+            tokens=tokens,
+            stays=live.failures > 0,
+        )
+        self.room.add(waiting, now)
+
+    def too_long(self, arrived: Arrived, now: Nanos) -> str | None:
+        """Why a request is better refused at once (rule 1); None: it is not."""
+        seconds = self.room.seconds_to_wait(arrived.model, arrived.tenant, now)
+        if seconds is None:
+            return None
+        if seconds > self.settings.max_queue_seconds:
+            return f"it would wait about {seconds:.0f} s for a worker, longer than this router lets requests wait"
+        if arrived.deadline is not None and now + seconds * SECOND > arrived.deadline:
+            return f"it would wait about {seconds:.0f} s for a worker, past its deadline"
+        return None
+
+    def too_many(self) -> RequestId | None:
+        """Who has to go (rule 2); None: nobody."""
+        return self.room.supernumerary() if len(self.room) > self.settings.max_queued else None
+
+    def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
+        """When a retry may find room (rule 3)."""
+        seconds = self.room.seconds_to_wait(arrived.model, arrived.tenant, now)
+        shortest = self.settings.retry_after_ms
+        return shortest if seconds is None else round(min(max(shortest, seconds * 1000), MAX_RETRY_AFTER_MS))

@@ -1,0 +1,138 @@
+"""Pieces of work: what of a request is on which worker, from its beginning there until its end or loss.
+
+Rules:
+
+1. A request has one piece of work at a time. Each has an id of its own, used once: what arrives late for one that was given up finds
+   nothing, and a client may use the id of a request that has ended.
+2. A prompt may wait in its worker's lane (`fleet.router.lanes`): then its work has begun, and the worker has not heard of it.
+"""
+
+from collections.abc import Mapping
+
+from fleet.clock import MILLISECOND, Nanos
+from fleet.ids import RequestId, WorkerId
+from fleet.roles import Phase
+from fleet.router.lanes import Lanes
+from fleet.router.live import LiveRequest, Work
+from fleet.router.messages import CancelWork, Command, Dispatch, work_id
+from fleet.router.settings import RouterSettings
+from fleet.router.waiting import rank
+from fleet.work import Handoff, Start
+
+
+class Works:
+    """Those of one router."""
+
+    def __init__(self, settings: RouterSettings):
+        """Nothing is under way.
+
+        Args:
+            settings: The router's.
+        """
+        self.settings = settings
+        self._lanes = Lanes(settings.prefill_window_tokens)
+        self._works: dict[RequestId, Work] = {}
+        self._begun = 0
+        self.get = self._works.get
+        """The piece of work of this id, if it is under way."""
+
+    @property
+    def waiting(self) -> int:
+        """Prompts in lanes."""
+        return len(self._lanes)
+
+    def begin(
+        self,
+        live: LiveRequest,
+        worker_id: WorkerId,
+        phase: Phase,
+        now: Nanos,
+        out: list[Command],
+        *,
+        handoff: Handoff | None = None,
+    ) -> None:
+        """A worker works for a request from now on, or as soon as its lane allows."""
+        self._begun += 1
+        work = Work(id=work_id(live.id, self._begun), request_id=live.id, worker_id=worker_id, phase=phase)
+        live.work = work
+        self._works[work.id] = work
+        if phase is Phase.DECODE or self._goes_at_once(live, worker_id):
+            self._send(live, work, now, out, handoff)
+
+    def computed(self, live: LiveRequest) -> None:
+        """The prompt is: the next one may go where it was."""
+        self._lanes.leave(live.id)
+
+    def stop(self, live: LiveRequest, out: list[Command]) -> None:
+        """Tell the worker, if it has heard of the work, that nobody wants it any more."""
+        if live.work is not None and not self._lanes.holds(live.id):
+            out.append(CancelWork(worker_id=live.work.worker_id, request_id=live.work.id))
+
+    def over(self, live: LiveRequest) -> None:
+        """The work of a request is done or lost; nothing happens if it has none."""
+        if live.work is not None:
+            self._lanes.leave(live.id)
+            del self._works[live.work.id]
+            live.work = None
+
+    @property
+    def opened(self) -> bool:
+        """Whether `move` may send something."""
+        return self._lanes.opened
+
+    def move(self, requests: Mapping[RequestId, LiveRequest], now: Nanos, out: list[Command]) -> None:
+        """Send the prompts that their workers are about to compute.
+
+        Args:
+            requests: All that live.
+            now: The instant.
+            out: Gets the commands.
+        """
+        while (request_id := self._lanes.next()) is not None:
+            live = requests[request_id]
+            assert live.work is not None
+            self._send(live, live.work, now, out)
+
+    def _goes_at_once(self, live: LiveRequest, worker_id: WorkerId) -> bool:
+        """Whether a prompt that was placed on a worker is sent there now, or later by `move`."""
+        arrived, settings = live.arrived, self.settings
+        if arrived.only_end or arrived.second_hand or not settings.prefill_window_tokens:
+            return True  # nobody may tell when its prompt is computed; or nobody asks
+        assert live.placed is not None
+        tokens = live.placed.prefill_tokens
+        if self._lanes.enter(live.id, worker_id, tokens):
+            return True
+        place = rank(
+            live.since,
+            arrived.priority,
+            tokens,
+            priority_seconds=settings.priority_seconds,
+            size_seconds=settings.prefill_size_seconds,
+        )
+        self._lanes.wait(live.id, worker_id, tokens, rank=place, seq=live.seq)
+        return False
+
+    def _send(
+        self, live: LiveRequest, work: Work, now: Nanos, out: list[Command], handoff: Handoff | None = None
+    ) -> None:
+        arrived, phase, placed = live.arrived, work.phase, live.placed
+        assert placed is not None
+        start = Start(
+            request_id=work.id,
+            phase=phase,
+            tokens=live.prompt,
+            sampling=live.sampling(max_tokens=1 if phase is Phase.PREFILL else live.remaining_tokens),
+            salt=arrived.salt,
+            handoff=handoff,
+            kv_path=placed.kv_path if phase is Phase.PREFILL else None,
+            priority=arrived.priority,
+            timeout_ms=0 if arrived.deadline is None else max(1, (arrived.deadline - now) // MILLISECOND),
+            session=arrived.session,
+            adapter="" if arrived.adapter is None else arrived.adapter.name,
+        )
+        out.append(Dispatch(worker_id=work.worker_id, start=start))
+
+    def check(self, requests: Mapping[RequestId, LiveRequest]) -> None:
+        """Assert that these requests have this work, and that nobody waits in a lane without a cause."""
+        self._lanes.check()
+        assert {live.work.id: live.work for live in requests.values() if live.work is not None} == self._works

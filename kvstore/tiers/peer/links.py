@@ -1,0 +1,229 @@
+"""The way to one peer: its leases, its data plane, and a breaker for when it is away."""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore.addresses import host_port, unix_path
+from kvstore.block import ChainHash
+from kvstore.breaker import Breaker
+from kvstore.buffers import ByteArray
+from kvstore.clock import Clock, Nanos, seconds
+from kvstore.errors import StoreError, StoreUnreachable, TierFailed, reason
+from kvstore.layout import Namespace
+from kvstore.messages import GONE, Counters, Fetched, LeaseId, Match, Outcome
+
+RUNS = 8  # of consecutive blocks, fetched from one peer in one call: what has more holes is hardly worth it
+LEASE_AFTER_SECONDS = 1.0  # by which a lease outlasts the call that holds it, should it not be released
+
+log = logging.getLogger(__name__)
+
+
+class PeerStore(Protocol):
+    """What is needed of a `kvstore.client.StoreClient`, bound to one namespace of one peer."""
+
+    @property
+    def answers(self) -> bool: ...
+
+    def match(self, hashes: Sequence[ChainHash], *, lease_seconds: float, deadline: Nanos | None = None) -> Match: ...
+
+    def read(
+        self,
+        match: Match,
+        indices: Sequence[int],
+        destinations: Sequence[ByteArray],
+        *,
+        deadline: Nanos | None = None,
+    ) -> list[bool]: ...
+
+    def write(
+        self, hashes: Sequence[ChainHash], sources: Sequence[ByteArray], *, deadline: Nanos | None = None
+    ) -> int: ...
+
+    def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None: ...
+
+    def counters(self) -> Counters: ...
+
+    def close(self) -> None: ...
+
+
+Connect = Callable[[str, Namespace, float], PeerStore]
+"""Shakes hands with the node at an address, within that many seconds; raises `StoreError`."""
+
+
+class Link:
+    """One namespace of one peer: connected to when it is needed, and again after a pause when that failed. Thread-safe."""
+
+    def __init__(self, address: str, namespace: Namespace, connect: Connect, connect_within: Nanos, clock: Clock):
+        self._address = address
+        self._namespace = namespace
+        self._connect = connect
+        self._connect_within = connect_within
+        self._clock = clock
+        self._breaker = Breaker()
+        self._lock = threading.Lock()
+        self._store: PeerStore | None = None
+        self._closed = False
+
+    @property
+    def corrupt(self) -> int:
+        """Blocks whose bytes did not have the checksum that the peer gave them."""
+        store = self._store
+        return 0 if store is None else store.counters().corrupt
+
+    def look(self, names: Sequence[ChainHash], deadline: Nanos) -> int:
+        """How many leading blocks the peer has in its memory.
+
+        Raises:
+            TierFailed: It does not say.
+        """
+        return len(self._match(self._opened(deadline), names, 0, deadline))
+
+    def fetch(self, names: Sequence[ChainHash], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+        """Blocks that the peer has; a run that follows a hole is looked for once some have been found.
+
+        Raises:
+            TierFailed: It does not answer, or says that it has blocks and does not deliver one.
+        """
+        store = self._opened(deadline)
+        answers = [GONE] * len(names)
+        start = 0
+        for _ in range(RUNS):
+            if start >= len(names):
+                break
+            lease_seconds = max(seconds(deadline - self._clock.now()), 0) + LEASE_AFTER_SECONDS
+            try:
+                match = self._match(store, names[start:], lease_seconds, deadline)
+                if not match:
+                    break
+                self._read(store, match, into[start : start + len(match)], answers, start, deadline)
+            except TierFailed:
+                if all(answer is GONE for answer in answers):
+                    raise
+                break
+            start += len(match) + 1
+        return answers
+
+    def push(self, names: Sequence[ChainHash], blocks: Sequence[ByteArray], deadline: Nanos) -> tuple[int, list[bool]]:
+        """Write blocks into the peer's memory.
+
+        Returns:
+            How many were new there, and which are there now.
+
+        Raises:
+            TierFailed: It does not answer.
+        """
+        store = self._opened(deadline)
+        try:
+            written = store.write(names, blocks, deadline=deadline)
+        except (StoreError, ValueError) as error:
+            raise TierFailed(f"{self._address}: {error}") from error
+        return written, self._held(store, names, deadline)
+
+    def holds(self, names: Sequence[ChainHash], deadline: Nanos) -> list[bool]:
+        """Which blocks the peer has in its memory, as far as `RUNS` look-ups tell.
+
+        Raises:
+            TierFailed: It does not say.
+        """
+        return self._held(self._opened(deadline), names, deadline)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _held(self, store: PeerStore, names: Sequence[ChainHash], deadline: Nanos) -> list[bool]:
+        held = [False] * len(names)
+        start = 0
+        for _ in range(RUNS):
+            if start >= len(names):
+                break
+            run = len(self._match(store, names[start:], 0, deadline))
+            held[start : start + run] = [True] * run
+            start += run + 1
+        return held
+
+    def _match(self, store: PeerStore, names: Sequence[ChainHash], lease_seconds: float, deadline: Nanos) -> Match:
+        try:
+            match = store.match(names, lease_seconds=lease_seconds, deadline=deadline)
+        except (StoreError, ValueError) as error:
+            raise TierFailed(f"{self._address}: {error}") from error
+        if not match and not store.answers:
+            raise TierFailed(f"{self._address} does not answer")
+        if len(match) > len(names):
+            raise TierFailed(f"{self._address}: found {len(match)} blocks of {len(names)}")
+        return match
+
+    def _read(
+        self,
+        store: PeerStore,
+        match: Match,
+        into: Sequence[ByteArray],
+        answers: list[Fetched],
+        start: int,
+        deadline: Nanos,
+    ) -> None:
+        try:
+            good = store.read(match, range(len(match)), into, deadline=deadline)
+        except (StoreError, ValueError) as error:
+            raise TierFailed(f"{self._address}: {error}") from error
+        finally:
+            if self._clock.now() < deadline:  # else it ends by itself
+                store.release(match.lease_id, deadline=deadline)
+        for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
+            if is_there:
+                answers[index] = Fetched(Outcome.MOVED, slot.crc32c)
+        if not any(good):
+            raise TierFailed(f"{self._address} has blocks that do not arrive")
+
+    def _opened(self, deadline: Nanos) -> PeerStore:
+        store = self._store
+        if store is not None:
+            return store
+        left = seconds(deadline - self._clock.now())
+        if not self._lock.acquire(timeout=max(left, 0)):
+            raise TierFailed(f"{self._address}: still being connected to")
+        try:
+            if self._store is None:
+                self._store = self._connected(deadline)
+            return self._store
+        finally:
+            self._lock.release()
+
+    def _connected(self, deadline: Nanos) -> PeerStore:
+        started = self._clock.now()
+        if self._closed or not self._breaker.allows(started):
+            raise TierFailed(f"{self._address} is away")
+        within = seconds(min(Nanos(deadline - started), self._connect_within))
+        try:
+            probe(self._address, within)
+            store = self._connect(self._address, self._namespace, within)
+        except (StoreError, OSError) as error:
+            if self._breaker.closed:
+                log.warning("peer cannot be used", extra={"peer": self._address, "reason": str(error)})
+            self._breaker.failed(started, self._clock.now())
+            raise TierFailed(f"{self._address}: {error}") from error
+        self._breaker.succeeded()
+        return store
+
+
+def probe(address: str, within_seconds: float) -> None:
+    """Whether anybody listens there at all, which a handshake is too patient to tell at once.
+
+    Raises:
+        StoreUnreachable: Nobody does.
+    """
+    try:
+        if path := unix_path(address):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(max(within_seconds, 0.001))
+                connection.connect(path)
+        else:
+            socket.create_connection(host_port(address), max(within_seconds, 0.001)).close()
+    except OSError as error:
+        raise StoreUnreachable(f"nobody listens: {reason(error)}") from error

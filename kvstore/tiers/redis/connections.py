@@ -1,0 +1,144 @@
+"""Connections to a Redis or Valkey server: few, kept, and opened anew after the server was away.
+
+The client library opens them (address, TLS, credentials, database); what follows goes through `kvstore.tiers.redis.resp`.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvstore.clock import Clock, Nanos, seconds
+from kvstore.errors import StoreNotStarted, TierFailed, reason
+from kvstore.tiers.redis.resp import Pipe, Refusal
+from kvstore.tiers.redis.settings import RedisSettings
+
+Answer = TypeVar("Answer")
+
+
+class Connections:
+    """To one server. Thread-safe."""
+
+    def __init__(self, settings: RedisSettings, connect: Callable[[Nanos], Pipe], clock: Clock):
+        """None yet.
+
+        Args:
+            settings: How many there may be.
+            connect: Opens one by a deadline; `TierFailed` where it cannot.
+            clock: Of the deadlines.
+        """
+        self._settings = settings
+        self._connect = connect
+        self._clock = clock
+        self._turns = threading.BoundedSemaphore(settings.connections)
+        self._lock = threading.Lock()
+        self._idle: list[Pipe] = []
+        self._closed = False
+
+    def turn(self, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
+        """Have requests made and their replies read, on a connection that nobody else has meanwhile.
+
+        Raises:
+            TierFailed: There is none, or it did not come to an end by the deadline.
+        """
+        left = seconds(deadline - self._clock.now())
+        if not self._turns.acquire(timeout=max(left, 0)):
+            raise TierFailed(f"{self._settings.place}: all {self._settings.connections} connections are busy")
+        try:
+            return self._on_a_connection(act, deadline)
+        finally:
+            self._turns.release()
+
+    def _on_a_connection(self, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
+        with self._lock:
+            kept = self._idle.pop() if self._idle else None
+        if kept is not None:
+            try:
+                return self._act(kept, act, deadline)
+            except TierFailed:
+                if kept.answered or self._clock.now() >= deadline:
+                    raise  # else the server has restarted since, or closed what was idle
+        return self._act(self._connect(deadline), act, deadline)
+
+    def _act(self, pipe: Pipe, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
+        in_step = False
+        try:
+            pipe.begin(deadline)
+            answer = act(pipe)
+            in_step = True
+        except (OSError, ValueError, Refusal) as error:
+            raise TierFailed(f"{self._settings.place}: {reason(error)}") from error
+        finally:
+            with self._lock:
+                keep = in_step and not self._closed
+                if keep:
+                    self._idle.append(pipe)
+            if not keep:  # replies that nobody reads would be taken for those of the next requests
+                pipe.close()
+        return answer
+
+    def close(self) -> None:
+        """Those that are in use are closed after their turn."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for pipe in idle:
+            pipe.close()
+
+
+class Dial:
+    """Opens connections with the client library."""
+
+    def __init__(self, settings: RedisSettings, clock: Clock):
+        import redis  # noqa: PLC0415 - an extra; only a node with this tier has it
+
+        self._redis = redis
+        self._settings = settings
+        self._clock = clock
+        try:
+            self._connection(1.0)
+        except (redis.RedisError, TypeError, ValueError) as error:  # which names the option, not the URL
+            raise StoreNotStarted(f"url: an option of it cannot be used: {error}") from error
+
+    def __call__(self, deadline: Nanos) -> Pipe:
+        """An authenticated connection.
+
+        Raises:
+            TierFailed: There is none by the deadline.
+        """
+        left = seconds(deadline - self._clock.now())
+        timeout_seconds = max(min(left, self._settings.connect_seconds), 0.001)
+        try:
+            connection = self._connection(timeout_seconds)
+            with _cut_after(timeout_seconds, connection):
+                connection.connect()
+        except (self._redis.RedisError, OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            # The last ones are the library's, of replies that no server should send.
+            raise TierFailed(f"{self._settings.place}: {type(error).__name__}: {error}") from error
+        return Pipe(connection._sock, connection.disconnect, self._clock)  # noqa: SLF001 - the library hands it out nowhere
+
+    def _connection(self, timeout_seconds: float) -> Any:
+        """One that is not connected yet."""
+        options: dict[str, Any] = {"protocol": 2, "retry": None, "socket_timeout": timeout_seconds}
+        if self._settings.password_file:
+            options["password"] = Path(self._settings.password_file).read_text().strip()
+        return self._redis.ConnectionPool.from_url(self._settings.url, **options).make_connection()
+
+
+@contextmanager
+def _cut_after(within_seconds: float, connection: Any) -> Iterator[None]:
+    """The library waits its timeout for each piece of a reply; no longer than this for all of them."""
+
+    def cut() -> None:
+        if (opened := connection._sock) is not None:  # noqa: SLF001 - see above
+            with suppress(OSError):  # it is closed already
+                opened.shutdown(socket.SHUT_RDWR)
+
+    end = threading.Timer(within_seconds, cut)
+    end.start()
+    try:
+        yield
+    finally:
+        end.cancel()

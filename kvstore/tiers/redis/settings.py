@@ -1,0 +1,72 @@
+"""Where blocks are kept in Redis or Valkey."""
+
+from typing import Annotated
+from urllib.parse import parse_qsl, urlsplit
+
+from msgspec import Meta
+
+from kvstore.tiers.settings import TierSettings
+
+SCHEMES = ("redis", "rediss", "unix")
+URL_OPTIONS = frozenset(
+    {
+        "db",
+        "client_name",
+        "ssl_ca_certs",
+        "ssl_ca_path",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_cert_reqs",
+        "ssl_check_hostname",
+    }
+)  # fmt: skip - the others would change deadlines and replies under this module
+
+
+class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
+    """Where to keep blocks. Refused as a whole when a field is wrong (`ValueError` names it, and never shows the URL)."""
+
+    url: str
+    """``redis://[user[:password]@]host[:port][/db]``, ``rediss://…`` with TLS, or ``unix:///path[?db=N]``. After the
+    ``?`` may come db, client_name, and for TLS ssl_ca_certs, ssl_certfile, ssl_keyfile and their kin."""
+
+    password_file: str = ""
+    """File that holds the password, for a URL without one: a Kubernetes secret, say. Read at each connection."""
+
+    key_prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")] = "fleet"
+    """What all keys begin with, so that several deployments can share a server."""
+
+    ttl_seconds: Annotated[float, Meta(ge=0, le=10 * 365 * 86400)] = 0
+    """How long after it was written a block may be used. 0: until the server evicts it."""
+
+    connections: Annotated[int, Meta(ge=1, le=64)] = 4
+    """At a time; as many as a node has threads for one tier. A server has one thread, so that more hardly help."""
+
+    in_flight_bytes: Annotated[int, Meta(ge=1 << 16)] = 8 << 20
+    """Requested or sent on a connection, and not answered yet (at least one block). Bounds what the server has to buffer."""
+
+    connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 1.0
+    """For a connection to be there and authenticated; less where the deadline of the call is nearer."""
+
+    def __post_init__(self) -> None:
+        try:
+            url = urlsplit(self.url)
+            has_place = bool(url.path if url.scheme == "unix" else url.hostname) and url.port != 0
+        except ValueError as error:
+            raise ValueError("url: its port is not a number, or its brackets do not match") from error
+        if url.scheme not in SCHEMES or not has_place:
+            raise ValueError("url: must be redis://host[:port][/db], rediss://… or unix:///path")
+        if url.scheme != "unix" and not (url.path.strip("/") or "0").isdecimal():
+            raise ValueError("url: the database after the host must be a number")
+        if unknown := {name for name, _ in parse_qsl(url.query)} - URL_OPTIONS:
+            raise ValueError(f"url: {', '.join(sorted(unknown))} is none of {', '.join(sorted(URL_OPTIONS))}")
+        if url.password and self.password_file:
+            raise ValueError("password_file: the url holds a password already")
+
+    @property
+    def place(self) -> str:
+        """The URL without what is secret in it."""
+        url = urlsplit(self.url)
+        return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+    def __repr__(self) -> str:
+        return f"RedisSettings({self.place!r}, key_prefix={self.key_prefix!r})"

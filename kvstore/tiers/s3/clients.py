@@ -1,0 +1,165 @@
+"""The client library of object stores: its errors, and its clients by how long they wait."""
+
+import logging
+import threading
+from collections.abc import Iterable
+from typing import Any, Self
+
+from kvstore.clock import Clock, Nanos, seconds
+from kvstore.errors import StoreNotStarted
+from kvstore.tiers.s3.settings import S3Settings
+
+FIELDS = {"ParamValidationError": "bucket", "InvalidRegionError": "region", "ProfileNotFound": "profile"}
+"""Of the settings, by the library's error that finds them wrong."""
+
+WAITS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""For a connection, and again for an answer to begin. The library wants to know once for all requests of a client, so
+that there is a client for each; a request is made with the longest that is at most half of the time left."""
+
+CHUNK_BYTES = 1 << 20  # received at a time at most; the deadline is looked at whenever something came
+
+log = logging.getLogger(__name__)
+
+
+class Clients:
+    """See the module. Thread-safe."""
+
+    def __init__(self, settings: S3Settings):
+        import boto3  # noqa: PLC0415 - an extra; only a node with this tier has it
+        from botocore import config, exceptions, parsers  # noqa: PLC0415
+        from urllib3 import exceptions as http  # noqa: PLC0415 - comes with it
+
+        self.Refused: type[Exception] = exceptions.ClientError
+        self.Closed: type[Exception] = exceptions.ConnectionClosedError
+        self.errors: tuple[type[Exception], ...] = (
+            exceptions.ClientError,
+            exceptions.BotoCoreError,
+            parsers.ResponseParserError,
+            http.HTTPError,
+            OSError,
+            ValueError,  # this and what follows: the library's, of heads that no store should send
+            TypeError,
+            LookupError,
+            RecursionError,  # of a bucket that is always elsewhere
+        )
+        self._no_credentials = (
+            exceptions.NoCredentialsError,
+            exceptions.PartialCredentialsError,
+            exceptions.CredentialRetrievalError,
+        )
+        self._settings = settings
+        self._config = config.Config
+        try:
+            self._session = boto3.session.Session(
+                profile_name=settings.profile or None, region_name=settings.region or None
+            )
+        except exceptions.BotoCoreError as error:
+            raise StoreNotStarted(f"profile: {error}") from error
+        self._lock = threading.Lock()
+        self._clients: dict[float, Any] = {}
+
+    def look_at_bucket(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            StoreNotStarted: See `kvstore.tiers.s3.shelf.open_s3`.
+        """
+        bucket = self._settings.bucket
+        try:
+            self._client(self._settings.start_seconds / 2).head_bucket(Bucket=bucket)
+        except self._no_credentials as error:
+            raise StoreNotStarted(f"profile: no credentials: {error}") from error
+        except self.Refused as error:
+            match code_of(error):
+                case "404" | "NoSuchBucket":
+                    raise StoreNotStarted(f"bucket: {bucket!r} does not exist there; create it first") from error
+                case "403" | "AccessDenied":
+                    raise StoreNotStarted(
+                        f"bucket: no access to {bucket!r}; s3:ListBucket, GetObject, PutObject and DeleteObject are needed"
+                    ) from error
+                case "301" | "400" | "PermanentRedirect":
+                    raise StoreNotStarted(f"region: {bucket!r} is not in {self._settings.region!r}: {error}") from error
+                case _:
+                    self._not_yet(error)
+        except ValueError as error:
+            raise StoreNotStarted(f"endpoint_url: {error}") from error
+        except self.errors as error:
+            if (field := FIELDS.get(type(error).__name__)) is not None:
+                raise StoreNotStarted(f"{field}: {error}") from error
+            self._not_yet(error)
+
+    def within(self, left_seconds: float) -> Any | None:
+        """A client that waits no longer than that in all; None where no client is so quick."""
+        waits = [wait for wait in WAITS_SECONDS if wait <= left_seconds / 2]
+        return self._client(waits[-1]) if waits else None
+
+    def close(self) -> None:
+        with self._lock:
+            for client in self._clients.values():
+                client.close()
+
+    def _client(self, wait_seconds: float) -> Any:
+        with self._lock:
+            if wait_seconds not in self._clients:
+                self._clients[wait_seconds] = self._session.client(
+                    "s3",
+                    endpoint_url=self._settings.endpoint_url or None,
+                    verify=self._settings.ca_file or None,
+                    config=self._config(
+                        connect_timeout=wait_seconds,
+                        read_timeout=wait_seconds,
+                        retries={"total_max_attempts": 1},
+                        max_pool_connections=self._settings.parallel,
+                        tcp_keepalive=True,
+                        request_checksum_calculation="when_required",  # values bring their own
+                        response_checksum_validation="when_required",
+                        s3={"addressing_style": self._settings.addressing, "payload_signing_enabled": False},
+                    ),
+                )
+            return self._clients[wait_seconds]
+
+    def _not_yet(self, error: Exception) -> None:
+        log.warning(
+            "object store does not answer yet", extra={"bucket": self._settings.bucket, "reason": type(error).__name__}
+        )
+
+
+class Body:
+    """See `kvstore.tiers.records.Incoming`. Its connection is kept when it was taken as a whole."""
+
+    def __init__(self, answer: Any, clock: Clock, deadline: Nanos):
+        self._stream = answer["Body"]
+        self._bytes = self._stream._raw_stream  # noqa: SLF001 - itself it waits for all bytes, each within the timeout
+        self._clock = clock
+        self._deadline = deadline
+        self.left: int = answer.get("ContentLength", -1)
+        if self.left < 0:
+            raise ConnectionError("the store does not tell how long the object is")
+
+    def fill(self, into: memoryview) -> None:
+        while len(into):
+            left = seconds(self._deadline - self._clock.now())
+            if left <= 0:
+                raise TimeoutError("the deadline has passed")
+            self._stream.set_socket_timeout(left)
+            came = self._bytes.read1(min(len(into), CHUNK_BYTES))
+            if not came:
+                raise ConnectionError("the object ends early")
+            into[: len(came)] = came
+            self.left -= len(came)
+            into = into[len(came) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stream.close()
+
+
+def code_of(error: Any) -> str:
+    """Of the store's refusal; the HTTP status where it gives none."""
+    found: Iterable[Any] = (
+        error.response.get("Error", {}).get("Code"),
+        error.response.get("ResponseMetadata", {}).get("HTTPStatusCode"),
+    )
+    return str(next((code for code in found if code), ""))

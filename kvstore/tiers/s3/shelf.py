@@ -1,0 +1,254 @@
+"""Blocks in an S3-compatible object store, one object each under ``prefix/namespace/name``: a shelf of `kvstore.tiers.remote`.
+
+Rules:
+
+1. A request moves one block, several are made at a time, and nothing is tried again behind the caller's back, but what met
+   a kept connection that the store had closed: that once. Blocks are far below the size from which multipart uploads pay.
+2. An object is written whole or not at all, and only where there is none yet, as far as the store can do that
+   (``If-None-Match: *``). What is read is judged by `kvstore.tiers.records`; what it rejects is replaced.
+3. To find out how long a prefix is there costs requests. Chains are written from the start and no object store evicts
+   from the start, so that it is searched for: `parallel` HEADs at a time narrow it down by that factor, three rounds for
+   thousands of blocks, one for a chain that is there as a whole. A hole in it shows when the blocks are fetched.
+   What was seen of late, there or missing, is not asked about again.
+4. What has to go is decided by the bucket's lifecycle rules, not here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from kvstore.clock import Clock, Nanos, nanos, seconds
+from kvstore.errors import StoreNotStarted, TierFailed
+from kvstore.messages import GONE, BlockKey, Fetched, Outcome
+from kvstore.ports import Codec
+from kvstore.tiers.records import HEAD_BYTES, Records, Standing
+from kvstore.tiers.remote import Given, RemoteTier, Wanted
+from kvstore.tiers.s3.clients import Body, Clients, code_of
+from kvstore.tiers.s3.settings import S3Settings
+from kvstore.tiers.s3.sightings import Sightings, leading
+from kvstore.tiers.tally import Tally
+
+MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
+THERE_ALREADY = frozenset({"412", "PreconditionFailed"})
+BEING_WRITTEN = frozenset({"409", "ConditionalRequestConflict"})
+UNCONDITIONAL_ONLY = frozenset({"501", "NotImplemented"})
+FULL = frozenset({"507", "EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
+"""Error codes, of the store or of HTTP."""
+
+Name = TypeVar("Name")
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> "RemoteTier[S3Shelf]":
+    """A tier in that bucket. A store that does not answer yet is used once it does.
+
+    Args:
+        settings: What to use.
+        codecs: By namespace digest.
+        clock: Of the deadlines.
+
+    Raises:
+        StoreNotStarted: The client library is not installed, there are no credentials, or the store answers and
+            does not let us use the bucket; names the field.
+    """
+    try:
+        clients = Clients(settings)
+    except ImportError as error:
+        raise StoreNotStarted("kind: s3 needs its client: pip install 'fleet-serving[s3]'") from error
+    clients.look_at_bucket()
+    return tier_with(settings, clients, codecs=codecs, clock=clock)
+
+
+def tier_with(
+    settings: S3Settings, clients: Clients, *, codecs: Callable[[bytes], Codec], clock: Clock
+) -> "RemoteTier[S3Shelf]":
+    """As `open_s3`, without a look at the bucket first."""
+    tally = Tally("s3")
+    return RemoteTier(S3Shelf(settings, clients, Records(codecs, tally), tally, clock), tally, clock)
+
+
+class S3Shelf:
+    """See `kvstore.tiers.remote`, and the module. Made by `open_s3`."""
+
+    def __init__(self, settings: S3Settings, clients: Clients, records: Records, tally: Tally, clock: Clock):
+        self._settings = settings
+        self._clients = clients
+        self._records = records
+        self._tally = tally
+        self._clock = clock
+        self._seen = Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
+        self._conditional = True
+        self._threads = ThreadPoolExecutor(settings.parallel, thread_name_prefix="kvstore-s3")
+
+    def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
+        return self._records.knows(key)
+
+    def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
+        return leading(
+            len(keys), self._settings.parallel, lambda indices: self.holds([keys[i] for i in indices], deadline)
+        )
+
+    def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        """What was seen of late counts as seen now (rule 3)."""
+        now = self._clock.now()
+        recalled = {key: self._seen.recall(key, now) for key in keys}
+        there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
+        self._each({key: key for key in recalled if key not in there}, self._look, there, deadline)
+        return [there[key] for key in keys]
+
+    def put(self, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool], deadline: Nanos) -> None:
+        now = self._clock.now()
+        there.update((key, True) for key in work if self._seen.is_there(key, now))
+        self._each({key: (key, given) for key, given in work.items() if key not in there}, self._put, there, deadline)
+
+    def get(self, work: Mapping[int, Wanted], answers: dict[int, Fetched], deadline: Nanos) -> None:
+        self._each(work, partial(self._get, deadline=deadline), answers, deadline)
+
+    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
+        for key in keys:
+            self._seen.doubt(key)
+        self._each({key: key for key in keys}, self._delete, {}, deadline)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)  # requests under way end by their deadlines
+        self._clients.close()
+
+    # One request
+
+    def _look(self, client: Any, key: BlockKey) -> bool:
+        try:
+            client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
+        except self._clients.Refused as error:
+            if code_of(error) not in MISSING:
+                raise
+            return self._saw(key, is_there=False)
+        return self._saw(key, is_there=True)
+
+    def _put(self, client: Any, item: tuple[BlockKey, Given]) -> bool:
+        key, given = item
+        framed = self._records.frame(key, given.block, given.crc32c)
+        if framed is None:
+            return False
+        conditional = self._conditional
+        if self._seen.is_doubtful(key):  # rule 2: a conditional put would leave what is there
+            standing = self._records.standing(key, self._head(client, key), given.block.nbytes)
+            if standing is not Standing.FREE:
+                return standing is Standing.HELD
+            conditional = False
+        body = bytearray(framed.nbytes)
+        body[:HEAD_BYTES] = framed.head
+        body[HEAD_BYTES:] = framed.payload.data
+        condition = {"IfNoneMatch": "*"} if conditional else {}
+        try:
+            client.put_object(Bucket=self._settings.bucket, Key=self._name(key), Body=body, **condition)
+        except self._clients.Refused as error:
+            code = code_of(error)
+            if code in UNCONDITIONAL_ONLY and conditional:
+                self._conditional = False
+                return self._put(client, item)
+            if code in FULL:
+                self._tally.count(refused=1)
+                return False
+            if code in BEING_WRITTEN:
+                return False
+            if code not in THERE_ALREADY:
+                raise
+        else:
+            self._tally.count(bytes_written=len(body))
+        return self._saw(key, is_there=True)
+
+    def _get(self, client: Any, wanted: Wanted, *, deadline: Nanos) -> Fetched:
+        key = wanted.key
+        try:
+            answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key))
+        except self._clients.Refused as error:
+            if code_of(error) not in MISSING:
+                raise
+            self._saw(key, is_there=False)
+            return GONE
+        with Body(answer, self._clock, deadline) as body:
+            fetched = self._records.take(key, body, wanted.into)
+        if fetched.outcome is Outcome.MOVED:
+            self._saw(key, is_there=True)
+        else:
+            self._seen.doubt(key)
+        return fetched
+
+    def _head(self, client: Any, key: BlockKey) -> bytes:
+        """The first bytes of an object; none where there is no object, or an empty one."""
+        where = f"bytes=0-{HEAD_BYTES - 1}"
+        try:
+            answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key), Range=where)
+        except self._clients.Refused as error:
+            if code_of(error) not in MISSING | {"416", "InvalidRange"}:
+                raise
+            return b""
+        with answer["Body"] as body:
+            return bytes(body.read(HEAD_BYTES))
+
+    def _delete(self, client: Any, key: BlockKey) -> bool:
+        client.delete_object(Bucket=self._settings.bucket, Key=self._name(key))
+        return True
+
+    def _saw(self, key: BlockKey, *, is_there: bool) -> bool:
+        self._seen.note(key, self._clock.now(), is_there=is_there)
+        return is_there
+
+    # Many requests
+
+    def _each(
+        self,
+        items: Mapping[Name, Item],
+        act: Callable[[Any, Item], Answer],
+        answers: dict[Name, Answer],
+        deadline: Nanos,
+    ) -> None:
+        """Make a request for each of these, several at a time, and put down what came of it.
+
+        Raises:
+            TierFailed: The store failed for one or more of them.
+        """
+        attempts: dict[Name, Future[Answer]] = {}
+        failure: BaseException | None = None
+        for name, item in items.items():
+            try:
+                attempts[name] = self._threads.submit(self._attempt, act, item, deadline)
+            except RuntimeError:
+                failure = TierFailed(f"{self._place}: the tier is closed")
+                break
+        for (
+            name,
+            attempt,
+        ) in attempts.items():  # all of them, whatever comes: until then the caller's buffers are in use
+            try:
+                error = attempt.exception()
+            except CancelledError:
+                failure = TierFailed(f"{self._place}: the tier was closed")
+                continue
+            if error is None:
+                answers[name] = attempt.result()
+            else:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _attempt(self, act: Callable[[Any, Item], Answer], item: Item, deadline: Nanos) -> Answer:
+        for is_last in (False, True):
+            client = self._clients.within(seconds(deadline - self._clock.now()))
+            if client is None:
+                raise TierFailed(f"{self._place}: too little time is left")
+            try:
+                return act(client, item)
+            except self._clients.errors as error:
+                if is_last or not isinstance(error, self._clients.Closed):  # rule 1
+                    raise TierFailed(f"{self._place}: {error}") from error
+        raise AssertionError("unreachable")
+
+    def _name(self, key: BlockKey) -> str:
+        return f"{self._settings.prefix}/{key.digest.hex()}/{key.name.hex()}"
+
+    @property
+    def _place(self) -> str:
+        return f"{self._settings.endpoint_url or 's3:/'}/{self._settings.bucket}"

@@ -1,0 +1,238 @@
+"""How much of a trace's reuse can be foreseen: hit rates of a model that a store could not afford, beside those of its policies.
+
+    python -m loadtests.kvstore.reuse_bound TRACE --capacity-blocks 3655,9140        # wants lightgbm 4.7
+
+Rules:
+
+1. What is used together and was last used together is a run. At each use of a run, boosted trees are asked for the probability of its next
+   use in each span of time to come, from all that a store could know of its chain (`FEATURES`), with nothing ever forgotten.
+2. They learn from the first half of the trace ("first half"), or from all of it but the run's own conversation: a third of the conversations is
+   judged by what is known of the other two, past and future ("other conversations"). The first is what learning can come to in the time
+   that the trace lasts, the second about what it could come to in an endless one.
+3. The run goes whose uses to be expected for the time in place are least, as in `kvstore.eviction.reuse_times`, and ends of chains go first.
+4. Rates are shares of the prompts' tokens, of the whole trace and of its second half.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightgbm
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.adapters.traces import read_trace
+from kvstore.clock import SECOND
+from kvstore.eviction.policies import policy
+from kvstore.eviction.reuse_times import EDGES, SUREST, _prospects
+from kvstore.replay import Request, optimal, replay
+
+FEATURES = (
+    "uses",  # of the run's blocks
+    "gap",  # since their last use, in seconds
+    "rhythm",  # since the last use of the longest known part of the chain, which is another where the run is new
+    "mean_gap",  # of the conversation so far
+    "turn",
+    "blocks",  # of the chain
+    "new",  # of which
+    "start",  # of the run
+    "behind",  # from its start to the end of the chain
+    "length",
+    "question",  # tokens that neither the last prompt nor its answer had
+    "answer",  # tokens
+)
+SPANS = int(np.searchsorted(EDGES, 3600 * SECOND))
+STARTS = np.array(EDGES[: SPANS + 1]) / SECOND
+TREES = {"objective": "binary", "learning_rate": 0.1, "num_leaves": 8, "min_data_in_leaf": 200, "lambda_l2": 20.0}
+ROUNDS = 60
+SEED = 1
+FOLDS = 3
+
+Floats = NDArray[np.float64]
+
+
+class Run:
+    """Blocks of one chain that were last used together, and are again now."""
+
+    __slots__ = ("at", "blocks", "conversation", "features", "next_uses", "number")
+
+    def __init__(self, number: int, at: float, blocks: list[int], conversation: int, features: tuple[float, ...]):
+        self.number = number
+        self.at = at
+        self.blocks = blocks  # head first
+        self.conversation = conversation
+        self.features = features
+        self.next_uses: dict[float, int] = {}  # seconds until then -> blocks
+
+
+def runs_of(requests: Sequence[Request]) -> list[list[Run]]:
+    """For each request, those of its chain."""
+    last: dict[int, tuple[int, Run]] = {}  # block -> the last request that used it, and in which run
+    uses: dict[int, int] = {}
+    turns, gaps = [0] * len(requests), [float("nan")] * len(requests)  # of the conversation so far; their mean
+    rows: list[list[Run]] = []
+    count = 0
+    for index, request in enumerate(requests):
+        chain, now = request.chain, request.arrival / SECOND
+        before = [last.get(name) for name in chain]
+        known = sum(each is not None for each in before)
+        parent, rhythm, question = None, float("nan"), float("nan")
+        if known > 1 and (found := before[known - 1]) is not None:  # the first block may be everybody's
+            parent = found[0]
+            rhythm = now - requests[parent].arrival / SECOND
+            turns[index] = turns[parent] + 1
+            former = 0.0 if turns[parent] == 0 else gaps[parent] * turns[parent]
+            gaps[index] = (former + rhythm) / turns[index]
+            question = request.prompt_tokens - requests[parent].prompt_tokens - requests[parent].output_tokens
+        row: list[Run] = []
+        start = 0
+        while start < len(chain):
+            was = before[start]
+            stop = start + 1
+            while stop < len(chain) and before[stop] is was and stop < len(chain) - 1:
+                stop += 1
+            gap = now - was[1].at if was is not None else float("nan")
+            features = (uses.get(chain[start], 0), gap, rhythm, gaps[index], turns[index], len(chain), len(chain) - known)
+            features += (start, len(chain) - start, stop - start, question, request.output_tokens)
+            run = Run(count, now, list(chain[start:stop]), chain[min(1, len(chain) - 1)], features)
+            if was is not None:
+                was[1].next_uses[gap] = was[1].next_uses.get(gap, 0) + stop - start
+            row.append(run)
+            count += 1
+            start = stop
+        for run in row:
+            noted = (index, run)
+            for name in run.blocks:
+                last[name] = noted
+                uses[name] = uses.get(name, 0) + 1
+        rows.append(row)
+    return rows
+
+
+def observed(runs: Sequence[Run], until: float) -> tuple[Floats, NDArray[np.bool_], Floats]:
+    """Of each run and span that was seen to its end, or to a use: features with the span, whether there was one, weight."""
+    asked, answers, weights = [], [], []
+    for run in runs:
+        unused = len(run.blocks)
+        reached = 0
+        for gap, blocks in sorted([*run.next_uses.items(), (float("inf"), 0)]):
+            if run.at + gap > until:
+                gap = float("inf")  # noqa: PLW2901 - not known yet
+            while reached < SPANS and STARTS[reached + 1] <= min(gap, until - run.at):
+                asked.append((*run.features, reached))
+                answers.append(False)
+                weights.append(unused**0.7)  # blocks of one run tell the same story
+                reached += 1
+            if gap == float("inf") or reached == SPANS:
+                break
+            asked.append((*run.features, reached))
+            answers.append(True)
+            weights.append(blocks**0.7)
+            unused -= blocks
+            if not unused:
+                break
+    return np.array(asked), np.array(answers), np.array(weights)
+
+
+def foretold(taught: Sequence[Run], until: float, asked: Sequence[Run]) -> Floats:
+    """Values by age, a row for each run that is asked about."""
+    questions, answers, weights = observed(taught, until)
+    parameters = TREES | {"seed": SEED, "verbose": -1, "num_threads": 1}
+    model = lightgbm.train(parameters, lightgbm.Dataset(questions, answers, weight=weights), ROUNDS)
+    features = np.repeat([run.features for run in asked], SPANS, axis=0)
+    spans = np.tile(np.arange(SPANS), len(asked))
+    hazards = np.full((len(asked), len(EDGES)), 1e-6)
+    hazards[:, :SPANS] = model.predict(np.column_stack([features, spans])).reshape(-1, SPANS)
+    return np.concatenate([_prospects(np.minimum(part, SUREST))[1] for part in np.array_split(hazards, 64)])
+
+
+def hits(requests: Sequence[Request], rows: Sequence[Sequence[Run]], values: Floats, capacity: int, block: int) -> list[int]:
+    """Tokens found, by request."""
+    ages = np.array(EDGES) / SECOND
+    where: dict[int, Run] = {}  # held blocks
+    children: dict[int, int] = {}  # held, of a block
+    parents: dict[int, int] = {}
+    live: list[Run] = []
+    found = []
+    for request, row in zip(requests, rows, strict=True):
+        chain = request.chain
+        held = next((place for place, name in enumerate(chain) if name not in where), len(chain))
+        found.append(min(held * block, request.prompt_tokens))
+        above = None
+        for run in row:
+            for name in run.blocks:
+                if name not in where and above is not None:
+                    parents[name] = above
+                    children[above] = children.get(above, 0) + 1
+                where[name] = run
+                above = name
+        while len(where) > capacity:
+            kept = [run for run in live if any(where.get(name) is run for name in run.blocks)]
+            now = request.arrival / SECOND
+            buckets = np.searchsorted(ages, [now - run.at for run in kept], side="right") - 1
+            worth = values[[run.number for run in kept], buckets] if kept else []
+            live = kept
+            before = len(where)
+            for place in np.lexsort(([-run.number for run in kept], [run.at for run in kept], worth)):
+                if len(where) <= capacity:
+                    break
+                _shorten(kept[place], where, children, parents, len(where) - capacity)
+            if len(where) == before:  # nobody else is there
+                for run in reversed(row):
+                    _shorten(run, where, children, parents, len(where) - capacity)
+        live += row
+    return found
+
+
+def _shorten(run: Run, where: dict[int, Run], children: dict[int, int], parents: dict[int, int], most: int) -> None:
+    while most > 0 and run.blocks:
+        name = run.blocks[-1]
+        if where.get(name) is run:
+            if children.get(name):
+                return
+            del where[name]
+            if (above := parents.pop(name, None)) is not None:
+                children[above] -= 1
+            most -= 1
+        run.blocks.pop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How much of a trace's reuse can be foreseen.")
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--capacity-blocks", default="1827,3655,9140,18279", metavar="N[,N...]")
+    arguments = parser.parse_args()
+    trace = read_trace(arguments.trace)
+    requests, block = trace.requests, trace.block_tokens
+    half = next(index for index, each in enumerate(requests) if 2 * each.arrival >= requests[-1].arrival)
+    tokens = sum(each.prompt_tokens for each in requests)
+    later = sum(each.prompt_tokens for each in requests[half:])
+    rows = runs_of(requests)
+    runs = [run for row in rows for run in row]
+    end = requests[-1].arrival / SECOND
+
+    early = [run for row in rows[:half] for run in row]
+    by_first_half = foretold(early, requests[half].arrival / SECOND, runs)
+    by_others = np.empty_like(by_first_half)
+    for fold in range(FOLDS):
+        asked = [run for run in runs if run.conversation * 2_654_435_761 % 2**32 % FOLDS == fold]
+        taught = [run for run in runs if run.conversation * 2_654_435_761 % 2**32 % FOLDS != fold]
+        by_others[[run.number for run in asked]] = foretold(taught, end, asked)
+
+    for capacity in map(int, arguments.capacity_blocks.split(",")):
+        print(f"{capacity} blocks: whole trace, second half")
+        for name in ("lru", "hazard"):
+            whole, first = (
+                replay(part, policy(name), capacity_blocks=capacity, block_tokens=block).hit_tokens
+                for part in (requests, requests[:half])
+            )
+            print(f"  {name:20}  {whole / tokens:.4f}  {(whole - first) / later:.4f}")
+        for name, values in (("first half", by_first_half), ("other conversations", by_others)):
+            found = hits(requests, runs_of(requests), values, capacity, block)
+            print(f"  {name:20}  {sum(found) / tokens:.4f}  {sum(found[half:]) / later:.4f}")
+        best = optimal(requests, capacity_blocks=capacity, block_tokens=block)
+        print(f"  {'belady':20}  {best.hit_rate:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""An endpoint picker over a real port with a router behind it, for tests that play the gateway."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from functools import cache
+
+from prometheus_client import CollectorRegistry
+
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.endpoint_picker import EndpointPicker, open_endpoint_picker
+from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService
+from fleet.adapters.picker_prompts import RoutersPrompts
+from fleet.adapters.text_codec import load_codec
+from fleet.roles import Role
+from fleet.router.generation import Generation
+from fleet.router.machine import RouterMachine
+from fleet.router.messages import WorkerJoined
+from fleet.router.picker_settings import EndpointPickerSettings
+from fleet.router.server import RouterServer
+from fleet.router.settings import RouterSettings
+from fleet.router.tenants import Tenants
+from fleet.router.tokenising import TokenisingThreads
+from fleet.telemetry import Metrics
+from tests.builders import MODEL, a_description
+from tests.gateways import a_gateway
+from tests.openai_servers import until
+
+LONG = [number * number % 401 + 50 for number in range(1000)]
+EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
+
+
+a_codec = cache(load_codec)
+
+
+class Untouched:
+    """Workers that must not be asked for anything."""
+
+    def start(self, worker_id, start):
+        raise AssertionError("work was sent")
+
+    def cancel(self, worker_id, request_id):
+        raise AssertionError("work was cancelled that was never sent")
+
+
+class World:
+    """A router with its picker, and a gateway that asks."""
+
+    def __init__(self, router, picker, selection, gateway, tenants):
+        self.router = router
+        self.selection = selection
+        self.picker = picker
+        self.gateway = gateway
+        self.tenants = tenants
+
+    def request(self):
+        return self.gateway.request()
+
+    def booked(self):
+        """Requests by worker; of the idle ones nothing."""
+        pools = self.router.status().pools
+        return {each.worker_id: each.booked_requests for pool in pools for each in pool.workers if each.booked_requests}
+
+    def blocks(self):
+        return sum(each.booked_blocks for pool in self.router.status().pools for each in pool.workers)
+
+    async def idle(self):
+        await until(lambda: not self.booked() and not self.picker.held_bytes)
+        assert self.router.status().active == 0
+
+
+def joined(worker_id, address, role=Role.DECODE, **fields):
+    return WorkerJoined(description=a_description(worker_id=worker_id, role=role, **fields), address=address)
+
+
+D1 = joined("d1", "10.0.0.1:8000")
+D2 = joined("d2", "10.0.0.2:8000")
+P1 = joined("p1", "10.0.1.1:8000", Role.PREFILL)
+
+
+@asynccontextmanager
+async def a_world(model_dir, *workers, picker=None, standing=None, tenants=None, connection_seconds=0, **settings):
+    """With these workers, which need not be there: nothing is sent to them."""
+    clock, threads = SystemClock(), TokenisingThreads()
+    known = Tenants(tenants or {}, clock.now())
+    selecting = SelectingWorkers(Untouched())
+    router = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, clock)
+    for worker in workers:
+        router.hear(worker)
+    generation = Generation(
+        router,
+        {MODEL: a_codec(model_dir)},
+        clock=clock,
+        tenants=known,
+        tenant_secret=b"",
+        metrics=Metrics(CollectorRegistry()),
+        threads=threads,
+    )
+    selection = SelectionService(router, selecting, tenant_secret=b"")
+    limits = EndpointPickerSettings(**{"host": "127.0.0.1", "port": 0, **(picker or {})})
+    made = EndpointPicker(limits, router, selection, RoutersPrompts(generation, None, known, clock), standing)
+    async with (
+        asyncio.timeout(60),
+        open_endpoint_picker(limits, made, connection_seconds=connection_seconds),
+        a_gateway(made.address) as gateway,
+    ):
+        yield World(router, made, selection, gateway, known)
+    threads.close()

@@ -1,0 +1,407 @@
+"""Foreign servers that fail, and clients that leave or do not read, over real sockets."""
+
+import asyncio
+import gc
+import resource
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import openai
+import pytest
+
+from fleet.router.http_settings import HttpSettings
+from tests.integration.test_http_connections import connected, error_of, post
+from tests.openai_servers import (
+    ASKED,
+    COMPLETIONS,
+    MESSAGES,
+    MODEL,
+    Answering,
+    RelayWorld,
+    a_client,
+    a_relay,
+    chunk,
+    five_tokens,
+    hold,
+    say_nothing,
+    texts,
+    token,
+    until,
+)
+
+pytestmark = pytest.mark.integration
+
+
+# Failures
+
+
+async def test_a_server_that_dies_before_the_first_byte_is_replaced(servers):
+    async def die(answering: Answering) -> None:
+        await servers[0].stop()
+
+    servers[0].play = die
+    async with a_relay(*servers) as world, a_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+
+        assert await texts(stream) == "abcde"
+        assert (len(servers[0].seen), len(servers[1].seen)) == (1, 1)
+        await world.settled()
+        await until(lambda: world.serving() == 1)
+
+
+async def test_a_head_without_content_counts_as_nothing(servers):
+    async def die_after_the_head(answering: Answering) -> None:
+        await answering.begin_events()
+        answering.writer.transport.abort()
+
+    servers[0].play = die_after_the_head
+    async with a_relay(*servers) as world, a_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+
+        assert await texts(stream) == "abcde"
+        assert world.router.status().counters.retried == 1
+        await world.settled()
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+async def test_a_server_error_is_tried_elsewhere(servers, status):
+    async def fail(answering: Answering) -> None:
+        await answering.respond(status, b'{"error": "out of memory"}')
+
+    servers[0].play = fail
+    async with a_relay(*servers) as world, a_client(world) as client:
+        assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
+        await world.settled()
+
+
+async def test_a_server_error_everywhere_is_told(server):
+    async def fail(answering: Answering) -> None:
+        await answering.respond(500, b'{"error": "out of memory"}')
+
+    server.play = fail
+    async with a_relay(server) as world, a_client(world) as client:
+        with pytest.raises(openai.InternalServerError, match="has failed the request"):
+            await client.completions.create(model=MODEL, prompt="say")
+        await world.settled()
+
+
+async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event(server):
+    async def die(answering: Answering) -> None:
+        await answering.begin_events()
+        await answering.event(token("a"))
+        answering.writer.transport.abort() if answering.seen.json.get("now") else answering.writer.close()
+
+    server.play = die
+    async with a_relay(server) as world, a_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        assert (await anext(stream)).choices[0].delta.content == "a"
+        with pytest.raises(openai.APIError, match="w0"):
+            await anext(stream)
+        await world.settled()
+
+
+async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(server):
+    async def die(answering: Answering) -> None:
+        await answering.begin_events()
+        await answering.event(token("a"))
+        await answering.send(b"400\r\ndata: {")
+        answering.writer.close()
+
+    server.play = die
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert (await peer.head())[0] == 200
+        rest = await peer.rest()
+
+        assert rest.endswith(b"400\r\ndata: {")
+        await world.settled()
+
+
+async def test_what_is_no_http_is_a_failure_of_the_server(server):
+    async def babble(answering: Answering) -> None:
+        await answering.send(b"hello\r\n\r\n")
+
+    server.play = babble
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert (await peer.answer())[0] == 503
+        await world.settled()
+
+
+@pytest.mark.parametrize("size", [3, 30, None])
+async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server, size):
+    async def twice(answering: Answering) -> None:
+        answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+        await answering.send(answer + b"{}" + (answer + b"[]")[:size])
+
+    server.play = twice
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        status, _, body = await peer.answer()
+
+        assert status == 503
+        assert b"[]" not in body
+        await world.settled()
+
+
+async def test_a_silent_server_is_given_up(server):
+    server.play = say_nothing
+    async with a_relay(server, silence_timeout_seconds=0.3) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert (await peer.answer())[0] == 503
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_a_deadline_ends_a_request_wherever_it_is(server):
+    server.play = say_nothing
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, {**ASKED, "fleet": {"timeout_ms": 100}}))
+        assert (await peer.answer())[0] == 504
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_a_router_without_a_socket_left_blames_no_server_and_goes_on_when_there_is_one(server):
+    async with a_relay(server) as world, connected(world) as peer:
+        with no_file_left():
+            await peer.send(post(COMPLETIONS, ASKED))
+            await asyncio.sleep(0.6)  # six questions for its health that cannot be asked
+            assert world.serving() == 1
+        assert (await peer.answer())[0] == 200
+        await world.settled()
+
+
+async def test_a_request_that_finds_no_socket_in_time_is_refused_as_one_too_many(server):
+    async with a_relay(server) as world, connected(world) as peer:
+        with no_file_left():
+            await peer.send(post(COMPLETIONS, ASKED))
+            status, headers, content = await peer.answer()
+        assert (status, headers["retry-after"], error_of(content)["code"]) == (429, "1", "queue_full")
+        assert "open files" in error_of(content)["message"]
+        assert world.serving() == 1
+        await world.settled()
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # below the files that are open already
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_dead_server_leaves_and_returns(servers):
+    async with a_relay(*servers) as world, a_client(world) as client:
+        await servers[0].stop()
+        await until(lambda: world.serving() == 1)
+        assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
+
+        await servers[0].start()
+        await until(lambda: world.serving() == 2)
+        await world.settled()
+
+
+async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(servers):
+    async def fail(answering: Answering) -> None:
+        await answering.respond(500, b"{}")
+
+    servers[0].play = fail
+    async with a_relay(*servers) as world, a_client(world) as client:
+        for _ in range(10):
+            await client.completions.create(model=MODEL, prompt="say")
+        assert len(servers[0].seen) == 5
+        assert world.serving() == 1
+        await world.settled()
+
+
+async def test_a_request_that_no_server_can_take_does_not_put_them_all_out_however_often_it_is_sent(servers):
+    async def choke(answering: Answering) -> None:
+        poison = "poison" in answering.seen.json["prompt"]
+        await (answering.respond(500, b"{}") if poison else five_tokens(answering))
+
+    for server in servers:
+        server.play = choke
+    async with a_relay(*servers) as world, a_client(world) as client:
+        for number in range(12):
+            with pytest.raises(openai.InternalServerError):
+                await client.completions.create(model=MODEL, prompt=f"poison {number}")
+        assert world.serving() >= 1
+        assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
+        await world.settled()
+
+
+async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
+    go_on = asyncio.Event()
+
+    async def slowly(answering: Answering) -> None:
+        await answering.begin_events()
+        while not go_on.is_set():
+            await answering.event(token("a"))
+            await asyncio.sleep(0.01)
+        await answering.event(b"[DONE]")
+        await answering.end()
+
+    server.play = slowly
+    async with a_relay(server) as world, a_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        await anext(stream)
+        server.health_status = 500
+        await asyncio.sleep(0.6)
+        assert world.serving() == 1
+
+        go_on.set()
+        assert set(await texts(stream)) == {"a"}
+        await until(lambda: world.serving() == 0)
+
+
+async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_bound_and_grows_by_nothing(server):
+    """Row R11: 2 run and 4 wait; of 12 at once the others are told when to come again, and none that nobody is there."""
+    go = asyncio.Event()
+
+    async def when_let(answering: Answering) -> None:
+        await go.wait()
+        await five_tokens(answering)
+
+    async def ask(world: RelayWorld) -> tuple[int, dict[str, str]]:
+        async with connected(world) as peer:
+            await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x" * 2000}))
+            status, headers, _ = await peer.answer()
+            return status, headers
+
+    server.play = when_let
+    sizes = []
+    tracemalloc.start()
+    limits = {"oversubscribe": 1.0, "max_queued": 4, "explained_requests": 4}
+    async with a_relay(server, max_running=2, limits=limits) as world:
+        for _ in range(6):
+            go.clear()
+            async with asyncio.TaskGroup() as tasks:
+                asking = [tasks.create_task(ask(world)) for _ in range(12)]
+                await until(lambda: sum(each.done() for each in asking) == 6)  # noqa: B023
+                assert (world.router.status().active, world.router.status().queued) == (6, 4)
+                go.set()
+            answers = [each.result() for each in asking]
+            assert sorted(status for status, _ in answers) == [200] * 6 + [429] * 6
+            assert all(int(headers["retry-after"]) >= 1 for status, headers in answers if status == 429)
+            await world.settled()
+            server.seen.clear()
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+        assert sizes[-1] - sizes[2] < 50_000
+
+        await server.stop()
+        await until(lambda: world.serving() == 0)
+        assert (await ask(world))[0] == 503
+    tracemalloc.stop()
+
+
+async def test_no_server_is_a_refusal_that_says_so(server):
+    async with a_relay(server) as world, a_client(world) as client:
+        await server.stop()
+        await until(lambda: world.serving() == 0)
+        with pytest.raises(openai.InternalServerError, match="no worker serves"):
+            await client.completions.create(model=MODEL, prompt="say")
+
+
+# Clients
+
+
+@pytest.mark.parametrize("play", [say_nothing, hold])
+async def test_a_client_that_goes_takes_its_request_with_it(server, play):
+    server.play = play
+    async with a_relay(server) as world:
+        async with connected(world) as peer:
+            await peer.send(post(COMPLETIONS, ASKED))
+            await until(lambda: len(server.seen) == 1)
+            assert world.running("w0") == 1
+        await until(lambda: server.cut == 1)
+        await world.settled()
+        assert world.router.status().counters.cancelled == 1
+
+
+async def test_a_client_that_closes_its_side_is_taken_to_be_gone(server):
+    server.play = hold
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.head()
+        peer.writer.write_eof()
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_a_client_that_does_not_read_stops_the_server_and_memory_stays_flat(server):
+    sent = 0
+
+    async def flood(answering: Answering) -> None:
+        nonlocal sent
+        answering.writer.transport.set_write_buffer_limits(high=0)
+        await answering.begin_events()
+        for _ in range(2000):
+            await answering.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
+            sent += 1
+        await answering.end()
+
+    server.play = flood
+    async with a_relay(server) as world, connected(world, limit=1000) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.head()
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.2)
+        assert sent < 400  # 20 MB: what the kernel's buffers of four sockets take at most
+
+        received = 0
+        async for each in peer.chunks():
+            received += len(each)
+        assert received == 2000 * 50_008
+        await world.settled()
+
+
+async def test_a_client_that_never_reads_is_cut_off(server):
+    async def flood(answering: Answering) -> None:
+        await answering.begin_events()
+        while True:
+            await answering.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
+
+    server.play = flood
+    async with a_relay(server, http=HttpSettings(write_timeout_seconds=0.3)) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_what_came_before_a_router_drains_and_is_served_after_is_refused_for_that(server):
+    go_on = asyncio.Event()
+
+    async def when_told(answering: Answering) -> None:
+        await go_on.wait()
+        await answering.respond(200, b"{}")
+
+    server.play = when_told
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED) + post("/v1/embeddings", {"model": MODEL, "input": "x"}))
+        await until(lambda: len(server.seen) == 1)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.http.drain(10))
+            await asyncio.sleep(0)
+            go_on.set()
+            assert (await peer.answer())[0] == 200
+            status, _, content = await peer.answer()
+        assert (status, error_of(content)["code"]) == (503, "draining")
+        assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"), [("POST", ("content-type: text/plain",), 415), ("GET", (), 405)]
+)
+async def test_embeddings_that_cannot_be_relayed_are_refused_for_what_is_wrong(server, method, headers, status):
+    async with a_relay(server) as world, connected(world) as peer:
+        sent = post("/v1/embeddings", {"model": MODEL, "input": "x"}, *headers)
+        await peer.send(sent.replace(b"POST", method.encode(), 1))
+        assert (await peer.answer())[0] == status
+        assert server.seen == []

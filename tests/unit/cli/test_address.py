@@ -1,0 +1,89 @@
+"""What commands that ask a cluster say when there is none, or what they are given is no address."""
+
+import socket
+import sys
+from contextlib import closing
+from importlib.metadata import version
+
+import pytest
+
+from fleet.cli.main import run
+
+ASKING = (["status"], ["generate", "hi"], ["explain", "x"], ["router", "thresholds"])
+
+
+@pytest.fixture
+def nobody():
+    """An address where nobody listens."""
+    with closing(socket.socket()) as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("command", ASKING, ids=lambda command: command[0])
+def test_where_nobody_listens_it_is_said_what_to_do(command, nobody, capsys):
+    assert run([*command, "--address", nobody]) == 1
+
+    assert capsys.readouterr() == (
+        "",
+        f"fleet: {nobody}: nobody listens there; fleet up starts a cluster on this machine, --address names another's router\n",
+    )
+
+
+@pytest.mark.parametrize("address", ["", ":", "nonsense", "127.0.0.1", "127.0.0.1:0", "h:99999", "http://h:1", "h:x"])
+def test_what_is_no_address_is_misuse(address, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(["status", "--address", address])
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{address!r} is not HOST:PORT, as in 127.0.0.1:50051" in line
+
+
+def test_a_name_that_nobody_has_is_said_to_be_none(capsys):
+    assert run(["status", "--address", "nobody.invalid:1"]) == 1
+    assert "nobody.invalid:1: there is no host of that name; " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["a\nb", "schlüssel"])
+def test_a_key_that_cannot_be_sent_is_refused(key, nobody, capsys):
+    assert run(["generate", "hi", "--api-key", key, "--address", nobody]) == 3
+    assert capsys.readouterr().err.startswith("fleet: --api-key: ")
+
+
+def test_standard_input_that_is_closed_or_no_text_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for errors in ("strict", "surrogateescape"):
+        with (tmp_path / "bytes").open(errors=errors) as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            assert run(["generate", "-"]) == 3
+            assert capsys.readouterr().err == "fleet: standard input: is no text (UTF-8)\n"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(["generate", "-"]) == 3
+    assert "standard input is closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["up", "--nosuch"], "fleet up: unrecognized arguments: --nosuch (see fleet up --help)"),
+        (["generate", "hi", "--placement", "x"], "(choose from 'auto', "),
+        (["--nosuch"], "fleet: the following arguments are required: COMMAND"),
+    ],
+)
+def test_misuse_names_what_would_do(argv, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(argv)
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_is_no_ready_file_and_a_descriptor_must_be_open(tmp_path, capsys):
+    assert run(["up", "--engine", "simulated", "--ready-file", str(tmp_path)]) == 3
+    assert "is a folder" in capsys.readouterr().err
+    assert run(["serve", "router", "--config", str(tmp_path), "--ready-fd", "9999"]) == 3
+    assert capsys.readouterr().err == "fleet: --ready-fd: 9999: Bad file descriptor\n"
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run(["--version"])
+    assert capsys.readouterr().out == f"fleet {version('fleet-serving')}\n"

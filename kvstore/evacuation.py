@@ -28,7 +28,6 @@ from kvstore.messages import BlockKey, Evacuated
 
 LOOK_AGAIN_SECONDS = 0.01  # at a tier that writes; a batch takes longer
 ASKED_AT_ONCE = 256  # blocks: one round trip to Redis, half a second of requests to an object store
-UNDER_WAY = 512  # blocks at a time: what fails and is offered again waits behind no more than these
 STRIKES = 3
 GIVEN_UP_AFTER = 3  # writes to a tier that have failed in a row: a third of a second, if it fails at once
 
@@ -164,8 +163,7 @@ class Departure:
         can_be_asked = self._ask(now)
         unclear = [*self._doubted[:1], *self._unsure[:1]] if can_be_asked else []
         until = min(unclear, default=len(self._keys))  # what is worth more may have to go before the rest
-        room = min(self._hierarchy.room(self._refuge), UNDER_WAY - len(self._under_way))
-        due = [index for index in self._waiting[:room] if index < until]
+        due = [index for index in self._waiting[: self._hierarchy.room(self._refuge)] if index < until]
         del self._waiting[: len(due)]
         failures = self._failures()
         handed = []
@@ -194,7 +192,8 @@ class Departure:
             else:
                 insort(self._waiting, index)
         failures = self._failures()
-        back = list(takewhile(lambda index: not self._is_going_down(index), self._under_way))  # first come, first served
+        # In the order in which they were handed down, which is that in which they come back: a look costs no more than what is new.
+        back = list(takewhile(lambda index: not self._is_going_down(index), self._under_way))
         arrived = {index for index in back if self._hierarchy.has(self._refuge, self._keys[index])}
         for index in back:
             has_failed = failures > self._under_way.pop(index)

@@ -13,7 +13,9 @@ kernel would let live.
 import shutil
 import signal
 import sys
+from pathlib import Path
 
+from fleet.adapters.held_files import held_too
 from fleet.adapters.process_group import end_group
 
 
@@ -22,15 +24,16 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends with its input, and only then
     (folder,) = sys.argv[1:]
     groups: list[int] = []
-    for line in sys.stdin:
-        change, group = line[0], int(line[1:])
-        if change == "+":
-            groups.append(group)
-        else:
-            groups.remove(group)
-    for group in groups:
-        end_group(group)
-    shutil.rmtree(folder, ignore_errors=True)
+    with held_too(Path(folder) / "alive"):  # the run is not dead before this is
+        for line in sys.stdin:
+            change, group = line[0], int(line[1:])
+            if change == "+":
+                groups.append(group)
+            else:
+                groups.remove(group)
+        for group in groups:
+            end_group(group)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 Rules:
 
-1. A run holds the file `alive` in its runtime folder (`fleet.adapters.held_files`), however it ends.
+1. A run holds the file `alive` in its runtime folder (`fleet.adapters.held_files`), and so does its guardian: what is still being cleared
+   away is nobody else's to clear.
 2. In `groups` beside it stand the process groups that it has started, as its guardian is told of them: for when the guardian is killed too.
    A process counts as the run's when it is in such a group and its environment says so, or says nothing: engines rename themselves,
    which overwrites it.
 3. Only folders of the same user are looked at. One without `alive` is just being made, or somebody else's: it is left alone.
 """
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.adapters.connector_folder import REPORT
-from fleet.adapters.held_files import held, left
+from fleet.adapters.held_files import held, left, taken
 from fleet.adapters.process_group import end_group, members
 
 PREFIX = "fleet-"
@@ -61,21 +61,22 @@ class LocalRun(Struct, frozen=True):
             return False
         return any(_same(listen, address) for listen in (told.grpc_listen, told.control_listen))
 
-    def clear(self) -> int:
+    def clear(self) -> int | None:
         """End the processes that a killed run has left, and remove its folder; blocks, for some seconds at most.
 
         Returns:
             How many processes there were. None, and nothing is done, where somebody else is at it, or the run is alive.
         """
-        ended = 0
-        with suppress(OSError), (self.folder / ALIVE).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with taken(self.folder / ALIVE) as dead:
+            if not dead:
+                return None
+            ended = 0
             for group in _groups(self.folder):
                 if its := _of_run(members(group), self.folder):
                     ended += len(its)
                     end_group(group)
             shutil.rmtree(self.folder, ignore_errors=True)
-        return ended
+            return ended
 
 
 @contextmanager

@@ -124,8 +124,8 @@ async def with_cluster(
 def _clear_up_after_the_killed() -> None:
     """Before ports and memory are asked for that they may hold."""
     for run in local_runs():
-        if run.killed:
-            ended = run.clear()
+        ended = run.clear() if run.killed else None
+        if ended is not None:
             say(f"cleared up after a cluster that was killed: {run.folder}" + (f", {ended} processes" if ended else ""))
 
 

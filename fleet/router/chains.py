@@ -4,37 +4,32 @@ Rules:
 
 1. A *chain* is the keys of a prompt's full blocks, held as a whole by one holder. A key stands for its block and all that is
    before it, so chains that have a key in common have everything before it in common.
-2. The blocks at the beginning of a chain that others have too are noted one by one. The rest is its *tail*: one entry, under
-   the key of its first block. Most prompts end in what nobody else has, and that costs the same however long it is.
-3. A chain that runs into the tail of another divides it: as far as both go, blocks are noted one by one from then on.
-4. Two prompts whose keys collide, which somebody may bring about, make numbers wrong by some blocks and nothing else.
+2. Chains are paths in a tree of *pieces*: runs of blocks that the same chains go through. A chain that parts from others in
+   the middle of a piece divides it. Most prompts are a beginning that many have and an end that nobody else has: two pieces,
+   however long they are, and what is asked or changed costs as much as there are pieces.
+3. Pieces are not put together again; they go when the last chain through them does. So there are never more than blocks.
+4. Two prompts whose keys collide, which somebody may bring about, make numbers wrong by some blocks and nothing else: a chain
+   that runs into a piece which belongs elsewhere is noted until there.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from fleet.clock import Nanos
-from fleet.router.index import runs
 
 Keys = Sequence[int]
 
 
 class ChainHolder:
-    """Somebody who holds chains: what is noted for one."""
+    """Somebody who holds chains."""
 
-    __slots__ = ("bit", "shared", "tail_blocks")
+    __slots__ = ("bit", "blocks")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
-        self.shared: dict[int, int] = {}  # its chains by key of a block that is noted by itself
-        self.tail_blocks = 0
-
-    @property
-    def blocks(self) -> int:
-        """Unique ones that it holds."""
-        return len(self.shared) + self.tail_blocks
+        self.blocks = 0  # unique ones that it holds
 
 
 class Chain(Struct, eq=False):
@@ -42,137 +37,188 @@ class Chain(Struct, eq=False):
 
     holder: ChainHolder
     keys: Keys
-    tail: int = 0  # where it begins among the keys
+    last: "Piece | None" = None  # where it ends; None: it has no blocks
     until: Nanos = Nanos(0)  # for holders that keep it for a time
+
+
+class Piece(Struct, eq=False):
+    """Some blocks that follow each other, and who has them."""
+
+    above: "Piece | None"  # what is before it
+    start: int  # blocks before it
+    keys: Keys  # its own
+    mask: int  # the holders' bits
+    chain: Chain | None  # the one that it was made for, if that ends here
+    through: dict[ChainHolder, int] | None = None  # chains, by holder; None, as mostly: that one alone
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.keys)
 
 
 class Chains:
     """All chains of some holders, each with a bit of its own."""
 
     def __init__(self) -> None:
-        self._masks: dict[int, int] = {}  # bits of the holders by key of a block that is noted by itself
-        self._tails: dict[int, Chain] = {}  # by their first key
-        self._tail_blocks = 0
+        self._pieces: dict[int, Piece] = {}  # by their first key
+        self._blocks = 0
 
     def __len__(self) -> int:
         """Distinct blocks."""
-        return len(self._masks) + self._tail_blocks
+        return self._blocks
 
     def add(self, holder: ChainHolder, keys: Keys) -> Chain:
         """Note a chain; one that has the same keys as another is another all the same."""
         chain = Chain(holder, keys)
-        depth = _leading(self._masks, keys)
-        if depth < len(keys):
-            other = self._tails.get(keys[depth])
-            if other is not None and other.tail == depth:
-                depth = self._divide(other, keys)
-            if depth < len(keys):
-                self._tails[keys[depth]] = chain
-        if depth:
-            self._note(holder, keys[:depth])
-        chain.tail = depth
-        self._count(holder, len(keys) - depth)
+        pieces, above, depth = self._pieces, None, 0
+        while depth < len(keys):
+            piece = pieces.get(keys[depth])
+            if piece is None:
+                pieces[keys[depth]] = above = Piece(above, depth, keys[depth:], holder.bit, chain)
+                self._blocks += len(above.keys)
+                holder.blocks += len(above.keys)
+                break
+            if piece.above is not above:
+                break  # rule 4
+            common = _common(piece, keys)
+            if common < len(piece.keys) and (piece := self._divide(piece, common)) is None:
+                break  # rule 4
+            through = _through(piece)
+            if holder in through:
+                through[holder] += 1
+            else:
+                through[holder] = 1
+                piece.mask |= holder.bit
+                holder.blocks += len(piece.keys)
+            above = piece
+            depth += len(piece.keys)
+        chain.last = above
         return chain
 
     def continued(self, holder: ChainHolder, keys: Keys) -> Chain | None:
-        """The holder's chain that `keys` begins with, if it has a tail."""
-        depth = _leading(self._masks, keys)
-        if depth == len(keys) or (found := self._tails.get(keys[depth])) is None:
+        """The holder's chain that `keys` begins with, if nobody has its end too."""
+        last: Piece | None = None
+        for piece, common in self._along(keys):
+            if common < len(piece.keys):
+                return None
+            last = piece
+        if last is None or last.mask != holder.bit or (last.through is not None and last.through[holder] > 1):
             return None
-        whole = found.holder is holder and len(found.keys) <= len(keys) and found.keys[-1] == keys[len(found.keys) - 1]
-        return found if whole else None
+        return last.chain
 
     def extend(self, chain: Chain, keys: Keys) -> None:
-        """Put more keys in place of those of a chain that is `continued`: as nobody shares its tail, nobody has the rest."""
-        self._count(chain.holder, len(keys) - len(chain.keys))
+        """Put more keys in place of those of a chain that is `continued`: as nobody shares its end, nobody has the rest."""
+        last = chain.last
+        assert last is not None
+        more = len(keys) - last.end
+        last.keys = keys[last.start :]
+        chain.holder.blocks += more
+        self._blocks += more
         chain.keys = keys
 
     def remove(self, chain: Chain) -> None:
         """Forget a chain that was added, once."""
-        holder, keys, tail = chain.holder, chain.keys, chain.tail
-        if tail < len(keys):
-            self._count(holder, tail - len(keys))
-            if self._tails.get(keys[tail]) is chain:
-                del self._tails[keys[tail]]
-        if not tail:
-            return
-        masks, shared, others = self._masks, holder.shared, ~holder.bit
-        for key in keys[:tail]:
-            if (left := shared.get(key, 1) - 1) > 0:
-                shared[key] = left
-                continue
-            shared.pop(key, None)
-            if rest := masks.get(key, 0) & others:
-                masks[key] = rest
+        holder, piece = chain.holder, chain.last
+        if piece is not None and piece.chain is chain:
+            piece.chain = None  # they are not to hold each other
+            if piece.through is None:  # it goes with the chain
+                del self._pieces[piece.keys[0]]
+                self._blocks -= len(piece.keys)
+                holder.blocks -= len(piece.keys)
+                piece = piece.above
+        while piece is not None:
+            through = _through(piece)
+            if through[holder] > 1:
+                through[holder] -= 1
             else:
-                masks.pop(key, None)
+                del through[holder]
+                holder.blocks -= len(piece.keys)
+                piece.mask &= ~holder.bit
+                if not through:
+                    del self._pieces[piece.keys[0]]
+                    self._blocks -= len(piece.keys)
+            piece = piece.above
 
     def runs(self, keys: Keys) -> list[tuple[int, int]]:
         """Whose leading blocks of a prompt end where, as `fleet.router.index.runs` has it."""
-        if not keys:
+        if not keys or keys[0] not in self._pieces:
             return []
-        found = runs(self._masks, keys)
-        depth = found[-1][0] if found else 0
-        if depth == len(keys) or (other := self._tails.get(keys[depth])) is None or other.tail != depth:
-            return found
-        if found:  # it has all that is before its tail, so it is among those who have most
-            rest = found[-1][1] & ~other.holder.bit
-            found[-1:] = [(depth, rest)] if rest else []
-        found.append((_common(other.keys, keys, depth), other.holder.bit))
+        found: list[tuple[int, int]] = []
+        depth = mask = 0
+        for piece, common in self._along(keys):
+            if gone := mask & ~piece.mask:
+                found.append((depth, gone))
+            mask = piece.mask
+            depth += common
+        if mask:
+            found.append((depth, mask))
         return found
 
-    def _divide(self, other: Chain, keys: Keys) -> int:
-        """Note blocks of a tail one by one, as far as `keys` has them too; returns how far that is."""
-        start, theirs = other.tail, other.keys
-        end = _common(theirs, keys, start)
-        del self._tails[theirs[start]]
-        self._note(other.holder, theirs[start:end])
-        other.tail = end
-        self._count(other.holder, start - end)
-        if end < len(theirs):
-            self._tails[theirs[end]] = other
-        return end
+    def _along(self, keys: Keys) -> Iterator[tuple[Piece, int]]:
+        """The pieces that a prompt goes through, with the number of blocks that they have in common."""
+        above, depth = None, 0
+        while depth < len(keys) and (piece := self._pieces.get(keys[depth])) is not None and piece.above is above:
+            common = _common(piece, keys)
+            yield piece, common
+            if common < len(piece.keys):
+                return
+            above = piece
+            depth += common
 
-    def _note(self, holder: ChainHolder, keys: Keys) -> None:
-        masks, shared, bit = self._masks, holder.shared, holder.bit
-        for key in keys:
-            shared[key] = shared.get(key, 0) + 1
-            masks[key] = masks.get(key, 0) | bit
-
-    def _count(self, holder: ChainHolder, blocks: int) -> None:
-        holder.tail_blocks += blocks
-        self._tail_blocks += blocks
+    def _divide(self, piece: Piece, length: int) -> Piece | None:
+        """Divide a piece; returns the beginning, which is new, so that chains still end where they did. None: keys collide."""
+        begins = piece.keys[0]
+        if piece.keys[length] in self._pieces:
+            return None
+        first = Piece(piece.above, piece.start, piece.keys[:length], piece.mask, None, dict(_through(piece)))
+        piece.above = first
+        piece.start += length
+        piece.keys = piece.keys[length:]
+        self._pieces[begins] = first
+        self._pieces[piece.keys[0]] = piece
+        return first
 
     def check(self, chains: Sequence[Chain]) -> None:
         """Assert that these are all chains, and that what is noted follows from them."""
-        shared: dict[int, dict[int, int]] = {}
-        tails: dict[int, int] = {}
+        through: dict[int, dict[int, int]] = {}
+        pieces: dict[int, Piece] = {}
+        held: dict[int, set[int]] = {}
         for chain in chains:
-            counts = shared.setdefault(id(chain.holder), {})
-            for key in chain.keys[: chain.tail]:
-                counts[key] = counts.get(key, 0) + 1
-            tails[id(chain.holder)] = tails.get(id(chain.holder), 0) + len(chain.keys) - chain.tail
-        masks: dict[int, int] = {}
-        for holder in {id(chain.holder): chain.holder for chain in chains}.values():
-            assert shared[id(holder)] == holder.shared
-            assert tails[id(holder)] == holder.tail_blocks
-            for key in holder.shared:
-                masks[key] = masks.get(key, 0) | holder.bit
-        assert masks == self._masks
-        assert self._tail_blocks == sum(tails.values())
-        assert self._tails == {chain.keys[chain.tail]: chain for chain in chains if chain.tail < len(chain.keys)}
+            keys: list[int] = []
+            piece = chain.last
+            while piece is not None:
+                counts = through.setdefault(id(piece), {})
+                counts[id(chain.holder)] = counts.get(id(chain.holder), 0) + 1
+                pieces[id(piece)] = piece
+                keys[:0] = piece.keys
+                assert piece.start == (0 if piece.above is None else piece.above.end)
+                piece = piece.above
+            assert keys == list(chain.keys)
+            held.setdefault(id(chain.holder), set()).update(keys)
+        assert {piece.keys[0]: id(piece) for piece in pieces.values()} == {
+            key: id(piece) for key, piece in self._pieces.items()
+        }
+        for piece in pieces.values():
+            assert through[id(piece)] == {id(holder): count for holder, count in _through(piece).items()}
+            assert piece.mask == sum(holder.bit for holder in _through(piece))
+            assert piece.chain is None or piece.chain.last is piece
+        for chain in chains:
+            assert chain.holder.blocks == len(held[id(chain.holder)])
+        assert self._blocks == sum(len(piece.keys) for piece in pieces.values())
 
 
-def _leading(masks: Mapping[int, int], keys: Keys) -> int:
-    """How many of them are in the map; whoever holds a block holds all before it, so bisection finds the first that is not."""
-    if not keys or keys[0] not in masks:
-        return 0
-    return bisect_left(keys, True, key=lambda key: key not in masks)
+def _through(piece: Piece) -> dict[ChainHolder, int]:
+    """What counts the chains through a piece from now on."""
+    if piece.through is None:
+        assert piece.chain is not None
+        piece.through = {piece.chain.holder: 1}
+    return piece.through
 
 
-def _common(one: Keys, other: Keys, start: int) -> int:
-    """How many leading keys two chains have in common, which is more than `start`."""
-    end = min(len(one), len(other))
-    if one[end - 1] == other[end - 1]:
+def _common(piece: Piece, keys: Keys) -> int:
+    """How many of a piece's blocks a prompt has that has the first of them."""
+    own, start = piece.keys, piece.start
+    end = min(len(own), len(keys) - start)
+    if own[end - 1] == keys[start + end - 1]:
         return end
-    return bisect_left(range(end), True, lo=start, key=lambda at: one[at] != other[at])
+    return bisect_left(range(end), True, lo=1, key=lambda at: own[at] != keys[start + at])

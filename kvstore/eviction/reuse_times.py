@@ -9,7 +9,9 @@ Rules:
 2. A block is followed from its use to its next one, whether it is still held or not, for as long as its policy remembers
    it. Blocks of a class that were used within `COHORT` are counted together.
 3. Of a class that was seen little, the hazard is drawn to that of all classes with as many uses, this to that of all, and
-   this to one that falls with the age, under which the longest unused is worth least: each by `PRIOR` blocks' worth.
+   this to one that falls with the age, under which the longest unused is worth least: each by `PRIOR` runs' worth. Blocks of
+   one run come back together and tell one story, so the run that counts is that of the average block (Kish's effective
+   sample size): some tens of blocks where people chat, hundreds where agents carry their whole history along.
 4. The value of holding a block on is the best that holding it until some later age would bring: the probability of its
    use by then, over the time that it occupies its place until then. (The index of Gittins; Beckmann, Chen and Cidon's
    "LHD", NSDI 2018, evicts by the same quotient.) It may grow with the age, since nobody answers within a second.
@@ -30,7 +32,7 @@ USES = (2, 3, 4, 6, 9, 16)
 """Where classes by uses begin; the first holds blocks that were used once."""
 
 COHORT = Nanos(1 * SECOND)
-PRIOR = 100.0  # some chains: the blocks of one chain tell the same story
+PRIOR = 10.0  # runs; from 3 to 30 are alike on chat, and less loses to LRU on agents, whose runs are few and long
 HALF_LIFE = Nanos(12 * 3600 * SECOND)
 """Long against the widest bucket that matters, because those at risk are counted when they enter it."""
 
@@ -82,6 +84,7 @@ class ReuseTimes:
         self._ageing: list[list[deque[Cohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
         self._values: list[list[float]] = []
         self._surviving: list[list[float]] = []
+        self._blocks = self._squares = 0.0  # sums over runs: of their blocks, and of the squares of those
         self._learnt_at = Nanos(0)
         self.learn(self._learnt_at)
 
@@ -89,8 +92,10 @@ class ReuseTimes:
         return bisect_right(USES, uses) * self._rhythms + rhythm
 
     def used(self, of: int, blocks: int, now: Nanos) -> Cohort:
-        """Blocks of that class were used just now."""
+        """A run of blocks of that class was used just now."""
         self._at_risk[of][0] += blocks
+        self._blocks += blocks
+        self._squares += blocks * blocks
         ageing = self._ageing[of][0]
         if ageing and now - ageing[-1].used_at < COHORT:
             cohort = ageing[-1]
@@ -129,11 +134,14 @@ class ReuseTimes:
             reused *= kept
             at_risk *= kept
             self._reused, self._at_risk = reused.tolist(), at_risk.tolist()
+            self._blocks *= kept
+            self._squares *= kept
             self._learnt_at = now
         shape = (-1, self._rhythms, BUCKETS)
-        everywhere = _drawn(reused.sum(0), at_risk.sum(0), BELIEF)
-        alike = _drawn(reused.reshape(shape).sum(1), at_risk.reshape(shape).sum(1), everywhere)
-        hazards = _drawn(reused.reshape(shape), at_risk.reshape(shape), alike[:, np.newaxis])
+        prior = PRIOR * (self._squares / self._blocks if self._blocks else 1.0)
+        everywhere = _drawn(reused.sum(0), at_risk.sum(0), BELIEF, prior)
+        alike = _drawn(reused.reshape(shape).sum(1), at_risk.reshape(shape).sum(1), everywhere, prior)
+        hazards = _drawn(reused.reshape(shape), at_risk.reshape(shape), alike[:, np.newaxis], prior)
         surviving, values = _prospects(np.minimum(hazards, SUREST))
         self._values = np.maximum.accumulate(values).reshape(-1, BUCKETS).tolist()  # rule 5
         self._surviving = surviving.reshape(-1, BUCKETS).tolist()
@@ -152,9 +160,9 @@ class ReuseTimes:
                         ageing[bucket + 1].append(cohort)
 
 
-def _drawn(reused: Floats, at_risk: Floats, to: Floats) -> Floats:
-    """Hazards by rule 3."""
-    return (reused + PRIOR * to) / (at_risk + PRIOR)
+def _drawn(reused: Floats, at_risk: Floats, to: Floats, prior: float) -> Floats:
+    """Hazards by rule 3; `prior` in blocks."""
+    return (reused + prior * to) / (at_risk + prior)
 
 
 def _prospects(hazards: Floats) -> tuple[Floats, Floats]:

@@ -4,8 +4,9 @@
 
 Rules:
 
-1. What is used together and was last used together is a run. At each use of a run, boosted trees are asked for the probability of its next
-   use in each span of time to come, from all that a store could know of its chain (`FEATURES`), with nothing ever forgotten.
+1. What is used together and was last used together is a run, and so is a chain's last block, which may be partly filled. At each
+   use of a run, boosted trees are asked for the probability of its next use in each span of time to come, from all that a
+   store could know of its chain (`FEATURES`), with nothing ever forgotten.
 2. They learn from the first half of the trace ("first half"), or from all of it but the run's own conversation: a third of the conversations is
    judged by what is known of the other two, past and future ("other conversations"). The first is what learning can come to in the time
    that the trace lasts, the second about what it could come to in an endless one.
@@ -92,8 +93,9 @@ def runs_of(requests: Sequence[Request]) -> list[list[Run]]:
             while stop < len(chain) and before[stop] is was and stop < len(chain) - 1:
                 stop += 1
             gap = now - was[1].at if was is not None else float("nan")
-            features = (uses.get(chain[start], 0), gap, rhythm, gaps[index], turns[index], len(chain), len(chain) - known)
-            features += (start, len(chain) - start, stop - start, question, request.output_tokens)
+            conversation = (rhythm, gaps[index], turns[index], len(chain), len(chain) - known)
+            place = (start, len(chain) - start, stop - start)
+            features = (uses.get(chain[start], 0), gap, *conversation, *place, question, request.output_tokens)
             run = Run(count, now, list(chain[start:stop]), chain[min(1, len(chain) - 1)], features)
             if was is not None:
                 was[1].next_uses[gap] = was[1].next_uses.get(gap, 0) + stop - start
@@ -146,7 +148,9 @@ def foretold(taught: Sequence[Run], until: float, asked: Sequence[Run]) -> Float
     return np.concatenate([_prospects(np.minimum(part, SUREST))[1] for part in np.array_split(hazards, 64)])
 
 
-def hits(requests: Sequence[Request], rows: Sequence[Sequence[Run]], values: Floats, capacity: int, block: int) -> list[int]:
+def hits(
+    requests: Sequence[Request], rows: Sequence[Sequence[Run]], values: Floats, capacity: int, block: int
+) -> list[int]:
     """Tokens found, by request."""
     ages = np.array(EDGES) / SECOND
     where: dict[int, Run] = {}  # held blocks

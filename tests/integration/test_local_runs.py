@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from fleet.adapters import local_runs
-from fleet.adapters.held_files import held, left
+from fleet.adapters.held_files import held, held_too, left, taken
 from fleet.adapters.local_runs import LocalRun, note_group, runtime_folder
 from fleet.cli.main import run
 from tests.integration.test_up_simulated import alive, fleet_up, listens, run_fleet, wait_until
@@ -66,6 +66,20 @@ def test_a_file_is_held_until_its_holder_ends_in_order(tmp_path):
     assert not path.exists()
 
 
+def test_a_file_that_two_hold_is_left_when_both_have_ended(tmp_path):
+    path = tmp_path / "alive"
+    path.touch()
+    with held_too(path):
+        assert not left(path)
+        with held_too(path):
+            assert not left(path)
+        assert not left(path)
+    assert left(path)
+    with taken(path) as mine:
+        assert mine
+        assert not left(path), "two do not clear up at a time"
+
+
 def test_a_killed_run_is_cleared_with_its_processes_and_nobody_elses(parent):
     folder = a_killed_run(parent)
     its = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
@@ -95,7 +109,7 @@ def test_a_run_that_is_alive_is_never_cleared(parent, monkeypatch):
     with runtime_folder() as folder:
         (found,) = local_runs.local_runs()
         assert not found.killed
-        assert found.clear() == 0
+        assert found.clear() is None
         assert (folder / "alive").exists()
     assert local_runs.local_runs() == []
 
@@ -106,7 +120,12 @@ def test_a_folder_that_does_not_say_whether_it_is_alive_is_left_alone(parent):
     assert local_runs.local_runs() == []
 
 
-def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_clears_it_away(tmp_path, capsys):
+def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_clears_it_away(
+    tmp_path, capsys, monkeypatch
+):
+    folder_of_runs = tempfile.mkdtemp(dir="/tmp")  # not those of clusters that other tests start meanwhile, and short
+    monkeypatch.setenv("TMPDIR", folder_of_runs)
+    monkeypatch.setattr(tempfile, "tempdir", folder_of_runs)
     segments = abandoned_segments()
     with fleet_up(tmp_path) as up:
         folder, pids = up.runtime_folder(), up.pids()
@@ -147,6 +166,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
     assert not folder.exists()
     assert not any(listens(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
     wait_until(lambda: abandoned_segments() <= segments)
+    Path(folder_of_runs).rmdir()
 
 
 def test_of_a_killed_cluster_scale_does_not_speak_as_if_it_ran(parent, capsys):

@@ -62,6 +62,23 @@ def test_hazards_are_those_of_the_traffic_although_most_blocks_are_never_used_ag
     assert times.probability(0, 120 * SECOND, 600 * SECOND) < 0.03
 
 
+def believed(runs, blocks):
+    """The probability of a use within 100 s, where all of so many runs came back after a minute."""
+    times = ReuseTimes(1)
+    for _ in range(runs):
+        times.reused(times.used(0, blocks, Nanos(0)), blocks, Nanos(60 * SECOND))
+    times.learn(Nanos(60 * SECOND))
+    return times.probability(0, 0, 100 * SECOND)
+
+
+def test_runs_count_and_not_their_blocks():
+    before = ReuseTimes(1).probability(0, 0, 100 * SECOND)
+
+    assert before < believed(1, 1000) < before + 0.1
+    assert believed(100, 10) == pytest.approx(believed(1000, 1), abs=0.001)
+    assert believed(1000, 1) > 0.9
+
+
 def test_what_nobody_comes_back_to_is_worth_less_as_it_gets_older_than_the_time_of_coming_back():
     times = ReuseTimes(1)
     cohorts = []

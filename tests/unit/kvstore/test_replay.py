@@ -59,7 +59,7 @@ def test_on_agents_hazard_is_no_worse_than_lru(share):
     capacity_blocks = int(distinct_blocks(requests) * share)
     found = {name: hits(requests, name, capacity_blocks) for name in (*POLICIES, "belady")}
 
-    assert found["hazard"] > 0.995 * found["lru"]
+    assert found["hazard"] > 0.999 * found["lru"]
     assert found["belady"] == max(found.values())
 
 

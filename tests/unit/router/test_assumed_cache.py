@@ -57,7 +57,7 @@ def test_a_conversation_is_kept_once_however_often_it_goes_on():
         cache.sent(tuple(range(4 * turn)), LATER)
         cache.check()
 
-    assert (len(cache), len(cache.chains()), len(chains._tails)) == (4 * 99, 1, 1)
+    assert (len(cache), len(cache.chains()), len(chains._pieces)) == (4 * 99, 1, 1)
 
 
 def test_what_prompts_share_is_not_listed_without_bound():

@@ -1,5 +1,7 @@
 """Chains against a list of all that was added."""
 
+import gc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,7 +61,21 @@ def test_a_prompt_that_nobody_shares_is_one_entry_however_long_it_is():
 
     chains.add(holder, range(1000))
 
-    assert (len(chains._tails), len(chains._masks), holder.blocks) == (1, 0, 1000)
+    assert (len(chains._pieces), holder.blocks) == (1, 1000)
+
+
+def test_a_chain_that_is_gone_leaves_nothing_to_collect():
+    chains, holder = Chains(), ChainHolder(1)
+    stays = chains.add(holder, (1, 2, 3))
+    gc.collect()
+    gc.disable()
+    try:
+        for keys in ((1, 2, 3), (1, 2, 4), (5, 6), (1,)):
+            chains.remove(chains.add(holder, keys))
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    chains.remove(stays)
 
 
 def test_keys_that_collide_break_nothing():
@@ -74,3 +90,31 @@ def test_keys_that_collide_break_nothing():
 
     assert len(chains) == 0
     assert (one.blocks, other.blocks) == (0, 0)
+
+
+collisions = st.lists(st.integers(0, 4), max_size=6)  # keys that stand for several blocks, and for several places
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, HOLDERS - 1), collisions, st.booleans(), st.integers(0, 100)), max_size=40),
+)
+def test_however_keys_collide_nothing_is_left_of_chains_that_are_gone(history):
+    chains = Chains()
+    holders = [ChainHolder(1 << number) for number in range(HOLDERS)]
+    there: list[Chain] = []
+    for number, keys, adds, which in history:
+        if adds or not there:
+            if (begun := chains.continued(holders[number], keys)) is not None:
+                chains.extend(begun, keys)
+            else:
+                there.append(chains.add(holders[number], keys))
+        else:
+            chains.remove(there.pop(which % len(there)))
+        named = [bit for _, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit]
+        assert len(named) == len(set(named))
+
+    for chain in there:
+        chains.remove(chain)
+
+    assert (len(chains), chains._pieces) == (0, {})
+    assert [holder.blocks for holder in holders] == [0] * HOLDERS

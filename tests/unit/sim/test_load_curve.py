@@ -1,12 +1,17 @@
 """Attainment over load: which loads are run, and which are not run again."""
 
 import json
+import multiprocessing
+import threading
+import time
 
+import psutil
 import pytest
 from msgspec import structs
 
+from fleet.errors import ConfigurationRefused
 from fleet.sim.history import History
-from fleet.sim.load_curve import ENOUGH, FURTHER, MOST_FURTHER, LoadPoint, load_curve
+from fleet.sim.load_curve import ENOUGH, FURTHER, MOST_FURTHER, LoadPoint, load_curve, tries
 from fleet.sim.planning import run_scenario
 from fleet.sim.results import Slo
 from fleet.sim.scenario import PoolSection, Scenario
@@ -55,3 +60,44 @@ def test_a_run_of_more_requests_than_a_point_has_is_no_point(scenario, tmp_path)
     longer = LoadPoint(load=1.0, rate=1.0, users=0, outcome=structs.replace(outcome, requests=1_000_000))
 
     assert longer not in load_curve(scenario, tmp_path, (1.0,), known=longer)
+
+
+@pytest.fixture
+def endless(scenario):
+    """Takes minutes."""
+    return structs.replace(scenario, workload=structs.replace(scenario.workload, requests=3_000_000))
+
+
+def the_child(others):
+    """What runs beside the caller, once it does."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ours = [child for child in multiprocessing.active_children() if child not in others]
+        if ours and sum(psutil.Process(ours[0].pid).cpu_times()[:2]) > 1.0:
+            return ours[0]
+        time.sleep(0.01)
+    raise AssertionError("nothing runs beside the caller")
+
+
+def test_what_was_expected_and_not_asked_for_ends_with_the_block(endless, tmp_path):
+    others = multiprocessing.active_children()
+
+    with tries(endless, tmp_path, 2) as run:
+        run.expect((1.0, 2.0))
+        child = the_child(others)
+
+    assert not child.is_alive()
+
+
+def test_a_load_whose_process_is_killed_is_refused(endless, tmp_path):
+    killer = threading.Thread(target=lambda others: the_child(others).kill(), args=(multiprocessing.active_children(),))
+
+    def asked():
+        with tries(endless, tmp_path, 2) as run:
+            run.expect((1.0,))
+            killer.start()
+            run.at(1.0)
+
+    with pytest.raises(ConfigurationRefused, match="--processes"):
+        asked()
+    killer.join()

@@ -86,7 +86,7 @@ async def test_where_they_are_not_a_replica_of_several_nodes_is_a_stateful_set(a
         pod = asked.children("pods", "v1")[f"{min(sets)}-1"]
         [main] = pod["spec"]["containers"]
         found = {each["name"]: each.get("value") for each in main["env"]}
-        assert found["LWS_LEADER_ADDRESS"] == f"{min(sets)}-0.dd-wide.{asked.namespace}"
+        assert found["LWS_LEADER_ADDRESS"] == f"{min(sets)}-0.dd-wide.{asked.namespace}.svc"
         assert {"group.rank=$(LWS_WORKER_INDEX)", "group.leader=$(LWS_LEADER_ADDRESS):50063"} <= set(main["command"])
         assert main["resources"]["limits"] == {"nvidia.com/gpu": 2}
 

@@ -26,12 +26,13 @@ CODE := fleet kvstore workers operators tests loadtests
 
 # An install that finds no room fails somewhere in its middle, without a word of how much is missing: look before. The figures, in MB, are
 # what was measured from an empty folder (November 2026), and a little: of .venv when all is in it, and of what pip unpacks besides meanwhile.
-# What is in .venv already is not needed again.   $(call room,WHAT,IN .venv,IN THE TEMPORARY FOLDER,WHAT ELSE HELPS)
+# What is in .venv already is not needed again; .venv may be a link to where there is room.   $(call room,WHAT,IN .venv,IN THE TEMPORARY FOLDER,WHAT ELSE HELPS)
 define room
-tmp="$${TMPDIR:-/tmp}"; here=$$(($(2) - $$({ du -sm .venv 2>/dev/null || echo 0; } | cut -f 1))); [ "$$here" -gt 0 ] || here=0; \
+tmp="$${TMPDIR:-/tmp}"; [ -d "$$tmp" ] || tmp=/tmp; venv="$(patsubst %/.venv,%,$(or $(realpath .venv),$(CURDIR)))"; \
+has=$$(du -smD .venv 2>/dev/null | cut -f 1) || :; here=$$(($(2) - $${has:-0})); [ "$$here" -gt 0 ] || here=0; \
 there=$(3); [ "$$there" -le "$$here" ] || there=$$here; \
-[ "$$(stat -c %d .)" != "$$(stat -c %d "$$tmp")" ] || { here=$$((here + there)); there=0; }; \
-for each in "$$here $(CURDIR)" "$$there $$tmp"; do need=$${each%% *}; folder=$${each#* }; \
+[ "$$(stat -c %d "$$venv")" != "$$(stat -c %d "$$tmp")" ] || { here=$$((here + there)); there=0; }; \
+for each in "$$here $$venv" "$$there $$tmp"; do need=$${each%% *}; folder=$${each#* }; \
 free=$$(df -m --output=avail "$$folder" | tail -n 1 | tr -d ' '); [ "$$free" -ge "$$need" ] || { \
 echo "make: no room for $(1): $$need MB are needed in $$folder, $$free MB are free; make room there$(4)" >&2; exit 1; }; done
 endef

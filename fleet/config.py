@@ -267,11 +267,15 @@ def save(settings: Struct, path: Path) -> None:
 
     Raises:
         ConfigurationRefused: A number is not finite, which JSON cannot say: the child would find nothing in its place.
+        OSError: They cannot be written; `filename` is the path.
     """
     if (where := _not_finite(msgspec.to_builtins(settings))) is not None:
         raise ConfigurationRefused(f"{where}: must be finite")
-    path.touch(mode=0o600)
-    path.write_bytes(msgspec.json.encode(settings))
+    try:
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(settings))
+    except OSError as error:  # of a full disk the system does not say which file it was
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path:

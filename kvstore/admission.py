@@ -89,7 +89,7 @@ class WriteBudget:
 
 
 class ReuseAdmission(Generic[K]):
-    """A `kvstore.hierarchy.Admission` for tiers that wear out or are slow to write to; see the module."""
+    """A `kvstore.lower_tiers.Admission` for tiers that wear out or are slow to write to; see the module."""
 
     def __init__(
         self,

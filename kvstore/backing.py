@@ -109,7 +109,7 @@ class Backing:
         """Where blocks go that other nodes are to find; None: nowhere, or they need not (`kvstore.evacuation`).
 
         Args:
-            leaving: Whether the node goes. One that goes to its peers has left them from then on.
+            leaving: Whether the node goes, which is then its blocks' last way out.
             is_given_up: Whether a tier fails. Where all do, the first is meant nevertheless: it may come back.
         """
         kinds: tuple[type[TierSettings], ...] = (RedisSettings, S3Settings)
@@ -121,11 +121,13 @@ class Backing:
             for index, each in enumerate(self._opened)
             if isinstance(each.settings, kind) and each.settings.keep is not Keep.NONE
         ]
-        chosen = next((index for index in fitting if not is_given_up(index)), next(iter(fitting), None))
-        tier = self.tiers[chosen] if chosen is not None else None
-        if isinstance(tier, RemoteTier) and isinstance(tier.shelf, PeerShelf):
-            tier.shelf.leave()
-        return chosen
+        return next((index for index in fitting if not is_given_up(index)), next(iter(fitting), None))
+
+    def depart_to(self, tier: int) -> None:
+        """Blocks go to a `refuge` now. A node whose blocks go to its peers has left them from then on."""
+        refuge = self.tiers[tier]
+        if isinstance(refuge, RemoteTier) and isinstance(refuge.shelf, PeerShelf):
+            refuge.shelf.leave()
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
         """Charge the tier's budget of writes; False where nothing is left of it."""

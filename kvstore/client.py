@@ -29,13 +29,13 @@ from kvstore.layout import Namespace
 from kvstore.link import Link, earlier
 from kvstore.messages import (
     NO_RESERVATION,
+    BlockOutcome,
     Counters,
     DataPath,
     Evacuated,
     Held,
     LeaseId,
     Match,
-    Outcome,
     Places,
     Slots,
     Stats,
@@ -52,15 +52,21 @@ SLOWEST_BYTES_PER_SECOND = 100_000_000
 
 LOOK_AGAIN_SECONDS = 0.002  # between looks at a load; a batch of it takes longer than that from any disk
 
-WRITE_BATCH = 32
-"""Blocks asked for at a time, so that a source that has to copy does not copy the whole chain at once."""
+LEAST_BATCH = 32  # blocks
+BATCH_BYTES = 16 << 20  # of more blocks than that where they are small: a batch costs something
 
-WRITE_BATCH_BYTES = 16 << 20  # more blocks than that where they are small: a batch costs something
-
-MOVED, CORRUPT = Outcome.MOVED, Outcome.CORRUPT
+MOVED, CORRUPT = BlockOutcome.MOVED, BlockOutcome.CORRUPT
 """Looked up once: a member of an enumeration is slow to find for each block."""
 
 log = logging.getLogger(__name__)
+
+
+def batch_blocks(block_bytes: int) -> int:
+    """How many blocks are asked for at a time, so that a source that has to copy does not copy a whole chain at once.
+
+    Its memory for a block is its own again once so many more have been asked for, and no sooner.
+    """
+    return max(LEAST_BATCH, BATCH_BYTES // block_bytes)
 
 
 class StoreClient:
@@ -221,7 +227,7 @@ class StoreClient:
             Which blocks are there now. Where it says False, the destination's content is void.
         """
 
-        def get(session: Session, slots: Slots, until: Nanos) -> Sequence[Outcome]:
+        def get(session: Session, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
             return session.transport.get(slots, destinations, until)
 
         return self._read(match, indices, self._namespace.block_bytes, get, deadline)
@@ -237,7 +243,7 @@ class StoreClient:
     ) -> list[bool]:
         """As `read`, of what one rank holds of the blocks. All of a block is verified, also what is not copied."""
 
-        def get(session: Session, slots: Slots, until: Nanos) -> Sequence[Outcome]:
+        def get(session: Session, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
             if isinstance(session.transport, SharedMemoryTransport):
                 return session.transport.get_share(slots, share, destinations, until)
             return _read_whole(session, slots, share, destinations, until)
@@ -323,7 +329,7 @@ class StoreClient:
             hashes: The chain from its start, as far as its blocks are there. Naming held blocks costs nothing and
                 keeps the start of a chain from being evicted before its end.
             sources: The block of an index into `hashes`, asked for only when it is written; one buffer, or a list of
-                consecutive pieces. Must not change during the call. What it raises comes out of this call; nothing is
+                consecutive pieces. Must not change during the call, or until `batch_blocks` more are asked for. What it raises comes out of this call; nothing is
                 published then, and nobody waits for the reservation to end.
             tenant: Salt of the chain; whose quota the blocks count against.
             deadline: See `match`.
@@ -471,7 +477,7 @@ class StoreClient:
         """The checksums of those blocks that were written, by index."""
         until = min(deadline, self._transfer_deadline(len(places)))
         written: dict[int, int] = {}
-        step = max(WRITE_BATCH, WRITE_BATCH_BYTES // self._namespace.block_bytes)
+        step = batch_blocks(self._namespace.block_bytes)
         for start in range(0, len(places), step):
             indices = places.indices[start : start + step]
             blocks = [source(index) for index in indices]
@@ -495,7 +501,7 @@ class StoreClient:
         match: Match,
         indices: Sequence[int],
         bytes_a_block: int,
-        get: Callable[[Session, Slots, Nanos], Sequence[Outcome]],
+        get: Callable[[Session, Slots, Nanos], Sequence[BlockOutcome]],
         deadline: Nanos | None,
     ) -> list[bool]:
         """Which blocks are there; those that are bad are told to the node, and all are counted."""
@@ -539,14 +545,15 @@ class StoreClient:
 
 def _read_whole(
     session: Session, slots: Slots, share: Share, destinations: Sequence[MutableBlock], deadline: Nanos
-) -> list[Outcome]:
+) -> list[BlockOutcome]:
     """A rank's share of blocks, by ways that move whole ones only."""
-    outcomes: list[Outcome] = []
-    for start in range(0, len(slots), WRITE_BATCH):
-        batch = slots[start : start + WRITE_BATCH]
+    outcomes: list[BlockOutcome] = []
+    step = batch_blocks(share.block_bytes)
+    for start in range(0, len(slots), step):
+        batch = slots[start : start + step]
         blocks = list(np.empty((len(batch), share.block_bytes), np.uint8))
         arrived = session.transport.get(batch, blocks, deadline)
-        for block, into, outcome in zip(blocks, destinations[start : start + WRITE_BATCH], arrived, strict=True):
+        for block, into, outcome in zip(blocks, destinations[start : start + step], arrived, strict=True):
             if outcome is MOVED:
                 share.take(block, pieces(into))
         outcomes += arrived

@@ -8,7 +8,7 @@ Rules:
    at a time for a block, and what the tier cannot say, it is taken to have lost.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -16,7 +16,8 @@ from msgspec import Struct
 from kvstore.clock import SECOND, Nanos
 from kvstore.lower_tiers import LowerTier, LowerTiers
 from kvstore.messages import BlockKey
-from kvstore.movement import Confirm, ConfirmId, CopyId, Keep, Movement, Pinned
+from kvstore.movement import Confirm, ConfirmId, CopyId, Keep, Pinned
+from kvstore.orders import Orders
 
 MAX_COPIES = 2  # batches that go down to one tier at a time
 KEEP_WITHIN = Nanos(30 * SECOND)
@@ -36,28 +37,10 @@ class Pinning(Protocol):
 class Copies:
     """See the module."""
 
-    def __init__(
-        self,
-        pool: Pinning,
-        tiers: LowerTiers,
-        batch_blocks: Callable[[int], int],
-        order: Callable[[Movement], None],
-        ids: Iterator[int],
-    ):
-        """Nothing moves yet.
-
-        Args:
-            pool: Of this node.
-            tiers: Below it.
-            batch_blocks: How many blocks of so many bytes move at a time.
-            order: Has a command performed.
-            ids: For the next copies and questions.
-        """
+    def __init__(self, pool: Pinning, tiers: LowerTiers, orders: Orders):
         self._pool = pool
         self._tiers = tiers
-        self._batch_blocks = batch_blocks
-        self._order = order
-        self._ids = ids
+        self._orders = orders
         self._copies: dict[CopyId, _Copy] = {}
         self._late: set[CopyId] = set()  # of them; counted as failures already
         self._questions: dict[ConfirmId, Confirm] = {}
@@ -71,7 +54,7 @@ class Copies:
         """Begin to copy what waits for a tier, as far as it may."""
         while tier.queue and tier.copying < MAX_COPIES and tier.writing.allows(now):
             first, size_bytes = next(iter(tier.queue.items()))
-            limit = self._batch_blocks(size_bytes)
+            limit = self._orders.batch_blocks(size_bytes)
             keys: list[BlockKey] = []
             while tier.queue and len(keys) < limit:
                 key = next(iter(tier.queue))
@@ -84,7 +67,7 @@ class Copies:
                 self._pool.unpin(pinned.pin_id, now)
                 continue  # all evicted while they waited
             copy = _Copy(
-                id=CopyId(next(self._ids)),
+                id=CopyId(self._orders.number()),
                 tier=tier.index,
                 pinned=pinned,
                 keys=frozenset(each.key for each in pinned.addresses),
@@ -93,7 +76,7 @@ class Copies:
             )
             self._copies[copy.id] = copy
             tier.copying += 1
-            self._order(Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, copy.until))
+            self._orders.give(Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, copy.until))
 
     def is_going_down(self, tier: LowerTier, key: BlockKey) -> bool:
         copies = (copy for copy in self._copies.values() if copy.tier == tier.index)
@@ -129,10 +112,10 @@ class Copies:
             return True
         if not tier.reading.allows(now):
             return False
-        question = Confirm(ConfirmId(next(self._ids)), tier.index, asked, Nanos(now + CONFIRM_WITHIN))
+        question = Confirm(ConfirmId(self._orders.number()), tier.index, asked, Nanos(now + CONFIRM_WITHIN))
         self._questions[question.confirm_id] = question
         self._doubted.update((tier.index, key) for key in asked)
-        self._order(question)
+        self._orders.give(question)
         return True
 
     def is_doubted(self, tier: LowerTier, key: BlockKey) -> bool:

@@ -3,7 +3,7 @@
 Rules:
 
 1. They go to the first tier that others read: Redis, then S3. A node that stays needs nothing more: its memory and its disk stay
-   too. One that goes as well writes to its peers' memory (`PeerTier.leave`), else to its disk, for its successor. A tier with
+   too. One that goes as well writes to its peers' memory (`PeerShelf.leave`), else to its disk, for its successor. A tier with
    `keep = "none"` is only read, and a budget of writes counts here too. Where one fails again and again, the next is taken.
 2. They go the way of all blocks that go down (`kvstore.hierarchy`): the bounded queue of the tier, its breaker, its checksums, and
    the same events for watchers. Only whether they are worth it has been decided by who asks.
@@ -74,6 +74,7 @@ class Evacuations:
         refuge = self._backing.refuge(leaving=leaving, is_given_up=self._is_given_up)
         if refuge is None:
             return Evacuated(done=len(names))
+        self._backing.depart_to(refuge)
         tier = self._backing.tiers[refuge]
         failed_before = self._hierarchy.counters(refuge).failures
         keys = [BlockKey(digest, name) for name in names]
@@ -99,7 +100,6 @@ class Evacuations:
             moved=departure.moved,
             there=departure.there,
             refused=departure.refused,
-            fenced=self._hierarchy.is_fenced(refuge),
             failed=self._hierarchy.counters(refuge).failures - failed_before,
         )
 

@@ -1,7 +1,7 @@
 """What moves between a node's pool and the tiers below it: what is wanted comes up, what is worth keeping goes down. Pure.
 
-Three parts: `kvstore.loads` brings chains up, `kvstore.copies` takes blocks down, and both share `kvstore.lower_tiers`, what is
-known of each tier. Each says its own rules; of all of it:
+Four parts: `kvstore.loads` brings chains up, `kvstore.copies` takes blocks down, and both share `kvstore.lower_tiers`, what is known of
+each tier, and `kvstore.orders`, what is to be done. Each says its own rules; of all of it:
 
 1. The pool's machine is the only one that leases and evicts. Blocks that come up get places reserved in it, blocks that
    go down are pinned in it: until the thread that copies them says that it is through, their bytes belong to it.
@@ -10,7 +10,6 @@ known of each tier. Each says its own rules; of all of it:
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import Protocol
 
 from kvstore.block import ChainHash
@@ -21,6 +20,7 @@ from kvstore.loads import Loads, Places
 from kvstore.lower_tiers import LowerTiers, TierRule
 from kvstore.messages import BlockChanges, BlockKey, Fetched
 from kvstore.movement import Confirm, ConfirmId, CopyId, Keep, LoadId, Movement, TierCounters
+from kvstore.orders import Orders
 
 BATCH_BYTES = 8 << 20
 """That move at a time: enough for a disk's full speed, little enough for the first blocks of a load to be there soon."""
@@ -42,15 +42,10 @@ class Hierarchy:
             batch_bytes: That move at a time, and have a place in the pool meanwhile.
         """
         self._pool = pool
-        self._commands: list[Movement] = []
         self._tiers = LowerTiers(rules)
-        ids = count(1)
-
-        def batch_blocks(block_bytes: int) -> int:
-            return max(1, batch_bytes // block_bytes)
-
-        self._loads = Loads(pool, self._tiers, batch_blocks, self._order, ids)
-        self._copies = Copies(pool, self._tiers, batch_blocks, self._order, ids)
+        self._orders = Orders(batch_bytes)
+        self._loads = Loads(pool, self._tiers, self._orders)
+        self._copies = Copies(pool, self._tiers, self._orders)
 
     # Coming up
 
@@ -166,11 +161,6 @@ class Hierarchy:
         """A `Confirm` is through: what of it the tier has."""
         self._copies.confirmed(confirm_id, answers)
 
-    def is_fenced(self, tier: int) -> bool:
-        """Whether the last that was written to a tier has failed, and nothing is tried now."""
-        which = self._tiers[tier]
-        return not which.writing.closed and not which.copying
-
     def failed_writes(self, tier: int) -> int:
         """How many writes to a tier have failed since one succeeded."""
         return self._tiers[tier].writing.failures
@@ -211,8 +201,7 @@ class Hierarchy:
 
     def commands(self) -> list[Movement]:
         """What has to be done, in order; each is handed out once."""
-        commands, self._commands = self._commands, []
-        return commands
+        return self._orders.taken()
 
     def changes(self) -> list[BlockChanges]:
         """What watchers have to learn; each change is handed out once."""
@@ -235,6 +224,3 @@ class Hierarchy:
         self._loads.check()
         self._copies.check()
         self._tiers.check()
-
-    def _order(self, movement: Movement) -> None:
-        self._commands.append(movement)

@@ -13,15 +13,16 @@ Rules:
    long as a disk does, and until it says that it is through, its places belong to it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvstore.block import ChainHash
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import NamespaceUnknown
 from kvstore.lower_tiers import LowerTier, LowerTiers
-from kvstore.messages import NODE, Address, BlockKey, Fetched, Outcome, Reservation, ReservationId, Slot
-from kvstore.movement import Fetch, Find, LoadId, Movement
+from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, Fetched, Reservation, ReservationId, Slot
+from kvstore.movement import Fetch, Find, LoadId
+from kvstore.orders import Orders
 
 MAX_LOADS = 64
 MAX_LOAD_BLOCKS = 4096  # one load; a longer chain goes on with the next request
@@ -71,28 +72,10 @@ class Places(Protocol):
 class Loads:
     """See the module."""
 
-    def __init__(
-        self,
-        pool: Places,
-        tiers: LowerTiers,
-        batch_blocks: Callable[[int], int],
-        order: Callable[[Movement], None],
-        ids: Iterator[int],
-    ):
-        """Nothing moves yet.
-
-        Args:
-            pool: Of this node.
-            tiers: Below it.
-            batch_blocks: How many blocks of so many bytes move at a time.
-            order: Has a command performed.
-            ids: For the next loads.
-        """
+    def __init__(self, pool: Places, tiers: LowerTiers, orders: Orders):
         self._pool = pool
         self._tiers = tiers
-        self._batch_blocks = batch_blocks
-        self._order = order
-        self._ids = ids
+        self._orders = orders
         self._loads: dict[LoadId, _Load] = {}
         self._coming: dict[BlockKey, _Load] = {}
         self._hung: dict[LoadId, Reservation] = {}  # places that a thread may still write to, of loads that have ended
@@ -139,7 +122,7 @@ class Loads:
             ours = ours[: next((i for i, key in enumerate(ours) if key in self._coming), None)]  # the rest has a load
             block_bytes = self._pool.block_bytes(digest)
             chain = tuple(chain[: held + len(ours)])
-            load = _Load(LoadId(next(self._ids)), digest, block_bytes, chain, held, deadline, tenant)
+            load = _Load(LoadId(self._orders.number()), digest, block_bytes, chain, held, deadline, tenant)
             self._loads[load.id] = load
             self._coming.update(dict.fromkeys(ours, load))
             self._look(load, 0, now)
@@ -163,7 +146,7 @@ class Loads:
             tier.counters.too_slow += 1
             self._look(load, load.tier + 1, now)
             return
-        count = min(count, self._batch_blocks(load.block_bytes))
+        count = min(count, self._orders.batch_blocks(load.block_bytes))
         names = load.chain[: load.position + count]
         try:
             reservation = self._pool.reserve(load.digest, names, owner=NODE, lease=None, now=now, tenant=load.tenant)
@@ -181,7 +164,7 @@ class Loads:
         load.began = now
         load.until = Nanos(max(load.deadline, now + FETCH_AT_LEAST))
         addresses = tuple(self._address(load.digest, place.slot) for place in run)
-        self._order(Fetch(load.id, tier.index, addresses, load.until))
+        self._orders.give(Fetch(load.id, tier.index, addresses, load.until))
 
     def fetched(self, load_id: LoadId, answers: Sequence[Fetched], now: Nanos) -> None:
         """A `Fetch` is through: what of it came."""
@@ -190,7 +173,7 @@ class Loads:
             self._release(load_id, now)
             return
         tier = self._tiers[load.tier]
-        good = next((i for i, answer in enumerate(answers) if answer.outcome is not Outcome.MOVED), len(answers))
+        good = next((i for i, answer in enumerate(answers) if answer.outcome is not BlockOutcome.MOVED), len(answers))
         if good or now < load.until:
             tier.reading.succeeded()
         else:
@@ -199,10 +182,12 @@ class Loads:
         tier.counters.loaded += good
         keys = [BlockKey(load.digest, load.chain[index]) for index in load.places]
         self._tiers.know(
-            tier, [key for key, answer in zip(keys, answers, strict=True) if answer.outcome is Outcome.MOVED]
+            tier, [key for key, answer in zip(keys, answers, strict=True) if answer.outcome is BlockOutcome.MOVED]
         )
         if not tier.rule.finds_in_memory:
-            self._tiers.forget(tier, [k for k, a in zip(keys, answers, strict=True) if a.outcome is not Outcome.MOVED])
+            self._tiers.forget(
+                tier, [k for k, a in zip(keys, answers, strict=True) if a.outcome is not BlockOutcome.MOVED]
+            )
         self._publish(load, answers[:good], now)
         self._risen.update(dict.fromkeys(keys[:good], tier.rule.name))
         while len(self._risen) > MAX_RISEN:
@@ -265,13 +250,13 @@ class Loads:
         if load.position == len(load.chain) or now >= load.deadline:
             self._end(load)
             return
-        batch = self._batch_blocks(load.block_bytes)
+        batch = self._orders.batch_blocks(load.block_bytes)
         for tier in self._tiers.beginning_with(tier_index):
             if not tier.reading.allows(now):
                 continue
             load.tier = tier.index
             keys = tuple(BlockKey(load.digest, name) for name in load.chain[load.position : load.position + batch])
-            self._order(Find(load.id, tier.index, keys, load.deadline))
+            self._orders.give(Find(load.id, tier.index, keys, load.deadline))
             return
         self._end(load)
 
@@ -282,7 +267,7 @@ class Loads:
         miss it block by block would cost a look-up each. A tier that finds in memory tells, but what it said of a block
         before may have been heard after that; and of the others it says at once whether they are there.
         """
-        if count < self._batch_blocks(load.block_bytes):
+        if count < self._orders.batch_blocks(load.block_bytes):
             missing = load.chain[load.position + count :]
             missing = missing[:1] if tier.rule.finds_in_memory else missing
             self._tiers.forget(tier, [BlockKey(load.digest, name) for name in missing])

@@ -50,7 +50,7 @@ class TierRule(Struct, frozen=True, kw_only=True):
 
 
 class LowerTier:
-    """One of them."""
+    """What is known of one of them, and what waits for it."""
 
     def __init__(self, index: int, rule: TierRule):
         self.index = index

@@ -134,7 +134,7 @@ def tiers_of(good: int, asked: int, risen: Mapping[str, int]) -> dict[str, int]:
     return tiers
 
 
-class Outcome(StrEnum):
+class BlockOutcome(StrEnum):
     """What came of moving one block's bytes."""
 
     MOVED = "moved"  # and their checksum was right
@@ -145,12 +145,12 @@ class Outcome(StrEnum):
 class Fetched(Struct, frozen=True, gc=False):
     """What a backing tier answers for one block."""
 
-    outcome: Outcome
+    outcome: BlockOutcome
     crc32c: int = 0  # of the bytes that were put into the destination; 0 unless MOVED
 
 
-GONE = Fetched(Outcome.GONE)
-CORRUPT = Fetched(Outcome.CORRUPT)
+GONE = Fetched(BlockOutcome.GONE)
+CORRUPT = Fetched(BlockOutcome.CORRUPT)
 
 
 class TierStatus(Struct, frozen=True, kw_only=True):
@@ -243,7 +243,6 @@ class Evacuated(Struct, frozen=True, kw_only=True):
     moved: int = 0  # blocks that came there
     there: int = 0  # that were there before
     refused: int = 0  # that the tier has not taken
-    fenced: bool = False  # the tier fails, and is left alone for now
     failed: int = 0  # batches that failed meanwhile; what was in them may have gone with another
 
 

@@ -28,7 +28,7 @@ from kvstore.ports import BackingTier, MemoryTier
 LANES = 4  # threads a tier
 LATE_SECONDS = 0.5  # after its deadline, a call that has not come back is not waited for
 
-Answer = Callable[[Nanos], None]
+Tell = Callable[[Nanos], None]
 """Tells the hierarchy what came of a movement; the argument is the present."""
 
 log = logging.getLogger(__name__)
@@ -119,11 +119,11 @@ class Mover:
                 self._hierarchy.late(movement, started, self._clock.now())
                 self._fell_ill(movement, "it does not answer in time")
                 self._on_answer()
-            answer = await call.outcome
+            tell = await call.outcome
             self._on_moved(
                 self._tiers[movement.tier].name, type(movement).__name__.lower(), seconds(self._clock.now() - started)
             )
-            self._hear(movement, answer)
+            self._hear(movement, tell)
         except TierFailed as error:
             self._hierarchy.failed(movement, started, self._clock.now())
             self._fell_ill(movement, str(error))
@@ -135,7 +135,7 @@ class Mover:
             call.outcome.cancel()
         self._on_answer()
 
-    def _call(self, movement: Movement) -> Answer:
+    def _call(self, movement: Movement) -> Tell:
         """Have the tier do it, in whatever thread this is; what it returns tells the hierarchy."""
         tier = self._tiers[movement.tier]
         match movement:
@@ -154,9 +154,9 @@ class Mover:
     def _views(self, addresses: Sequence[Address]) -> list[ByteArray]:
         return [self._pool.view(address) for address in addresses]
 
-    def _hear(self, movement: Movement, answer: Answer) -> None:
+    def _hear(self, movement: Movement, tell: Tell) -> None:
         tier = self._tiers[movement.tier]
-        answer(self._clock.now())
+        tell(self._clock.now())
         if gone := tier.gone():
             self._hierarchy.gone(movement.tier, gone)
         if (isinstance(movement, Find) and tier.finds_in_memory) or self._clock.now() >= movement.deadline:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvstore.buffers import Block, ByteArray, MutableBlock
 from kvstore.clock import Nanos
-from kvstore.messages import Address, AnySlots, BlockKey, Fetched, Outcome, TierStatus
+from kvstore.messages import Address, AnySlots, BlockKey, BlockOutcome, Fetched, TierStatus
 
 
 class MemoryTier(Protocol):
@@ -168,7 +168,7 @@ class Transport(Protocol):
     in time, or do not match their checksum, is an outcome. Thread-safe.
     """
 
-    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
         """Fetch blocks; checksums are verified on the bytes in `into`, after they arrived.
 
         Args:
@@ -178,7 +178,7 @@ class Transport(Protocol):
         """
         ...
 
-    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[BlockOutcome]:
         """Write blocks into reserved slots, whose `crc32c` says what the bytes sum up to.
 
         A way that bytes can be damaged on verifies it (CORRUPT); in any case a block whose bytes do not match is

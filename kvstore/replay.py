@@ -32,7 +32,7 @@ class Request(Struct, frozen=True, gc=False):
 
 
 class Admits(Protocol):
-    """`kvstore.hierarchy.Admission`, over a trace's names."""
+    """`kvstore.lower_tiers.Admission`, over a trace's names."""
 
     def admits(self, key: int, size_bytes: int, now: Nanos) -> bool: ...
 

@@ -18,7 +18,7 @@ from operators.observe import Store, conditions_of, observe, scalers_of
 from operators.pace import Pace
 from operators.ports import Wall
 from operators.prober import Prober
-from operators.proposals import answer
+from operators.proposals import propose
 from operators.queue import AT_ONCE
 from operators.reconcile import reconcile
 from operators.registrations import SKEW_SECONDS, Told
@@ -26,7 +26,7 @@ from operators.resources.deployment import DisaggDeploymentSpec, DisaggDeploymen
 from operators.resources.parts import Condition
 from operators.resources.request import ServingRequestSpec
 from operators.status import PASSING, TRUE, misread
-from operators.telemetry import Outcome
+from operators.telemetry import LookOutcome
 from operators.views import Custom, Lease
 
 RESTLESS = 20
@@ -67,7 +67,7 @@ class Look:
         self._pace: Pace[Key] = Pace()
         self._restless: dict[Key, int] = {}
 
-    async def at(self, key: Key, told: Told | None, served: Served, *, afresh: bool = False) -> Outcome:
+    async def at(self, key: Key, told: Told | None, served: Served, *, afresh: bool = False) -> LookOutcome:
         """How it ended.
 
         Args:
@@ -89,12 +89,12 @@ class Look:
             if self._prober is not None:
                 self._prober.forget(key)
             await self._at_others(key, None, None)
-            return Outcome.SETTLED
+            return LookOutcome.SETTLED
         try:
             spec = msgspec.convert(custom.spec, DisaggDeploymentSpec)
         except msgspec.ValidationError as error:
             await self._misread(key, custom, error)
-            return Outcome.SETTLED
+            return LookOutcome.SETTLED
         wish = Deployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
         shown = None if self._prober is None else self._prober.of(key)
         seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
@@ -114,28 +114,28 @@ class Look:
             steps = tuple(happenings.steps(decided.actions, custom.metadata.generation))
             await self._hand.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
         self._look_again(key, acted and not afresh, troubled=bool(seen.troubles))
-        return Outcome.REFUSED if refusals else Outcome.ACTED if acted else Outcome.SETTLED
+        return LookOutcome.REFUSED if refusals else LookOutcome.ACTED if acted else LookOutcome.SETTLED
 
-    async def _at_request(self, key: Key, *, afresh: bool) -> Outcome:
+    async def _at_request(self, key: Key, *, afresh: bool) -> LookOutcome:
         custom = self._store.of(kinds.SERVING_REQUEST, Custom).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
-            return Outcome.SETTLED
+            return LookOutcome.SETTLED
         try:
             asked = msgspec.convert(custom.spec, ServingRequestSpec)
         except msgspec.ValidationError as error:
             said = requested.misread(custom, _where(error), self._now())
             await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
-            return Outcome.SETTLED
-        deployments, answered = self._store.of(kinds.DISAGG_DEPLOYMENT, Custom), answer(asked)
+            return LookOutcome.SETTLED
+        deployments, reply = self._store.of(kinds.DISAGG_DEPLOYMENT, Custom), propose(asked)
         there = deployments.get(key.namespace, key.name)
-        actions = requested.actions(custom, asked, answered, there, afresh=afresh)
+        actions = requested.actions(custom, asked, reply, there, afresh=afresh)
         refusals = await self._hand.perform(actions, key.namespace)
         if actions and not refusals:  # what a write answered is known, so that no watch wakes it
             self._again(key_of(key.namespace, key.name), AT_ONCE)
         there = deployments.get(key.namespace, key.name)
-        said = requested.status(custom, asked, answered, there, refusals, self._now())
+        said = requested.status(custom, asked, reply, there, refusals, self._now())
         await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
-        return Outcome.REFUSED if refusals else Outcome.ACTED if actions else Outcome.SETTLED
+        return LookOutcome.REFUSED if refusals else LookOutcome.ACTED if actions else LookOutcome.SETTLED
 
     async def _at_others(self, key: Key, wish: Deployment | None, status: DisaggDeploymentStatus | None) -> None:
         """RoleScalers and plans of a deployment, whether it is there or not."""

@@ -35,7 +35,6 @@ from operators.views import OF_KIND, Custom, Lease, Named, Pod, Scaled, View
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"
-LEADER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 HALF_SECONDS = 60
 """A group that has not found nodes for all of its pods after one to two times this gives its GPUs back, and tries again. Not all at once:
 two groups that each hold half of the nodes that the other one needs would do so for ever."""

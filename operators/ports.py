@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol
 from msgspec import Struct
 
 from operators.kinds import Kind, Served
-from operators.probing import Answer, Failure, Probe
+from operators.probing import Completion, Failure, Probe
 from operators.registrations import Registration
 from operators.views import View
 
@@ -129,7 +129,7 @@ class Routers(Protocol):
 class Clients(Protocol):
     """One who uses the routers of deployments as everybody does."""
 
-    async def ask(self, probe: Probe) -> Answer | Failure:
+    async def ask(self, probe: Probe) -> Completion | Failure:
         """Send a request for a token. Has a deadline, and raises nothing."""
         ...
 

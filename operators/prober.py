@@ -16,7 +16,7 @@ from typing import Never
 from operators import probing
 from operators.keys import Key
 from operators.ports import Clients
-from operators.probing import Aim, Answer, Failure, Probe, Shown, Subject, Wanted
+from operators.probing import Aim, Completion, Failure, Probe, Shown, Subject, Wanted
 
 FIRST_PAUSE_SECONDS = 0.5
 
@@ -96,7 +96,7 @@ class Prober:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._longest_seconds)
 
-    def _learn(self, key: Key, subject: Subject, aim: Aim, answer: Answer | Failure) -> bool:
+    def _learn(self, key: Key, subject: Subject, aim: Aim, answer: Completion | Failure) -> bool:
         """Whether there should be a pause."""
         before = self.of(key)
         if isinstance(answer, Failure):

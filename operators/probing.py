@@ -94,7 +94,7 @@ class Probe(Struct, frozen=True, kw_only=True):
     """IP address of a router; empty: none is known."""
 
 
-class Answer(Struct, frozen=True):
+class Completion(Struct, frozen=True):
     """A completion."""
 
     handed: bool | None = None
@@ -180,7 +180,7 @@ def wanted(subject: Subject, shown: Shown) -> tuple[Aim, ...]:
     return missing + tuple(aim for aim in subject.aims if aim in shown.unhanded and aim not in missing)
 
 
-def answered(shown: Shown, subject: Subject, aim: Aim, answer: Answer) -> Shown:
+def answered(shown: Shown, subject: Subject, aim: Aim, answer: Completion) -> Shown:
     """After an answer."""
     others = {each for each in shown.through if each[0] != aim.role}
     through = others | {(aim.role, subject.around, subject.pools)}

@@ -88,11 +88,11 @@ class Infeasible(Struct, frozen=True, kw_only=True):
     basis: str = ""
 
 
-Answer = Proposal | Infeasible
+Reply = Proposal | Infeasible
 
 
-def answer(asked: ServingRequestSpec) -> Answer:
-    """To a request."""
+def propose(asked: ServingRequestSpec) -> Reply:
+    """What is replied to a request."""
     if (asked.workload.requests_per_minute > 0) == (asked.workload.concurrency > 0):
         text = "spec.workload: one of requestsPerMinute and concurrency must be above 0"
         return Infeasible(reason="SpecificationRefused", message=text)

@@ -1,4 +1,4 @@
-"""What has to be done so that a cluster becomes what a DisaggDeployment says: `reconcile(wish, seen) -> Outcome`. Pure.
+"""What has to be done so that a cluster becomes what a DisaggDeployment says: `reconcile(wish, seen) -> Reconciled`. Pure.
 
 Rules:
 
@@ -77,14 +77,14 @@ class End(Struct, frozen=True, tag=True):
 Action = Apply | Scale | Value | Remove | End
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class Reconciled(Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...]
     status: DisaggDeploymentStatus
     wanted: Wanted | None = None
     """What probes are to show; None: nothing yet."""
 
 
-def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Outcome:
+def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Reconciled:
     """One step.
 
     Args:
@@ -114,7 +114,7 @@ def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Outcome
     taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in seen.foreign)
     at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
     said, wanted_of_probes = status(wish, seen, pools, possible, taken, present, routers, at_rest, now)
-    return Outcome(actions=tuple(actions), status=said, wanted=wanted_of_probes)
+    return Reconciled(actions=tuple(actions), status=said, wanted=wanted_of_probes)
 
 
 def _present(wish: Deployment, seen: Seen, present: str, images: Images) -> Iterator[Manifest]:

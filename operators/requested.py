@@ -14,7 +14,7 @@ from typing import Any
 
 from operators.imports.deployments import said
 from operators.observe import conditions_of
-from operators.proposals import Answer, Infeasible, Proposal
+from operators.proposals import Infeasible, Proposal, Reply
 from operators.reconcile import DIGEST, Apply, with_digest
 from operators.resources.deployment import RoleType
 from operators.resources.parts import GROUP, VERSION
@@ -29,33 +29,33 @@ ROLES = f"{GROUP}/roles"
 """Names of those that are the request's."""
 
 
-def proposed(name: str, answer: Answer) -> Manifest:
+def proposed(name: str, reply: Reply) -> Manifest:
     """The DisaggDeployment, as people write it; nothing where there is none."""
-    if isinstance(answer, Infeasible):
+    if isinstance(reply, Infeasible):
         return {}
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "DisaggDeployment",
         "metadata": {"name": name},
-        "spec": said(answer.spec),
+        "spec": said(reply.spec),
     }
 
 
 def actions(
-    request: Custom, asked: ServingRequestSpec, answer: Answer, there: Custom | None, *, afresh: bool = False
+    request: Custom, asked: ServingRequestSpec, reply: Reply, there: Custom | None, *, afresh: bool = False
 ) -> tuple[Apply, ...]:
     """What to write.
 
     Args:
         request: As it is on the server.
         asked: What it says.
-        answer: To that.
+        reply: To that.
         there: The DisaggDeployment of its name, whosever it is.
         afresh: Also what seems to be as it should.
     """
-    if not asked.apply or isinstance(answer, Infeasible) or _foreign(request, there):
+    if not asked.apply or isinstance(reply, Infeasible) or _foreign(request, there):
         return ()
-    made = _manifest(request, answer, there)
+    made = _manifest(request, reply, there)
     return (
         (Apply(made),) if afresh or there is None or _digest(there) != made["metadata"]["annotations"][DIGEST] else ()
     )
@@ -64,7 +64,7 @@ def actions(
 def status(
     request: Custom,
     asked: ServingRequestSpec,
-    answer: Answer,
+    reply: Reply,
     there: Custom | None,
     refusals: Sequence[Refusal],
     now: str,
@@ -74,16 +74,16 @@ def status(
     Args:
         request: As it is on the server.
         asked: What it says.
-        answer: To that.
+        reply: To that.
         there: The DisaggDeployment of its name, whosever it is, after `actions`.
         refusals: Of these.
         now: RFC 3339.
     """
-    feasible = isinstance(answer, Proposal)
+    feasible = isinstance(reply, Proposal)
     conditions: list[Said] = [
-        ("Feasible", TRUE if feasible else FALSE, answer.reason, answer.message),
-        ("Proposed", TRUE, "Proposed", "") if feasible else ("Proposed", FALSE, answer.reason, "nothing to propose"),
-        _applied(request, asked, answer, there, refusals),
+        ("Feasible", TRUE if feasible else FALSE, reply.reason, reply.message),
+        ("Proposed", TRUE, "Proposed", "") if feasible else ("Proposed", FALSE, reply.reason, "nothing to propose"),
+        _applied(request, asked, reply, there, refusals),
     ]
     if asked.apply:
         conditions.append(_ready(conditions[-1], there))
@@ -92,9 +92,9 @@ def status(
         observed_generation=request.metadata.generation,
         phase="Infeasible" if not feasible else "Ready" if ready else "Deploying" if asked.apply else "Proposed",
         deployment=there.metadata.name if there is not None and not _foreign(request, there) else "",
-        figures=answer.figures,
-        basis=answer.basis,
-        proposal=proposed(request.metadata.name, answer),
+        figures=reply.figures,
+        basis=reply.basis,
+        proposal=proposed(request.metadata.name, reply),
         conditions=_dated(request, conditions, now),
     )
 
@@ -121,8 +121,8 @@ def _digest(there: Custom) -> str:
     return there.metadata.annotations.get(DIGEST, "")
 
 
-def _manifest(request: Custom, answer: Proposal, there: Custom | None) -> Manifest:
-    made = proposed(request.metadata.name, answer)
+def _manifest(request: Custom, reply: Proposal, there: Custom | None) -> Manifest:
+    made = proposed(request.metadata.name, reply)
     made["metadata"] |= {
         "namespace": request.metadata.namespace,
         "ownerReferences": [
@@ -158,7 +158,7 @@ def _leaving(roles: Sequence[Manifest], there: Custom | None) -> Iterator[Manife
 
 
 def _applied(
-    request: Custom, asked: ServingRequestSpec, answer: Answer, there: Custom | None, refusals: Sequence[Refusal]
+    request: Custom, asked: ServingRequestSpec, reply: Reply, there: Custom | None, refusals: Sequence[Refusal]
 ) -> Said:
     if _foreign(request, there):
         text = "a DisaggDeployment of this name is not of this request; delete it, or give the request another name"
@@ -166,9 +166,9 @@ def _applied(
     if not asked.apply:
         text = "spec.apply is false" if there is None else "spec.apply is false; the deployment stays as it is"
         return "Applied", FALSE, "NotAskedFor", text
-    if isinstance(answer, Infeasible):
+    if isinstance(reply, Infeasible):
         text = "" if there is None else "the deployment stays as it was made before"
-        return "Applied", FALSE, answer.reason, text
+        return "Applied", FALSE, reply.reason, text
     if refusals:
         return "Applied", FALSE, refusals[0].reason, refusals[0].message
     if there is None or there.metadata.deleted:

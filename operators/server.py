@@ -33,7 +33,7 @@ from operators.prober import Prober
 from operators.queue import AT_ONCE, WorkQueue
 from operators.registrations import SELECTOR
 from operators.settings import OperatorSettings
-from operators.telemetry import Metrics, Outcome
+from operators.telemetry import LookOutcome, Metrics
 from operators.views import OF_KIND, Custom, Lease, Named, Pod
 
 log = logging.getLogger(__name__)
@@ -209,20 +209,20 @@ class Operator:
                 self._add(key)
                 continue
             except ClusterError as error:
-                outcome, pause = Outcome.FAILED, _pause(error)
+                outcome, pause = LookOutcome.FAILED, _pause(error)
                 # That somebody else was faster is everyday life.
                 level = logging.DEBUG if isinstance(error, Stale | Missing) else logging.WARNING
                 cause = f"{type(error).__name__}: {error}"
                 log.log(level, "later, again", extra={"deployment": f"{key.namespace}/{key.name}", "cause": cause})
             except Exception:  # supervisor: what is wrong with one deployment must not end the work on the others
                 log.exception("a look crashed", extra={"deployment": f"{key.namespace}/{key.name}"})
-                outcome = Outcome.CRASHED
+                outcome = LookOutcome.CRASHED
             self._ended(key, outcome, began, pause)
 
-    def _ended(self, key: Key, outcome: Outcome, began: Nanos, pause: Nanos | None) -> None:
+    def _ended(self, key: Key, outcome: LookOutcome, began: Nanos, pause: Nanos | None) -> None:
         now = self._clock.now()
         self._metrics.looked(outcome, (now - began) / SECOND)
-        if outcome in {Outcome.SETTLED, Outcome.ACTED}:
+        if outcome in {LookOutcome.SETTLED, LookOutcome.ACTED}:
             self._afresh.discard(key)
             self._queue.done(key)
         else:

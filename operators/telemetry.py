@@ -9,8 +9,8 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
-class Outcome(StrEnum):
-    """Of a look at a deployment."""
+class LookOutcome(StrEnum):
+    """How a look at a deployment went."""
 
     SETTLED = "settled"
     ACTED = "acted"
@@ -34,10 +34,10 @@ class Metrics:
             "fleet_operator_writes", "Writes to the API server, by what for", ["write"], registry=registry
         )
         self._seconds = Histogram("fleet_operator_reconcile_seconds", "Of one look", buckets=BUCKETS, registry=registry)
-        for outcome in Outcome:
+        for outcome in LookOutcome:
             self._looks.labels(outcome)
 
-    def looked(self, outcome: Outcome, seconds: float) -> None:
+    def looked(self, outcome: LookOutcome, seconds: float) -> None:
         self._looks.labels(outcome).inc()
         self._seconds.observe(seconds)
 

@@ -31,6 +31,7 @@ ON_BOTH_LOOPS = {
     "test_relay_placement.py",
     "test_openai_client.py",
     "test_grpc_frontend.py",
+    "test_grpc_http2.py",
     "test_frames.py",
     "test_kserve_frontend.py",
     "test_stream_tls.py",

@@ -5,7 +5,7 @@ from collections import deque
 from kvstore.clock import SECOND, Nanos
 from kvstore.hierarchy import Hierarchy
 from kvstore.lower_tiers import Everything, TierRule
-from kvstore.messages import GONE, BlockKey, Fetched, Outcome
+from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.movement import Confirm, Fetch, Find, Keep, Movement
 from tests.kv_builders import Store
 
@@ -42,6 +42,12 @@ class Below:
         self.hierarchy.noted(self.store.digest, chain, self.now)
         self.collect()
 
+    def lose(self, chain):
+        """The pool has these no more."""
+        for name in chain:
+            slot = self.store.slot(name)
+            assert self.store.machine.condemn(self.store.digest, name, slot.generation, self.now)
+
     def collect(self):
         self.store.machine.commands()
         for movement in self.hierarchy.commands():
@@ -57,7 +63,7 @@ class Below:
                 count = next((i for i, key in enumerate(keys) if key.name not in held), len(keys))
                 self.hierarchy.found(load_id, count, self.now)
             case Fetch(load_id=load_id, addresses=addresses):
-                answers = [Fetched(Outcome.MOVED, CRC) if a.key.name in held else GONE for a in addresses]
+                answers = [Fetched(BlockOutcome.MOVED, CRC) if a.key.name in held else GONE for a in addresses]
                 self.hierarchy.fetched(load_id, answers, self.now)
             case Keep(copy_id=copy_id, addresses=addresses):
                 held |= {address.key.name for address in addresses}

@@ -4,7 +4,7 @@ import numpy as np
 
 from kvstore.clock import Nanos
 from kvstore.codecs.plain import PlainCodec
-from kvstore.messages import BlockKey, Outcome
+from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import records
 from kvstore.tiers.remote import RemoteTier
@@ -23,12 +23,12 @@ def empty(count: int = 4) -> list[np.ndarray]:
     return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
 
 
-def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 20) -> list[Outcome]:
+def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 20) -> list[BlockOutcome]:
     """What comes of a get; whatever is said to be there is compared."""
     into = empty(len(keys))
     answers = tier.get(keys, into, within(seconds))
     for key, answer, block in zip(keys, answers, into, strict=True):
-        assert answer.outcome is not Outcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
+        assert answer.outcome is not BlockOutcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
     return [answer.outcome for answer in answers]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.clock import SECOND, Nanos
 from kvstore.codecs.plain import PlainCodec
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import BlockKey, Fetched, Outcome
+from kvstore.messages import BlockKey, BlockOutcome, Fetched
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd.disk import Disk, File, Space, aligned, open_disk
 from kvstore.tiers.ssd.settings import SsdSettings
@@ -215,19 +215,19 @@ def put(
 
 def get(
     tier: SsdTier, keys: Sequence[BlockKey], length: int = BLOCK_BYTES, deadline: Nanos | None = None
-) -> list[Outcome]:
+) -> list[BlockOutcome]:
     """What came of reading blocks; whatever came is compared with what it has to be."""
     into = buffers(len(keys), length)
     answers: list[Fetched] = tier.get(keys, into, deadline or soon())
     for key, block, answer in zip(keys, into, answers, strict=True):
-        if answer.outcome is Outcome.MOVED:
+        if answer.outcome is BlockOutcome.MOVED:
             assert np.array_equal(block, content_of(key, length)), f"wrong bytes for {key}"
     return [answer.outcome for answer in answers]
 
 
 def served(tier: SsdTier, keys: Sequence[BlockKey]) -> list[BlockKey]:
     """Those of the blocks that can be read."""
-    return [key for key, outcome in zip(keys, get(tier, keys), strict=True) if outcome is Outcome.MOVED]
+    return [key for key, outcome in zip(keys, get(tier, keys), strict=True) if outcome is BlockOutcome.MOVED]
 
 
 def segments(folder: Path) -> list[Path]:

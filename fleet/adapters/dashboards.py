@@ -207,6 +207,7 @@ def requests() -> dict[str, Any]:
                     of.rate("fleet_kv_mismatches", legend="blocks not alike"),
                     of.rate("fleet_late_messages", legend="late messages"),
                 ),
+                of.levels("Directory of workers answers (1), or not (0)", "fleet_directory_reachable", "pod"),
             ),
         ),
         Row(

@@ -11,8 +11,9 @@ from google.protobuf.message import Message
 from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary_in_context, writing
 from fleet.adapters.grpc_cluster import AskStore, ClusterService, Others, Router, asking_store
 from fleet.adapters.grpc_door import Door
-from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS, client_options
-from fleet.adapters.grpc_port import open_port
+from fleet.adapters.grpc_http2 import Http2Server
+from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
+from fleet.adapters.grpc_port import Server, open_port
 from fleet.clock import Clock
 from fleet.ids import RequestId
 from fleet.requests import Admitted
@@ -36,7 +37,7 @@ async def open_grpc_frontend(
     shared: bool = False,
     connection_seconds: float = 0,
     control_listen: str = "",
-    services: Mapping[str, Callable[[grpc.aio.Server], None]] | None = None,
+    services: Mapping[str, Callable[[Server], None]] | None = None,
     others: Others | None = None,
 ) -> AsyncIterator["GrpcFrontend"]:
     """Listen and serve until the context ends; then running calls are cancelled.
@@ -62,10 +63,10 @@ async def open_grpc_frontend(
         if store:
             channel = await held.enter_async_context(grpc.aio.insecure_channel(store))
             ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
-        server = grpc.aio.server(options=client_options(shared=shared, connection_seconds=connection_seconds))
+        server = Http2Server(shared=shared, connection_seconds=connection_seconds)
         frontend = GrpcFrontend(generation, router, clock, ask_store, others)
         server.add_generic_rpc_handlers((frontend.inference(),))
-        inner = server
+        inner: Server = server
         if control_listen:
             inner = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
         inner.add_generic_rpc_handlers((frontend.cluster(),))

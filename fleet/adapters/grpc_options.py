@@ -48,7 +48,7 @@ SHARED_SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 1))
 
 
 def client_options(*, shared: bool, connection_seconds: float) -> tuple[tuple[str, int], ...]:
-    """Of a server for clients.
+    """Of a server for gateways, whose connections last as long as those of clients.
 
     Args:
         shared: Whether other processes may listen on the same port.

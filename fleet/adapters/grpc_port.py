@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -17,9 +17,21 @@ HEALTH_SECONDS = 0.25  # how late those who watch are told whether it serves
 STOP_SECONDS = 2.0  # for the last messages of calls that end
 
 
+class Server(Protocol):
+    """What is needed of `grpc.aio.Server`, or of `fleet.adapters.grpc_http2.Http2Server`."""
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None: ...
+
+    def add_insecure_port(self, address: str, /) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self, grace: float | None) -> None: ...
+
+
 @asynccontextmanager
 async def open_port(
-    server: grpc.aio.Server,
+    server: Server,
     listen: str,
     services: Sequence[str],
     serving: Callable[[], bool],
@@ -58,7 +70,7 @@ async def open_port(
         raise failure
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> str:
+def _bind(server: Server, listen: str) -> str:
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:

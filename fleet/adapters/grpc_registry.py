@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from fleet.adapters.grpc_calls import Context, parse, unary, unary_in_context
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from fleet.adapters.grpc_port import Server
 from fleet.adapters.replicas import Replicas
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.control.messages import Deregister, Register
@@ -37,7 +38,7 @@ class GrpcRegistry:
         self._registry = registry
         self._replicas = replicas
 
-    def add(self, server: grpc.aio.Server) -> None:
+    def add(self, server: Server) -> None:
         methods = {"Register": unary_in_context(self._register), "Deregister": unary(self._deregister)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 

@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fleet.adapters.grpc_calls import parse, unary
+from fleet.adapters.grpc_port import Server
 from fleet.clock import MILLISECOND, SECOND
 from fleet.errors import Reason, Refused, invalid
 from fleet.ids import ModelName, RequestId, WorkerId
@@ -146,7 +147,7 @@ class SelectionService:
         self._bookings = workers.bookings
         self._tenant_secret = tenant_secret
 
-    def add(self, server: grpc.aio.Server) -> None:
+    def add(self, server: Server) -> None:
         methods = {
             "Select": unary(self._select),
             "Report": unary(self._report),

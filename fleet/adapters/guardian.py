@@ -10,12 +10,11 @@ The kernel kills direct children with their parent (`die_with_parent`); this pro
 kernel would let live.
 """
 
-import shutil
 import signal
 import sys
 from pathlib import Path
 
-from fleet.adapters.held_files import held_too
+from fleet.adapters.held_files import ALIVE, held_too, remove_around
 from fleet.adapters.process_group import end_group
 
 
@@ -24,7 +23,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends with its input, and only then
     (folder,) = sys.argv[1:]
     groups: list[int] = []
-    with held_too(Path(folder) / "alive"):  # the run is not dead before this is
+    alive = Path(folder) / ALIVE
+    with held_too(alive):  # the run is not dead before this is
         for line in sys.stdin:
             change, group = line[0], int(line[1:])
             if change == "+":
@@ -33,7 +33,7 @@ def main() -> None:
                 groups.remove(group)
         for group in groups:
             end_group(group)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_around(alive)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,19 @@
 A process number would be somebody else's one day; a lock never is. Locks reach over containers that share a folder, and over NFS since 4.
 Several may hold one file: it is left when the last of them is dead.
 
+A folder with such a file in it is removed around it: whatever is killed in the midst of that leaves a file that nobody holds.
+
 Only the standard library is imported, because the guardian (fleet.adapters.guardian) has to be small.
 """
 
 import fcntl
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+ALIVE = "alive"
+"""In a runtime folder of this machine: held by its run, and by the guardian."""
 
 
 @contextmanager
@@ -21,8 +27,12 @@ def held(path: Path) -> Iterator[None]:
     """
     beside = path.with_name(f"{path.name}.new")
     with beside.open("w") as file:  # no child inherits it
-        fcntl.flock(file, fcntl.LOCK_SH)
-        beside.rename(path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            beside.rename(path)
+        except OSError:
+            beside.unlink()
+            raise
         try:
             yield
         finally:
@@ -54,3 +64,17 @@ def left(path: Path) -> bool:
     """Whether there is such a file, and whoever held it is dead."""
     with taken(path) as dead:
         return dead
+
+
+def remove_around(path: Path) -> None:
+    """Remove the folder that a held file is in; the file last of all, and only if nothing else is left."""
+    with suppress(OSError):
+        for each in path.parent.iterdir():
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            elif each != path:
+                with suppress(OSError):
+                    each.unlink()
+        if set(path.parent.iterdir()) <= {path}:
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()

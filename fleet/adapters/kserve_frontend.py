@@ -33,7 +33,7 @@ from fleet.adapters.grpc_calls import (
     writing,
 )
 from fleet.adapters.grpc_door import Door
-from fleet.adapters.grpc_options import client_options
+from fleet.adapters.grpc_http2 import Http2Server
 from fleet.adapters.grpc_port import open_port
 from fleet.adapters.status import renamed
 from fleet.clock import Clock
@@ -79,7 +79,7 @@ async def open_kserve_frontend(
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    server = grpc.aio.server(options=client_options(shared=shared, connection_seconds=connection_seconds))
+    server = Http2Server(shared=shared, connection_seconds=connection_seconds)
     frontend = KserveFrontend(generation, clock)
     server.add_generic_rpc_handlers(frontend.handlers())
     async with open_port(server, listen, (SERVICE,), frontend.door.ready) as frontend.address:

@@ -12,6 +12,7 @@ Rules:
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -74,7 +75,13 @@ class LocalPools:
     async def follow(self) -> None:
         """Until it is cancelled. What cannot be read, or be done now, is said once, and tried again."""
         trouble = ""
-        with self._records.obeyed():
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._records.obeyed())
+            except (
+                OSError
+            ) as error:  # a full disk: then nobody learns it from there if this is killed, and all else goes on
+                self._say(f"{self.folder}: {error.strerror}")
             while True:
                 try:
                     self.step()

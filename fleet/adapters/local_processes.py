@@ -24,7 +24,7 @@ from typing import assert_never
 import msgspec
 from msgspec import Struct
 
-from fleet.adapters.local_runs import TEMPORARY, note_group
+from fleet.adapters.local_runs import TEMPORARY, note_group, note_logs
 from fleet.adapters.process_group import end_group, ending
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.control.supervision import (
@@ -188,6 +188,7 @@ class LocalProcesses:
             self._events.put_nowait(StopRequested())
 
     async def _run(self) -> None:
+        note_logs(self._folder, self._logs)
         self._guardian = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "fleet.adapters.guardian", str(self._folder)),
             stdin=PIPE,

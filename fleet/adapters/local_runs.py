@@ -5,13 +5,13 @@ Rules:
 1. A run holds the file `alive` in its runtime folder (`fleet.adapters.held_files`), and so does its guardian: what is still being cleared
    away is nobody else's to clear.
 2. In `groups` beside it stand the process groups that it has started, as its guardian is told of them: for when the guardian is killed too.
-   A process counts as the run's when it is in such a group and its environment says so, or says nothing: engines rename themselves,
-   which overwrites it.
+   A process counts as the run's when it is in such a group and its environment says so. Where that says nothing (engines rename
+   themselves, which overwrites it) it writes to a log of the run: the number may be another group's by now.
 3. Only folders of the same user are looked at. One without `alive` is just being made, or somebody else's: it is left alone.
 """
 
 import os
-import shutil
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.adapters.connector_folder import REPORT
-from fleet.adapters.held_files import held, left, taken
+from fleet.adapters.held_files import ALIVE, held, left, remove_around, taken
 from fleet.adapters.process_group import end_group, members
 
 PREFIX = "fleet-"
@@ -29,7 +29,9 @@ PLANS = "plans"
 """Where a run reads plans, in its runtime folder."""
 
 LONGEST_PARENT = 40  # characters of the runtime folder's parent, so that sockets stay below the 107 that Unix allows
-ALIVE, GROUPS, TEMPORARY, ROUTER = "alive", "groups", "tmp", "router.json"
+GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
+LOGS = "logs"
+"""A link to where a run keeps its logs, if that is not its runtime folder."""
 
 
 class _Addresses(Struct, frozen=True):
@@ -75,7 +77,7 @@ class LocalRun(Struct, frozen=True):
                 if its := _of_run(members(group), self.folder):
                     ended += len(its)
                     end_group(group)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_around(self.folder / ALIVE)
             return ended
 
 
@@ -84,12 +86,15 @@ def runtime_folder() -> Iterator[Path]:
     """A private folder with a short path, for a run of this process; removed at the end."""
     parent = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))  # noqa: S108 - mkdtemp makes it private
-    (folder / TEMPORARY).mkdir()
     try:
         with held(folder / ALIVE):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            try:
+                (folder / TEMPORARY).mkdir()
+                yield folder
+            finally:
+                remove_around(folder / ALIVE)
+    finally:  # where it could not even be held
+        remove_around(folder / ALIVE)
 
 
 def local_runs() -> Sequence[LocalRun]:
@@ -97,10 +102,12 @@ def local_runs() -> Sequence[LocalRun]:
     parents = {Path(tempfile.gettempdir()), Path("/tmp")}  # noqa: S108 - as `runtime_folder` does
     found = set()
     for folder in (each for parent in parents for each in parent.glob(f"{PREFIX}*")):
-        with suppress(OSError):  # it has just ended
-            if folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink():
+        with suppress(OSError):  # it has just ended, or may not be looked into
+            if folder.lstat().st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
+                continue
+            if (folder / ALIVE).exists() or (folder / PLANS).is_dir():
                 found.add(folder)
-    return [LocalRun(folder) for folder in sorted(found) if (folder / ALIVE).exists() or (folder / PLANS).is_dir()]
+    return [LocalRun(folder) for folder in sorted(found)]
 
 
 def local_plans() -> list[Path]:
@@ -114,6 +121,13 @@ def run_at(address: str) -> LocalRun | None:
     return min(found, key=lambda run: run.killed, default=None)
 
 
+def note_logs(folder: Path, logs: Path) -> None:
+    """Write down where the logs of a run are kept."""
+    if logs != folder:
+        with suppress(OSError):
+            (folder / LOGS).symlink_to(logs.resolve())
+
+
 def note_group(folder: Path, change: str, group: int) -> None:
     """Write down what the guardian is told. Where the disk is full the guardian alone knows."""
     with suppress(OSError), (folder / GROUPS).open("a") as file:
@@ -123,27 +137,32 @@ def note_group(folder: Path, change: str, group: int) -> None:
 def _groups(folder: Path) -> list[int]:
     """Those that had not ended when the run was killed."""
     groups: dict[int, None] = {}
-    with suppress(FileNotFoundError):
-        for line in (folder / GROUPS).read_text().splitlines():
-            if not line[1:].isdecimal():
-                continue  # the disk was full in the middle of a line
-            if line[0] == "+":
-                groups[int(line[1:])] = None
+    with suppress(OSError):
+        # Only whole lines: where the disk was full in the middle of one, what there is of it is another number.
+        for change, group in re.findall(rb"([+-])([0-9]+)\n", (folder / GROUPS).read_bytes()):
+            if change == b"+":
+                groups[int(group)] = None
             else:
-                groups.pop(int(line[1:]), None)
+                groups.pop(int(group), None)
     return list(groups)
 
 
 def _of_run(pids: Sequence[int], folder: Path) -> list[int]:
     """Those that are the run's, of processes that are in a group of its number."""
     mark = f"TMPDIR={folder / TEMPORARY}".encode()
+    logs = {folder.resolve(), (folder / LOGS).resolve()}
     found = []
     for pid in pids:
         with suppress(OSError):  # ended, or another user's
             environment = Path(f"/proc/{pid}/environ").read_bytes()
-            if mark in environment.split(b"\0") or b"PATH=" not in environment:
+            if mark in environment.split(b"\0") or (b"PATH=" not in environment and _output(pid).parent in logs):
                 found.append(pid)
     return found
+
+
+def _output(pid: int) -> Path:
+    """Where a process writes what nobody has asked for."""
+    return Path(f"/proc/{pid}/fd/2").readlink()
 
 
 def _same(listen: str, address: str) -> bool:

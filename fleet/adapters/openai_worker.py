@@ -62,9 +62,7 @@ TRIPS = 5  # failures in a row, as hyperscalers' proxies have it (Envoy's outlie
 MISSES = 3  # questions for its health in a row that a server does not answer
 FIRST_PAUSE_SECONDS = 1.0  # of a server that failed too many requests
 LONGEST_PAUSE_SECONDS = 30.0
-SEARCH_SECONDS = (
-    0.25  # between two questions to a server that is not there; these cost little, and waiting for it costs much
-)
+SEARCH_SECONDS = 0.25  # between two questions to a server that is not there; they cost little, waiting for it much
 IDLE_SECONDS = 60.0  # of a connection that a burst has left over; servers close them sooner, or never
 STARVED_SECONDS = 0.05  # between two attempts then (rule 7)
 RETRY_AFTER_MS = 1000

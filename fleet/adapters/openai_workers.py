@@ -48,7 +48,7 @@ class OpenAiWorkers:
         self._pending: dict[RequestId, Relayed] = {}
 
     def _can_spare(self, worker: OpenAiWorker) -> bool:
-        """Whether the others of its model can do without a worker that takes requests (rule 2)."""
+        """Whether the others of its model can do without a worker that takes requests (rule 2 of `fleet.adapters.openai_worker`)."""
         alike = [each for each in self._workers.values() if each.settings.model == worker.settings.model]
         others = sum(each.taking for each in alike if each is not worker)
         return others > 0 and 2 * others >= len(alike)

@@ -303,9 +303,9 @@ class Call:
         """Book where the answer comes from, and nowhere else (rule 4)."""
         desk = self._desk
         assert self._arrived is not None
-        if self._booking is not None:
-            desk.selection.end(self._booking)
-            self._booking = None
+        assert self._booking is not None
+        desk.selection.end(self._booking)
+        self._booking = None
         try:
             (there,) = desk.endpoints.within([served])
         except (Refused, ValueError):

@@ -25,7 +25,7 @@ from fleet.errors import Reason
 from fleet.requests import Source
 from fleet.roles import Phase
 from operators.children.names import HTTP, host_of
-from operators.probing import Answer, Failure, Probe
+from operators.probing import Completion, Failure, Probe
 
 BUSY = frozenset({Reason.QUEUE_FULL, Reason.RATE_LIMITED})
 """Of an admission that lets in no more, and not of something that fails."""
@@ -68,7 +68,7 @@ class _Usage(Struct, frozen=True):
     completion_tokens: int
 
 
-class _Completion(Struct, frozen=True):
+class _CompletionBody(Struct, frozen=True):
     choices: tuple[_Choice, ...]
     usage: _Usage
     fleet: _Fleet = _Fleet()
@@ -109,7 +109,7 @@ class ServedProbes:
         self._service = service
         self._router = router
 
-    async def ask(self, probe: Probe) -> Answer | Failure:
+    async def ask(self, probe: Probe) -> Completion | Failure:
         """See `operators.ports`."""
         key = self._keys.get(f"{probe.namespace}/{probe.deployment}", "")
         try:
@@ -123,7 +123,7 @@ class ServedProbes:
         except TimeoutError:
             return Failure(0, f"no answer within {self._deadline_seconds:g} s")
 
-    async def _sent(self, probe: Probe, address: str, key: str) -> Answer | Failure:
+    async def _sent(self, probe: Probe, address: str, key: str) -> Completion | Failure:
         """One request, on a connection of its own: to whatever is there now. Its deadline is the caller's."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         content = msgspec.json.encode(_request(probe, self._deadline_seconds))
@@ -168,9 +168,9 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return bytes(content)
 
 
-def _answer(probe: Probe, content: bytes) -> Answer | Failure:
+def _answer(probe: Probe, content: bytes) -> Completion | Failure:
     try:
-        completion = msgspec.json.decode(content, type=_Completion)
+        completion = msgspec.json.decode(content, type=_CompletionBody)
     except NO_SUCH_JSON:
         return Failure(HTTPStatus.OK, "what was answered is no completion")
     if not completion.choices or completion.usage.completion_tokens < 1:
@@ -180,11 +180,11 @@ def _answer(probe: Probe, content: bytes) -> Answer | Failure:
     if last is None or last.worker_id != probe.worker:
         return Failure(HTTPStatus.OK, "another worker answered")
     if not probe.pair:
-        return Answer()
+        return Completion()
     if Phase.PREFILL not in phases:
         return Failure(HTTPStatus.OK, "no prefill worker computed the prompt")
     taken = sum(each.blocks for each in last.origins if each.source in ELSEWHERE)
-    return Answer(handed=True if taken else False if last.prompt_blocks > 1 else None)
+    return Completion(handed=True if taken else False if last.prompt_blocks > 1 else None)
 
 
 def _refusal(status: int, content: bytes, key: str) -> Failure:

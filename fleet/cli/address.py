@@ -39,7 +39,7 @@ def said(error: FleetError, address: str) -> str:
     run = run_at(address)
     if run is not None and run.killed:
         return f"{address}: the cluster in {run.folder} was killed; fleet up clears up after it and starts another"
-    cause = next((said for sign, said in CAUSES.items() if sign in error.message), error.message)
+    cause = next((meaning for sign, meaning in CAUSES.items() if sign in error.message), error.message)
     return f"{address}: {cause}; fleet up starts a cluster on this machine, --address names another's router"
 
 

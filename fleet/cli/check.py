@@ -44,7 +44,7 @@ class Interrupted(ClusterFailed):
         super().__init__("interrupted")
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class Completion(Struct, frozen=True, kw_only=True):
     """What came back for one prompt."""
 
     tokens: tuple[int, ...]
@@ -80,7 +80,7 @@ async def check(topology: Topology, surroundings: Surroundings, paths: Sequence[
         Interrupted: Somebody asked to stop.
     """
     length = min(topology.cluster.max_model_len, LONGEST + ANSWER_TOKENS)
-    expected: list[Answer] = []
+    expected: list[Completion] = []
     prompts: list[TokenBytes] = []
     block_tokens = 0
 
@@ -109,10 +109,10 @@ async def _check_path(
     path: KvPath,
     prompts: Sequence[TokenBytes],
     block_tokens: int,
-    expected: Sequence[Answer],
+    expected: Sequence[Completion],
 ) -> Verdict:
     """One way, in a cluster of its own. A cluster that fails is a bad verdict, not the end of the check."""
-    got: list[Answer | None] = []
+    got: list[Completion | None] = []
 
     async def compare(cluster: Cluster) -> None:
         say(f"asking a prefill and a decode worker the same, blocks by {path}")
@@ -138,9 +138,9 @@ async def _check_path(
 
 async def _ask_all(
     cluster: Cluster, prompts: Sequence[TokenBytes], placement: Placement, within: Nanos
-) -> tuple[list[Answer | None], int]:
+) -> tuple[list[Completion | None], int]:
     """Answers in the order of the prompts, None where a request failed; and the tokens of a block."""
-    answers: list[Answer | None] = [None] * len(prompts)
+    answers: list[Completion | None] = [None] * len(prompts)
     turn = asyncio.Semaphore(AT_A_TIME)
     async with AsyncClient(cluster.plan.grpc) as client:
 
@@ -158,7 +158,9 @@ async def _ask_all(
     return answers, card.block_tokens
 
 
-async def _ask(client: AsyncClient, prompt: TokenBytes, placement: Placement, within: Nanos, clock: Clock) -> Answer:
+async def _ask(
+    client: AsyncClient, prompt: TokenBytes, placement: Placement, within: Nanos, clock: Clock
+) -> Completion:
     begun = clock.now()
     first = last = begun
     async with client.generate(
@@ -174,10 +176,12 @@ async def _ask(client: AsyncClient, prompt: TokenBytes, placement: Placement, wi
                 last = clock.now()
                 first = last if first == begun else first
     result = stream.result
-    return Answer(tokens=result.token_ids, kv=result.kv, ttft=Nanos(first - begun), rest=Nanos(last - first))
+    return Completion(tokens=result.token_ids, kv=result.kv, ttft=Nanos(first - begun), rest=Nanos(last - first))
 
 
-def judge(path: KvPath, expected: Sequence[Answer], got: Sequence[Answer | None], complaints: Sequence[str]) -> Verdict:
+def judge(
+    path: KvPath, expected: Sequence[Completion], got: Sequence[Completion | None], complaints: Sequence[str]
+) -> Verdict:
     """Sum up the answers of one way; None stands for a request that failed, and is among the complaints."""
     answers = [answer for answer in got if answer is not None]
     origins = [origin for answer in answers for origin in _decode_origins(answer) if origin.source is MOVED_BY[path]]
@@ -199,7 +203,7 @@ def judge(path: KvPath, expected: Sequence[Answer], got: Sequence[Answer | None]
 
 
 def complaint(
-    path: KvPath, prompt_tokens: int, block_tokens: int, expected: Answer, answer: Answer | None
+    path: KvPath, prompt_tokens: int, block_tokens: int, expected: Completion, answer: Completion | None
 ) -> str | None:
     """What is wrong with one answer; None if nothing is."""
     if answer is None:
@@ -214,7 +218,7 @@ def complaint(
     return None
 
 
-def blocks_came(answer: Answer, path: KvPath, prompt_tokens: int, block_tokens: int) -> bool:
+def blocks_came(answer: Completion, path: KvPath, prompt_tokens: int, block_tokens: int) -> bool:
     """Whether the decode phase had blocks moved to it, as far as there were any that it did not hold itself.
 
     The last token of a prompt is always computed, because its output is the first token of the answer; so its block does not
@@ -228,7 +232,7 @@ def blocks_came(answer: Answer, path: KvPath, prompt_tokens: int, block_tokens: 
     )
 
 
-def _decode_origins(answer: Answer) -> list[KvOrigin]:
+def _decode_origins(answer: Completion) -> list[KvOrigin]:
     return [origin for phase in answer.kv if phase.phase is Phase.DECODE for origin in phase.report.origins]
 
 

@@ -18,7 +18,7 @@ from operators.children.workloads import revision, workers
 from operators.consistency import contradictions
 from operators.crds import KINDS, definition
 from operators.imports.importing import imported
-from operators.proposals import Infeasible, answer
+from operators.proposals import Infeasible, propose
 from operators.requested import proposed
 from operators.resources.deployment import DisaggDeploymentSpec
 from operators.resources.parts import GROUP, VERSION
@@ -130,7 +130,7 @@ def _propose(arguments: argparse.Namespace) -> int:
                 )
         except ConfigurationRefused as refused:
             raise ConfigurationRefused(f"document {number}: {refused}") from refused
-        found = answer(asked)
+        found = propose(asked)
         print(f"fleet: {metadata['name']}: {found.reason}: {found.message}", file=sys.stderr)
         if isinstance(found, Infeasible):
             missing = True

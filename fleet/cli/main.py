@@ -68,11 +68,14 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output has gone; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except OSError as error:  # files are refused where their names are known; this is where our output goes
+    except (
+        OSError
+    ) as error:  # most files are refused where their names are known; without a name this is where our output goes
         if error.errno != errno.ENOSPC:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"fleet: standard output: {error.strerror}", file=sys.stderr)
+        if error.filename is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"fleet: {_in_one_line(error.filename or 'standard output')}: {error.strerror}", file=sys.stderr)
         return FAILED
     return status
 

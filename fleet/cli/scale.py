@@ -18,7 +18,7 @@ from fleet.cli.stopping import STOPPING
 from fleet.clock import SECOND, Nanos
 from fleet.config import load
 from fleet.errors import ConfigurationRefused
-from fleet.planner.execution import Outcome
+from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PoolName, PoolSeen, Writer
 from fleet.planner.ports import Connector, ConnectorError
 from fleet.planner.server import carry_out
@@ -76,15 +76,15 @@ async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: fl
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     async with connector_of(target, Writer.PERSON) as connector:
         before = await connector.observe()
-        outcome, seen = Outcome.SETTLED, before
+        outcome, seen = PlanOutcome.SETTLED, before
         if wishes:
             outcome, seen = await _change(connector, wishes, before, within_seconds)
     for line in _table(seen):
         print(line)
-    if outcome is Outcome.SETTLED:
+    if outcome is PlanOutcome.SETTLED:
         for line in unfinished(seen, place):
             _say(line)
-    return DONE if outcome is Outcome.SETTLED else FAILED
+    return DONE if outcome is PlanOutcome.SETTLED else FAILED
 
 
 def unfinished(seen: Observation, place: str) -> Iterator[str]:
@@ -107,7 +107,7 @@ def unfinished(seen: Observation, place: str) -> Iterator[str]:
 
 async def _change(
     connector: Connector, wishes: dict[PoolName, int], before: Observation, within_seconds: float
-) -> tuple[Outcome, Observation]:
+) -> tuple[PlanOutcome, Observation]:
     plan = Plan(
         id=PlanId(f"scale-{unix_milliseconds()}-{os.getpid()}"),
         replicas=wishes,
@@ -123,11 +123,11 @@ async def _change(
         connector, plan, before, SystemClock(), tell, lambda cause: _say(f"{cause}; trying again")
     )
     match outcome:
-        case Outcome.ROLLED_BACK:
+        case PlanOutcome.ROLLED_BACK:
             _say("not all of it came; what did not is not wanted any more")
-        case Outcome.UNSETTLED:
+        case PlanOutcome.UNSETTLED:
             _say("not settled by now; it goes on by itself")
-        case Outcome.SETTLED:
+        case PlanOutcome.SETTLED:
             pass
     return outcome, seen
 

@@ -18,7 +18,9 @@ from fleet.planner.messages import Observation, Plan, PlanId, PoolSeen, Why
 from fleet.planner.ports import Refused, Stale
 
 
-class Outcome(StrEnum):
+class PlanOutcome(StrEnum):
+    """How it went."""
+
     SETTLED = "settled"
     ROLLED_BACK = "rolled_back"
     """In part: what served by then stays."""

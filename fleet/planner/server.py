@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from fleet.clock import SECOND, Clock, Nanos
-from fleet.planner.execution import Outcome, forbidden, rollback, settled
+from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled
 from fleet.planner.messages import Observation, Plan
 from fleet.planner.ports import Connector, Refused, Stale, Unreachable
 
@@ -22,7 +22,7 @@ async def carry_out(
     clock: Clock,
     tell: Callable[[Observation], None],
     trouble: Callable[[str], None] = lambda _: None,
-) -> tuple[Outcome, Observation]:
+) -> tuple[PlanOutcome, Observation]:
     """Write a plan and wait until it is settled, or its deadline has passed. Nobody waits for the rest of one of which a part is forbidden.
 
     Args:
@@ -51,7 +51,7 @@ async def carry_out(
             tell(seen)
             last = seen
         if settled(plan, seen):
-            return Outcome.SETTLED, seen
+            return PlanOutcome.SETTLED, seen
         if clock.now() >= deadline:
             return await _give_up(connector, plan, before, seen, clock, trouble)
         if (part := forbidden(plan, seen)) is not None:
@@ -66,16 +66,16 @@ async def _give_up(
     seen: Observation,
     clock: Clock,
     trouble: Callable[[str], None],
-) -> tuple[Outcome, Observation]:
+) -> tuple[PlanOutcome, Observation]:
     """Take back what has not come. Whoever writes at the same moment decides."""
     less = rollback(plan, before, seen)
     if less is None:
-        return Outcome.UNSETTLED, seen
-    deadline, outcome = clock.now() + TAKE_BACK_WITHIN, Outcome.ROLLED_BACK
+        return PlanOutcome.UNSETTLED, seen
+    deadline, outcome = clock.now() + TAKE_BACK_WITHIN, PlanOutcome.ROLLED_BACK
     try:
         await _patiently(lambda: connector.apply(less, seen), deadline, clock, trouble)
     except (Stale, Refused):
-        outcome = Outcome.UNSETTLED
+        outcome = PlanOutcome.UNSETTLED
     return outcome, await _patiently(connector.observe, deadline, clock, trouble)
 
 

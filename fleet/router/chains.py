@@ -7,19 +7,23 @@ Rules:
 2. Chains are paths in a tree of *pieces*: runs of blocks that the same chains go through. A chain that parts from others in
    the middle of a piece divides it. Most prompts are a beginning that many have and an end that nobody else has: two pieces,
    however long they are, and what is asked or changed costs as much as there are pieces.
-3. Pieces are not put together again; they go when the last chain through them does. So there are never more than blocks.
+3. Pieces go when the last chain through them does; so there are never more than blocks. Those that no chain tells apart any more are
+   put together when a chain that goes through many pieces is removed: what was divided long ago costs nothing for ever.
 4. Two prompts whose keys collide, which somebody may bring about, make numbers wrong by some blocks and nothing else: a chain
    that runs into a piece which belongs elsewhere is noted until there.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import chain as one_after_another
 
 from msgspec import Struct
 
 from fleet.clock import Nanos
 
 Keys = Sequence[int]
+
+MANY = 16  # pieces; a path of fewer costs less to follow than to put together, and to divide again
 
 
 class ChainHolder:
@@ -50,6 +54,7 @@ class Piece(Struct, eq=False):
     mask: int  # the holders' bits
     chain: Chain | None  # the one that it was made for, if that ends here
     through: dict[ChainHolder, int] | None = None  # chains, by holder; None, as mostly: that one alone
+    count: int = 1  # of those chains
 
     @property
     def end(self) -> int:
@@ -84,6 +89,7 @@ class Chains:
             if common < len(piece.keys) and (piece := self._divide(piece, common)) is None:
                 break  # rule 4
             through = _through(piece)
+            piece.count += 1
             if holder in through:
                 through[holder] += 1
             else:
@@ -102,7 +108,7 @@ class Chains:
             if common < len(piece.keys):
                 return None
             last = piece
-        if last is None or last.mask != holder.bit or (last.through is not None and last.through[holder] > 1):
+        if last is None or last.mask != holder.bit or last.count > 1:
             return None
         return last.chain
 
@@ -126,8 +132,11 @@ class Chains:
                 self._blocks -= len(piece.keys)
                 holder.blocks -= len(piece.keys)
                 piece = piece.above
+        stays: Piece | None = None  # the last piece that does
+        followed = 0
         while piece is not None:
             through = _through(piece)
+            piece.count -= 1
             if through[holder] > 1:
                 through[holder] -= 1
             else:
@@ -137,7 +146,12 @@ class Chains:
                 if not through:
                     del self._pieces[piece.keys[0]]
                     self._blocks -= len(piece.keys)
+            if stays is None and through:
+                stays = piece
+            followed += 1
             piece = piece.above
+        if followed > MANY and stays is not None:
+            self._join(stays)
 
     def runs(self, keys: Keys) -> list[tuple[int, int]]:
         """Whose leading blocks of a prompt end where, as `fleet.router.index.runs` has it."""
@@ -170,13 +184,31 @@ class Chains:
         begins = piece.keys[0]
         if piece.keys[length] in self._pieces:
             return None
-        first = Piece(piece.above, piece.start, piece.keys[:length], piece.mask, None, dict(_through(piece)))
+        first = Piece(
+            piece.above, piece.start, piece.keys[:length], piece.mask, None, dict(_through(piece)), piece.count
+        )
         piece.above = first
         piece.start += length
         piece.keys = piece.keys[length:]
         self._pieces[begins] = first
         self._pieces[piece.keys[0]] = piece
         return first
+
+    def _join(self, piece: Piece) -> None:
+        """Put together, on the way to a piece, what the same chains go through: as many, since all that go on have come that way."""
+        last: Piece | None = piece
+        while last is not None:
+            parts, above = [last], last.above
+            while above is not None and above.count == last.count:
+                parts.append(above)
+                above = above.above
+            if len(parts) > 1:  # the last one stays, so that chains still end where they did
+                for part in parts:
+                    del self._pieces[part.keys[0]]
+                last.start, last.above = parts[-1].start, above
+                last.keys = tuple(one_after_another.from_iterable(part.keys for part in reversed(parts)))
+                self._pieces[last.keys[0]] = last
+            last = above
 
     def check(self, chains: Sequence[Chain]) -> None:
         """Assert that these are all chains, and that what is noted follows from them."""
@@ -201,6 +233,7 @@ class Chains:
         for piece in pieces.values():
             assert through[id(piece)] == {id(holder): count for holder, count in _through(piece).items()}
             assert piece.mask == sum(holder.bit for holder in _through(piece))
+            assert piece.count == sum(_through(piece).values())
             assert piece.chain is None or piece.chain.last is piece
         for chain in chains:
             assert chain.holder.blocks == len(held[id(chain.holder)])

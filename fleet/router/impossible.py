@@ -146,6 +146,7 @@ def nobody(asked: Asked, standings: Standings) -> Wait | Impossible:
 
 
 def no_pair(asked: Asked) -> Impossible:
+    """Why there is no pair, or none that shares the path that was asked for."""
     if asked.kv_path is None:
         return Impossible(
             reason=Reason.KV_MISMATCH,

@@ -16,7 +16,7 @@ Rules:
 6. A deadline ends a request wherever it is; the server sends `Ticked` when `next_deadline()` has come.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import assert_never
 
 from msgspec import structs
@@ -25,18 +25,18 @@ from fleet.clock import Nanos
 from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, ModelCard
-from fleet.roles import Phase, Placement
+from fleet.roles import Phase
+from fleet.router.account import Account
 from fleet.router.admission import Admission
-from fleet.router.candidates import Asked, Chance
-from fleet.router.crossover import Crossover
-from fleet.router.impossible import Cause, Impossible, Wait
+from fleet.router.candidates import Chance
+from fleet.router.chooser import Chooser
+from fleet.router.impossible import Impossible, Wait
 from fleet.router.live import Hasher, LiveRequest, Stage, Turn, Work, advance, hash_prompt
 from fleet.router.messages import (
     Arrived,
     Booked,
     CacheAged,
     CacheAssumed,
-    CacheDrifts,
     CacheReported,
     Cancelled,
     Command,
@@ -58,24 +58,15 @@ from fleet.router.messages import (
     WorkerLeft,
     WorkRejected,
 )
-from fleet.router.placement import Decision, decide, decide_decode
+from fleet.router.placement import Decision
 from fleet.router.policies.built_in import parameters
 from fleet.router.policies.built_in import policy as built_in_policy
 from fleet.router.policies.ports import Policy
 from fleet.router.pool import KnownWorker
 from fleet.router.ranked import Ranked
 from fleet.router.roster import Roster
-from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings, Thresholds
-from fleet.router.snapshot import (
-    BreakEven,
-    Counters,
-    Explanation,
-    KnowledgeSnapshot,
-    RemotePrefill,
-    RouterSnapshot,
-)
-from fleet.router.truth import Compared, Knowledge, compare
+from fleet.router.snapshot import Explanation, RemotePrefill, RouterSnapshot
 from fleet.router.works import Works
 from fleet.work import Handoff, Progress, Rejected
 
@@ -116,9 +107,7 @@ class RouterMachine:
         self._settings = settings
         self._policy = policy or built_in_policy(settings.policy, parameters(settings))
         self._hasher = hasher
-        self._crossover = Crossover()
-        self._sessions = Sessions(settings.session_ttl_seconds, settings.max_sessions)
-        self._chance = chance
+        self._chooser = Chooser(settings, self._policy, chance)
         self._roster = Roster(settings)
         self._live: dict[RequestId, LiveRequest] = {}
         self._works = Works(settings)
@@ -127,10 +116,8 @@ class RouterMachine:
         self._deadlines = Ranked()
         self._seq = 0
         self._freed: dict[ModelName, None] = {}  # models whose queue may move since room was made
-        self._counters = Counters()
-        self._compared = dict.fromkeys(Knowledge, Compared())
-        self._prompts_compared = dict.fromkeys(Knowledge, 0)
-        self._explained: OrderedDict[RequestId, list[Decision]] = OrderedDict()  # a dict's first key is slow to find
+        self._account = Account(settings.explained_requests)
+        self._counters = self._account.counters
 
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
         """Take in what happened; returns what to do about it, in order."""
@@ -200,7 +187,7 @@ class RouterMachine:
 
     def _arrived(self, event: Arrived, now: Nanos, out: list[Command]) -> None:
         assert event.request_id not in self._live, event.request_id
-        self._explained.pop(event.request_id, None)
+        self._account.arrived(event.request_id)
         self._seq += 1
         live = LiveRequest(event, self._seq, now, self._hasher)
         self._live[live.id] = live
@@ -236,29 +223,14 @@ class RouterMachine:
 
     def _place(self, live: LiveRequest, now: Nanos, out: list[Command]) -> Decision | Wait | Impossible:
         """Place a queued or new request; after anything but `Wait` it is in no queue."""
-        settings = self._settings
-        standings = self._roster.standings(live)
-        asked = self._asked(live, now)
-        learned = settings.learn_remote_prefill and (self._crossover.measured or not live.arrived.second_hand)
-        crossover = self._crossover if learned else None
-        outcome = decide(asked, standings, self._policy, settings, self._chance, crossover)
-        if isinstance(outcome, Impossible) and live.failures:
-            # Overrides bind the first placement; after a failure, an answer by another way is better than none.
-            free = structs.replace(asked, placement=Placement.AUTO, kv_path=None, pin=None)
-            outcome = decide(free, standings, self._policy, settings, self._chance, crossover)
-            if isinstance(outcome, Impossible):
-                message = f"its worker was lost; {outcome.message}"
-                outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
+        outcome = self._chooser.choose(live, self._roster.standings(live), now)
         match outcome:
             case Decision():
                 if len(self._waiting):
                     self._waiting.served(live.id, outcome.prefill_tokens, now)
                 self._dispatch(live, outcome, now, out)
             case Impossible():
-                causes = self._counters.impossible
-                causes[outcome.cause] = causes.get(outcome.cause, 0) + 1
-                if outcome.cause is Cause.SESSION_LOST:
-                    self._sessions.forget(live.session_key)
+                self._account.impossible(outcome.cause)
                 self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field)
             case Wait():
                 pass
@@ -266,19 +238,11 @@ class RouterMachine:
                 assert_never(outcome)
         return outcome
 
-    def _asked(self, live: LiveRequest, now: Nanos) -> Asked:
-        affinity = self._settings.session_affinity
-        if affinity == "off" or not live.arrived.session:
-            return live.asked(now)
-        bound = self._sessions.bound(live.session_key, now)
-        return live.asked(now, bound=bound, must_keep=affinity == "hard" and bound is not None)
-
     def _dispatch(self, live: LiveRequest, placed: Decision, now: Nanos, out: list[Command]) -> None:
-        self._record(live, placed)
+        self._account.placed(live, placed, self._policy)
         live.placed = placed
         live.stage = advance(live.stage, Turn.DISPATCHED)
-        if live.arrived.session and self._settings.session_affinity != "off":
-            self._sessions.bind(live.session_key, placed.decode, now)
+        self._chooser.taken(live, placed, now)
         if placed.prefill is None:
             self._book(live, placed.decode, placed.prefill_tokens, now)
             self._roster[placed.decode].assume(live, now)
@@ -287,14 +251,6 @@ class RouterMachine:
             self._book(live, placed.decode, 0, now)
             self._book(live, placed.prefill, placed.prefill_tokens, now)
             self._works.begin(live, placed.prefill, Phase.PREFILL, now, out)
-
-    def _record(self, live: LiveRequest, placed: Decision) -> None:
-        self._counters.placed(placed, self._policy)
-        if live.sent:
-            self._counters.continued += 1
-        self._explained.setdefault(live.id, []).append(placed)
-        if len(self._explained) > self._settings.explained_requests:
-            self._explained.popitem(last=False)
 
     def _book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> None:
         worker = self._roster[worker_id]
@@ -316,7 +272,7 @@ class RouterMachine:
     def _tuned(self, thresholds: Thresholds) -> None:
         self._settings = structs.replace(self._settings, **structs.asdict(thresholds))
         self._roster.tune(self._settings)
-        self._works.settings = self._admission.settings = self._settings
+        self._works.settings = self._admission.settings = self._chooser.settings = self._settings
         self._freed.update(dict.fromkeys(self._waiting.models()))  # there may be room now
 
     # Progress.
@@ -348,32 +304,17 @@ class RouterMachine:
         self._compare(live, work, round(share * live.prompt_tokens), out)
 
     def _compare(self, live: LiveRequest, work: Work, reported_tokens: int, out: list[Command]) -> None:
-        """What was believed to be cached where a prompt was computed, against what was."""
-        placed = live.placed
-        if placed is None or live.arrived.second_hand:
+        if live.placed is None or live.arrived.second_hand:
             return
-        worker = self._roster[work.worker_id]
-        truth = worker.truth
-        prompt = placed.asked.prompt_tokens
-        compared = compare(prompt, prompt - placed.prefill_tokens, reported_tokens, worker.description.block_tokens)
-        self._compared[truth.knowledge] += compared
-        self._prompts_compared[truth.knowledge] += 1
-        if truth.note(compared):
-            out.append(
-                CacheDrifts(
-                    worker_id=work.worker_id,
-                    knowledge=truth.knowledge,
-                    drifting=truth.drifting,
-                    precision=truth.recent.precision,
-                    recall=truth.recent.recall,
-                )
-            )
+        drifts = self._account.compare(live.placed, self._roster[work.worker_id], reported_tokens)
+        if drifts is not None:
+            out.append(drifts)
 
     def _answered(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.token_ids:
             if live.stage is not Stage.DECODING:
-                if live.stage is Stage.HANDED_OVER and not live.arrived.second_hand:
-                    self._crossover.handed_over(Nanos(now - live.handed_over_at))
+                if live.stage is Stage.HANDED_OVER:
+                    self._chooser.handed_over(live, now)
                 live.stage = advance(live.stage, Turn.FIRST_TOKEN)
                 self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
                 self._works.computed(live)
@@ -414,15 +355,8 @@ class RouterMachine:
             worker = self._roster[worker_id]
             if worker is not prefill and not worker.draining:
                 return worker_id
-        chosen = decide_decode(
-            prefill.description,
-            handoff.kv_path,
-            live.asked(now),
-            self._roster.standings(live),
-            self._policy,
-            self._settings,
-            self._chance,
-        )
+        standings = self._roster.standings(live)
+        chosen = self._chooser.choose_decode(live, standings, prefill.description, handoff.kv_path, now)
         if chosen is not None:
             for worker_id in [other for other in live.booked_on if self._roster[other] is not prefill]:
                 self._release(live, worker_id)
@@ -556,7 +490,7 @@ class RouterMachine:
         retry_after_ms: int = 0,
     ) -> None:
         self._end(live)
-        self._counters.refused[reason] = self._counters.refused.get(reason, 0) + 1
+        self._account.refused(reason)
         if not retry_after_ms and reason in _WORTH_A_RETRY:
             retry_after_ms = self._settings.retry_after_ms
         out.append(
@@ -588,20 +522,7 @@ class RouterMachine:
 
     def remote_prefill(self) -> RemotePrefill:
         """What was measured of when another worker computes a prompt, whether it counts or not."""
-        return RemotePrefill(
-            learned=self._settings.learn_remote_prefill,
-            handoffs=self._crossover.samples,
-            handoff_seconds=self._crossover.handoff_seconds,
-            workers=tuple(
-                BreakEven(
-                    worker_id=worker_id,
-                    requests=requests,
-                    token_seconds=seconds,
-                    min_tokens=self._crossover.even_tokens(seconds, requests),
-                )
-                for worker_id, requests, seconds in self._roster.paces()
-            ),
-        )
+        return self._chooser.remote_prefill(self._roster.paces())
 
     def booked(self) -> dict[WorkerId, Booked]:
         """What this router has booked by itself, for the others."""
@@ -623,8 +544,7 @@ class RouterMachine:
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         """Why a request went where it went; None for one too long ago, or never placed."""
-        placements = self._explained.get(request_id)
-        return None if placements is None else Explanation(placements=tuple(each.explained() for each in placements))
+        return self._account.explain(request_id)
 
     def snapshot(self) -> RouterSnapshot:
         return RouterSnapshot(
@@ -635,18 +555,7 @@ class RouterMachine:
             index_blocks=self._roster.known_blocks(),
             index_overflowed=self._roster.index.overflowed,
             counters=self._counters.copy(),
-            knowledge=tuple(self._known(knowledge) for knowledge in Knowledge),
-        )
-
-    def _known(self, knowledge: Knowledge) -> KnowledgeSnapshot:
-        workers, drifting, recent = self._roster.recent(knowledge)
-        return KnowledgeSnapshot(
-            knowledge=knowledge,
-            workers=workers,
-            drifting=drifting,
-            prompts=self._prompts_compared[knowledge],
-            total=self._compared[knowledge],
-            recent=recent,
+            knowledge=self._account.knowledge(self._roster.recent),
         )
 
     def check(self) -> None:

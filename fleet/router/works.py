@@ -96,8 +96,8 @@ class Works:
     def _goes_at_once(self, live: LiveRequest, worker_id: WorkerId) -> bool:
         """Whether a prompt that was placed on a worker is sent there now, or later by `move`."""
         arrived, settings = live.arrived, self.settings
-        if arrived.only_end or arrived.second_hand or not settings.prefill_window_tokens:
-            return True  # nobody may tell when its prompt is computed; or nobody asks
+        if arrived.only_end or arrived.second_hand:
+            return True  # nobody may tell when its prompt is computed
         assert live.placed is not None
         tokens = live.placed.prefill_tokens
         if self._lanes.enter(live.id, worker_id, tokens):

@@ -66,14 +66,14 @@ class Cluster:
         self._delay = message_delay
         self._silence = silence
         self._network = Network(kernel)
-        self._handoffs = Handoffs(kernel, self._network, block_tokens, self._flip_if_idle)
+        self._handoffs = Handoffs(kernel, self._network, block_tokens, self._leave_if_idle)
         self._around = Surroundings(
             kernel=kernel,
             message_delay=message_delay,
             hear=hear,
             handoffs=self._handoffs,
             requests=requests,
-            ended=self._flip_if_idle,
+            ended=self._leave_if_idle,
         )
         self._workers: dict[WorkerId, Worker] = {}
         self._left: list[Worker] = []
@@ -178,7 +178,7 @@ class Cluster:
             case RoleFlip():
                 worker.flips_to = fault.role
                 worker.says.say(WorkerDraining(worker_id=worker.id))
-                self._flip_if_idle(worker.id)
+                self._leave_if_idle(worker.id)
             case _:
                 assert_never(fault)
 
@@ -226,22 +226,23 @@ class Cluster:
         worker.hears.mend()
         if was_lost and not worker.away:
             worker.announce(worker.says.say)
-            self._flip_if_idle(worker.id)
+            self._leave_if_idle(worker.id)
 
-    def _flip_if_idle(self, worker_id: WorkerId) -> None:
+    def _leave_if_idle(self, worker_id: WorkerId) -> None:
         """A worker that drains leaves, once it has nothing left to do in its old role."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.flips_to is None or worker.away or not worker.engine.idle:
             return
         worker.away = True
         worker.says.say(WorkerLeft(worker_id=worker.id))
-        self._kernel.after(
-            (COMING - 1) * self._delay + 1, partial(self._begin_anew, worker)
-        )  # and is heard a message later
+        announced = (COMING - 1) * self._delay + 1  # and heard a message later
+        self._kernel.after(announced, partial(self._begin_anew, worker))
 
     def _begin_anew(self, worker: Worker) -> None:
-        if worker.until is not None or worker.flips_to is None:
+        """In its new role."""
+        if worker.until is not None:
             return  # it died meanwhile
+        assert worker.flips_to is not None
         worker.role, worker.flips_to, worker.away = worker.flips_to, None, False
         worker.incarnation += 1
         worker.announce(worker.says.say)

@@ -10,7 +10,7 @@ from enum import Enum
 from msgspec import Struct
 
 from fleet.sim.intervals import Interval, interval
-from fleet.sim.results import Outcome
+from fleet.sim.results import RunOutcome
 
 
 class Better(Enum):
@@ -25,7 +25,7 @@ class Figure(Struct, frozen=True):
     """One that is compared."""
 
     name: str
-    of: Callable[[Outcome], float]
+    of: Callable[[RunOutcome], float]
     better: Better
 
 
@@ -70,11 +70,11 @@ class Comparison(Struct, frozen=True, kw_only=True):
     seeds: tuple[int, ...]
     same_requests: bool  # whether both had the same workload, seed by seed
     figures: tuple[Difference, ...]
-    runs: tuple[tuple[Outcome, Outcome], ...]  # a pair for each seed
+    runs: tuple[tuple[RunOutcome, RunOutcome], ...]  # a pair for each seed
 
 
 def compare(
-    names: tuple[str, str], seeds: Sequence[int], runs: Sequence[tuple[Outcome, Outcome]], *, same_requests: bool
+    names: tuple[str, str], seeds: Sequence[int], runs: Sequence[tuple[RunOutcome, RunOutcome]], *, same_requests: bool
 ) -> Comparison:
     """Every figure of both.
 
@@ -94,12 +94,12 @@ def compare(
     )
 
 
-def means(runs: Sequence[Outcome]) -> dict[str, Interval]:
+def means(runs: Sequence[RunOutcome]) -> dict[str, Interval]:
     """Of the figures of runs that differ in their seeds alone."""
     return {figure.name: interval([figure.of(run) for run in runs]) for figure in FIGURES}
 
 
-def _difference(figure: Figure, runs: Sequence[tuple[Outcome, Outcome]]) -> Difference:
+def _difference(figure: Figure, runs: Sequence[tuple[RunOutcome, RunOutcome]]) -> Difference:
     pairs = [(figure.of(a), figure.of(b)) for a, b in runs]
     difference = interval([b - a for a, b in pairs])
     return Difference(

@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 from fleet.sim.history import Arrivals
 from fleet.sim.planning import run_scenario
 from fleet.sim.processes import process_pool, watch
-from fleet.sim.results import Outcome
+from fleet.sim.results import RunOutcome
 from fleet.sim.scenario import Scenario, scaled, waiting_users
 
 LOADS = (0.5, 1.0, 1.5, 2.0)
@@ -37,7 +37,7 @@ class LoadPoint(Struct, frozen=True, kw_only=True):
     load: float  # of the scenario's own
     rate: float  # requests a second, while they came
     users: int  # that wait for answers; 0: they do not
-    outcome: Outcome
+    outcome: RunOutcome
 
 
 def at_load(scenario: Scenario, folder: Path, load: float) -> LoadPoint:

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from msgspec import Struct
 
-from fleet.sim.results import Outcome
+from fleet.sim.results import RunOutcome
 from fleet.sim.sweep import Row
 
 JOULES = 3.6e6
@@ -35,7 +35,7 @@ class Ranked(Struct, frozen=True, kw_only=True):
     keeps: bool  # as large an attainment as was asked for
 
 
-def spent(outcome: Outcome, objective: Objective) -> float:
+def spent(outcome: RunOutcome, objective: Objective) -> float:
     """For its good requests; infinite where there are none."""
     if not (good := outcome.attainment * outcome.requests):
         return inf

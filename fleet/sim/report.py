@@ -20,7 +20,7 @@ from fleet.sim import report_sections
 from fleet.sim.charts import number
 from fleet.sim.history import Window
 from fleet.sim.load_curve import LoadPoint
-from fleet.sim.results import Outcome
+from fleet.sim.results import RunOutcome
 from fleet.sim.run import Run
 from fleet.sim.scenario import (
     PoolSection,
@@ -38,7 +38,7 @@ class Tile(Struct, frozen=True):
     what: str
 
 
-def summary(outcome: Outcome) -> list[str]:
+def summary(outcome: RunOutcome) -> list[str]:
     """Lines for a terminal."""
     refused = sum(outcome.refused.values())
     pace = f"{outcome.cpu_seconds:.1f} s of CPU, {outcome.requests_per_cpu_second:,.0f} requests a second"
@@ -54,7 +54,7 @@ def summary(outcome: Outcome) -> list[str]:
     ]
 
 
-def _tiers(outcome: Outcome) -> str:
+def _tiers(outcome: RunOutcome) -> str:
     """Where hits were, if not all in one place."""
     tiers = outcome.hit_rate_by_tier
     return f" ({', '.join(f'{tier} {share:.1%}' for tier, share in tiers.items())})" if len(tiers) > 1 else ""
@@ -114,7 +114,7 @@ def _template() -> jinja2.Template:
     return environment.from_string(text)
 
 
-def _what(scenario: Scenario, outcome: Outcome) -> str:
+def _what(scenario: Scenario, outcome: RunOutcome) -> str:
     pools = ", ".join(_pool_in_words(pool) for pool in scenario.pools)
     return f"{outcome.requests:,} requests to {scenario.model} on {pools}; policy {scenario.router.policy}."
 
@@ -125,7 +125,7 @@ def _pool_in_words(pool: PoolSection) -> str:
     return f"{pool.gpus} {pool.gpu} as {pool_name(pool)}{f' ({cut})' if cut else ''}"
 
 
-def _when(scenario: Scenario, outcome: Outcome) -> str:
+def _when(scenario: Scenario, outcome: RunOutcome) -> str:
     workload, slo = scenario.workload, scenario.slo
     source = "drawn by chance" if isinstance(workload, Drawn) else f"from {workload.file}"
     whole = f", the whole answer within {number(slo.e2e_ms)} ms" if slo.e2e_ms is not None else ""
@@ -136,7 +136,7 @@ def _when(scenario: Scenario, outcome: Outcome) -> str:
     )
 
 
-def _tiles(outcome: Outcome) -> list[Tile]:
+def _tiles(outcome: RunOutcome) -> list[Tile]:
     return [
         Tile(f"{outcome.attainment:.1%}", "of requests are good"),
         Tile(f"{outcome.goodput_rps:.3g}", "good requests a second"),

@@ -9,7 +9,7 @@ from msgspec import Struct
 from fleet.sim.charts import LINES, Line, Mark, chart, number, thinned
 from fleet.sim.history import Window
 from fleet.sim.load_curve import LoadPoint
-from fleet.sim.results import Outcome, PoolLook, PoolOutcome, Quantiles, Slo, Timeline
+from fleet.sim.results import PoolLook, PoolOutcome, Quantiles, RunOutcome, Slo, Timeline
 from fleet.sim.run import Run
 from fleet.sim.scenario import (
     CutFault,
@@ -54,7 +54,7 @@ class Section(Struct, frozen=True, kw_only=True):
     tables: Sequence[Table] = ()
 
 
-def load(curve: Sequence[LoadPoint], outcome: Outcome) -> Section:
+def load(curve: Sequence[LoadPoint], outcome: RunOutcome) -> Section:
     """Attainment, goodput, latency and cost against the load."""
     points = [point for point in curve if point.users or point.rate]
     if len(points) < 2:
@@ -62,7 +62,7 @@ def load(curve: Sequence[LoadPoint], outcome: Outcome) -> Section:
     users = bool(points[0].users)
     x = "users" if users else "requests a second"
 
-    def line(name: str, value: Callable[[Outcome], float]) -> Line:
+    def line(name: str, value: Callable[[RunOutcome], float]) -> Line:
         return Line(
             name=name, points=[(point.users if users else point.rate, value(point.outcome)) for point in points]
         )
@@ -294,7 +294,7 @@ def pools(pools: Sequence[PoolOutcome]) -> Section:
     )
 
 
-def refusals(outcome: Outcome) -> Section:
+def refusals(outcome: RunOutcome) -> Section:
     rows = [(reason or "given up", f"{count:,}") for reason, count in sorted(outcome.refused.items())]
     table = Table(name="refusals", head=("reason", "requests"), rows=rows)
     return Section(title="Refused", tables=(table,) if rows else ())

@@ -231,7 +231,7 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
     quality: Quality
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class RunOutcome(Struct, frozen=True, kw_only=True):
     """What `fleet sim run --json` prints. Times in ms, rates a second of simulated time, money in dollars."""
 
     digest: str

@@ -15,7 +15,7 @@ from fleet.sim.engine import SimulatedEngine
 from fleet.sim.faults import Fault
 from fleet.sim.kernel import Kernel
 from fleet.sim.pools import PoolProfile
-from fleet.sim.results import Ended, Outcome, PoolOutcome, Quantiles, Slo, Tally, Timeline, seconds
+from fleet.sim.results import Ended, PoolOutcome, Quantiles, RunOutcome, Slo, Tally, Timeline, seconds
 from fleet.sim.store import StoreProfile
 from fleet.sim.world import World
 
@@ -44,7 +44,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 class Run(Struct, frozen=True, kw_only=True):
     """What a run showed, with what its report draws."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     tally: Tally
     timeline: list[Timeline]
 
@@ -147,7 +147,7 @@ class _NoCycles:
             gc.enable()
 
 
-def _outcome(world: World, tally: Tally, end: Nanos, cpu_seconds: float) -> Outcome:
+def _outcome(world: World, tally: Tally, end: Nanos, cpu_seconds: float) -> RunOutcome:
     simulated = seconds(end)
     sums: dict[str, _PoolSums] = {}
     gaps = Quantiles()
@@ -160,7 +160,7 @@ def _outcome(world: World, tally: Tally, end: Nanos, cpu_seconds: float) -> Outc
     cost = sum(pool.cost for pool in sums.values())
     joules = sum(pool.joules for pool in sums.values())
     tokens = tally.prompt_tokens + tally.output_tokens
-    return Outcome(
+    return RunOutcome(
         digest=world.digest,
         requests=tally.requests,
         refused=tally.refused,

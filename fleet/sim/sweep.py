@@ -14,7 +14,7 @@ from fleet.config import overlaid
 from fleet.errors import ConfigurationRefused
 from fleet.sim.planning import plan, traffic
 from fleet.sim.processes import process_pool, watch
-from fleet.sim.results import Outcome
+from fleet.sim.results import RunOutcome
 from fleet.sim.run import Plan, simulate
 from fleet.sim.scenario import Scenario, read_scenario
 from fleet.sim.workloads import Recorded
@@ -36,7 +36,7 @@ class Row(Struct, frozen=True, kw_only=True):
     scenario: str
     changes: dict[str, Any]
     seed: int
-    outcome: Outcome
+    outcome: RunOutcome
 
 
 class _Prepared(Struct, frozen=True, kw_only=True):

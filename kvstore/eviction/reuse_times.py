@@ -142,7 +142,7 @@ class ReuseTimes:
         everywhere = _drawn(reused.sum(0), at_risk.sum(0), BELIEF, prior)
         alike = _drawn(reused.reshape(shape).sum(1), at_risk.reshape(shape).sum(1), everywhere, prior)
         hazards = _drawn(reused.reshape(shape), at_risk.reshape(shape), alike[:, np.newaxis], prior)
-        surviving, values = _prospects(np.minimum(hazards, SUREST))
+        surviving, values = prospects(np.minimum(hazards, SUREST))
         self._values = np.maximum.accumulate(values).reshape(-1, BUCKETS).tolist()  # rule 5
         self._surviving = surviving.reshape(-1, BUCKETS).tolist()
 
@@ -165,7 +165,7 @@ def _drawn(reused: Floats, at_risk: Floats, to: Floats, prior: float) -> Floats:
     return (reused + prior * to) / (at_risk + prior)
 
 
-def _prospects(hazards: Floats) -> tuple[Floats, Floats]:
+def prospects(hazards: Floats) -> tuple[Floats, Floats]:
     """Share that is still unused at each age, and the value of rule 4 there; all of shape [..., BUCKETS].
 
     Over ages, the value is the steepest slope from one to a later one, where the expected time in place is on one axis,

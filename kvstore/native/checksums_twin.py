@@ -10,7 +10,7 @@ CHUNK_BYTES = 256 << 10  # summed up while they are in the processor's cache
 
 SLOT = struct.Struct("<QQI")  # offset, generation, CRC-32C: as in `kvstore.messages`
 MOVED, GONE, CORRUPT = range(3)
-"""What comes of a block, as `kvstore.messages.Outcome` has it."""
+"""What comes of a block, as `kvstore.messages.BlockOutcome` has it."""
 
 
 def extend(crc32c: int, data: NDArray[np.uint8], /) -> int:

@@ -12,7 +12,7 @@ from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import Clock, Nanos
 from kvstore.codecs.checked import decoded, encoded
 from kvstore.errors import NamespaceUnknown, UndecodableBlock
-from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome, TierStatus
+from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, Fetched, TierStatus
 from kvstore.ports import Codec
 from kvstore.tiers.gate import Gate
 from kvstore.tiers.tally import Tally
@@ -131,8 +131,8 @@ class MemoryBackingTier:
             self._kept.move_to_end(key)
         answer = _decoded(codec, key, kept, into)
         with self._lock:
-            self._tally.count(corrupt=answer.outcome is Outcome.CORRUPT)
-            if answer.outcome is not Outcome.MOVED and self._kept.get(key) is kept:
+            self._tally.count(corrupt=answer.outcome is BlockOutcome.CORRUPT)
+            if answer.outcome is not BlockOutcome.MOVED and self._kept.get(key) is kept:
                 self._drop(key)
         return answer
 
@@ -160,6 +160,6 @@ def _decoded(codec: Codec, key: BlockKey, kept: _Kept, into: ByteArray) -> Fetch
     if crc32c([kept.content]) != kept.crc32c:
         return CORRUPT
     try:
-        return Fetched(Outcome.MOVED, decoded(codec, key, kept.content, into))
+        return Fetched(BlockOutcome.MOVED, decoded(codec, key, kept.content, into))
     except UndecodableBlock:
         return CORRUPT

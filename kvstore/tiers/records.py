@@ -27,7 +27,7 @@ from kvstore.buffers import ByteArray, crc32c
 from kvstore.codecs.checked import decoded, encoded
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import NamespaceUnknown, UndecodableBlock
-from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome
+from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.ports import Codec
 from kvstore.tiers.tally import Tally
 
@@ -204,13 +204,13 @@ class Records:
             return self._received(value, head, into)
         payload = np.empty(head.payload_bytes, np.uint8)
         self._received(value, head, payload)
-        return Fetched(Outcome.MOVED, decoded(codec, key, payload, into))
+        return Fetched(BlockOutcome.MOVED, decoded(codec, key, payload, into))
 
     def _received(self, value: Incoming, head: Head, into: ByteArray) -> Fetched:
         value.fill(into.data)
         if crc32c([into]) != head.crc32c:
             raise UndecodableBlock("a damaged payload")
-        return Fetched(Outcome.MOVED, head.crc32c)
+        return Fetched(BlockOutcome.MOVED, head.crc32c)
 
     def _codec(self, key: BlockKey) -> Codec | None:
         try:

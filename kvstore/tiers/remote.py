@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from kvstore.buffers import ByteArray
 from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import TierFailed
-from kvstore.messages import GONE, BlockKey, Fetched, Outcome, TierStatus
+from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched, TierStatus
 from kvstore.tiers.gate import Gate
 from kvstore.tiers.tally import Tally
 
@@ -158,8 +158,8 @@ class RemoteTier(Generic[S]):
             self._as_far_as_it_goes(lambda: self.shelf.get(work, answers, deadline), answers)
         fetched = [answers.get(index, GONE) for index in range(len(keys))]
         self._tally.fetched(fetched, into)
-        self._tally.missed(keys[index] for index in sorted(answers) if answers[index].outcome is not Outcome.MOVED)
-        self.discard([key for key, answer in zip(keys, fetched, strict=True) if answer.outcome is Outcome.CORRUPT])
+        self._tally.missed(keys[index] for index in sorted(answers) if answers[index].outcome is not BlockOutcome.MOVED)
+        self.discard([key for key, answer in zip(keys, fetched, strict=True) if answer.outcome is BlockOutcome.CORRUPT])
         return fetched
 
     def discard(self, keys: Sequence[BlockKey]) -> None:

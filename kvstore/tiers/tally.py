@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from kvstore.buffers import ByteArray
-from kvstore.messages import BlockKey, Fetched, Outcome, TierStatus
+from kvstore.messages import BlockKey, BlockOutcome, Fetched, TierStatus
 
 GONE_KEYS = 1 << 18
 """Names that wait to be asked for; older ones are forgotten, which costs a router a wrong guess."""
@@ -27,7 +27,9 @@ class Tally:
 
     def fetched(self, answers: Sequence[Fetched], into: Sequence[ByteArray]) -> None:
         """Count what `BackingTier.get` answers."""
-        hits = [buffer.nbytes for answer, buffer in zip(answers, into, strict=True) if answer.outcome is Outcome.MOVED]
+        hits = [
+            buffer.nbytes for answer, buffer in zip(answers, into, strict=True) if answer.outcome is BlockOutcome.MOVED
+        ]
         self.count(hits=len(hits), misses=len(answers) - len(hits), bytes_read=sum(hits))
 
     def missed(self, keys: Iterable[BlockKey]) -> None:

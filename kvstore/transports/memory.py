@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvstore.buffers import Block, MutableBlock, crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.machine import BlockMachine
-from kvstore.messages import AnySlots, Fetched, Outcome, Slot
+from kvstore.messages import AnySlots, BlockOutcome, Fetched, Slot
 from kvstore.ports import MemoryTier
 from kvstore.transports.summing import summed_before
 
@@ -24,10 +24,10 @@ class InProcessTransport:
         self._tier = tier
         self._digest = digest
 
-    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:  # noqa: ARG002 - nothing here waits
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:  # noqa: ARG002 - nothing here waits
         return [self._get(slot, block) for slot, block in zip(slots, into, strict=True)]
 
-    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:  # noqa: ARG002 - nothing here waits
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[BlockOutcome]:  # noqa: ARG002 - nothing here waits
         return [self._put(slot, block) for slot, block in zip(slots, blocks, strict=True)]
 
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
@@ -36,14 +36,14 @@ class InProcessTransport:
     def close(self) -> None:
         pass
 
-    def _get(self, slot: Slot, into: MutableBlock) -> Outcome:
+    def _get(self, slot: Slot, into: MutableBlock) -> BlockOutcome:
         address = self._machine.readable(self._digest, slot)
         if address is None or not self._tier.read(address, into):
-            return Outcome.GONE
-        return Outcome.MOVED if crc32c(pieces(into)) == slot.crc32c else Outcome.CORRUPT
+            return BlockOutcome.GONE
+        return BlockOutcome.MOVED if crc32c(pieces(into)) == slot.crc32c else BlockOutcome.CORRUPT
 
-    def _put(self, slot: Slot, block: Block) -> Outcome:
+    def _put(self, slot: Slot, block: Block) -> BlockOutcome:
         address = self._machine.writable(self._digest, slot)
         if address is None or crc32c(pieces(block)) != slot.crc32c:
-            return Outcome.GONE if address is None else Outcome.CORRUPT
-        return Outcome.MOVED if self._tier.write(address, block) else Outcome.GONE
+            return BlockOutcome.GONE if address is None else BlockOutcome.CORRUPT
+        return BlockOutcome.MOVED if self._tier.write(address, block) else BlockOutcome.GONE

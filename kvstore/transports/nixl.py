@@ -31,7 +31,7 @@ from kvstore.buffers import Block, ByteArray, MutableBlock, pieces, size_of
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import AnySlots, Fetched, Outcome, Slot
+from kvstore.messages import AnySlots, BlockOutcome, Fetched, Slot
 from kvstore.native import checksums
 from kvstore.transports.nixl_agent import Agent, AgentFailed, Way, joined, spans
 from kvstore.transports.summing import summed_before
@@ -104,10 +104,10 @@ class NixlTransport:
         except AgentFailed as error:
             raise StoreUnreachable(f"no way by NIXL: {error}") from error
 
-    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
         return self._exchange(_get, slots, [self._pieces(block) for block in into], deadline)
 
-    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[BlockOutcome]:
         return self._exchange(_put, slots, [self._pieces(block) for block in blocks], deadline)
 
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
@@ -119,7 +119,9 @@ class NixlTransport:
         with self._turn:
             self._drop()
 
-    def _exchange(self, act: "_Act", slots: AnySlots, blocks: list[list[ByteArray]], deadline: Nanos) -> list[Outcome]:
+    def _exchange(
+        self, act: "_Act", slots: AnySlots, blocks: list[list[ByteArray]], deadline: Nanos
+    ) -> list[BlockOutcome]:
         assert len(slots) == len(blocks), (len(slots), len(blocks))
         batches = [
             _Work(slots[start : start + BATCH], blocks[start : start + BATCH]) for start in range(0, len(slots), BATCH)
@@ -192,7 +194,7 @@ class _Work:
         self.slots = slots
         self.blocks = blocks
         self.right = [False] * len(slots)  # their checksums
-        self.outcomes = [Outcome.GONE] * len(slots)
+        self.outcomes = [BlockOutcome.GONE] * len(slots)
         parts = [part for parts in blocks for part in parts]
         self.starts = [0, *itertools.accumulate(len(parts) for parts in blocks)]  # of each block among the parts
         self.local = spans([(int(part.__array_interface__["data"][0]), part.nbytes) for part in parts])
@@ -299,7 +301,7 @@ def _get(link: _Link, work: _Work, until: Nanos) -> None:
                 work.sum_up(arrived)
     for index, is_held in enumerate(link.holds(work.slots, until)):
         if is_held:
-            work.outcomes[index] = Outcome.MOVED if work.right[index] else Outcome.CORRUPT
+            work.outcomes[index] = BlockOutcome.MOVED if work.right[index] else BlockOutcome.CORRUPT
     link.deregister(registered)
 
 
@@ -313,7 +315,7 @@ def _put(link: _Link, work: _Work, until: Nanos) -> None:
         pass
     for index, is_held in zip(held, link.holds(writing.slots, until), strict=True):
         if is_held:
-            work.outcomes[index] = Outcome.MOVED
+            work.outcomes[index] = BlockOutcome.MOVED
     link.deregister(registered)
 
 

@@ -19,7 +19,7 @@ from kvstore.buffers import Block, ByteArray, MutableBlock, in_pieces, pieces
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable, reason
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import GONE, SLOT, AnySlots, Fetched, Outcome, Slot, Slots
+from kvstore.messages import GONE, SLOT, AnySlots, BlockOutcome, Fetched, Slot, Slots
 from kvstore.native import checksums
 from kvstore.shares import Share
 from kvstore.sockets import OUT_OF_FILES, connect
@@ -35,9 +35,9 @@ GRANTED, REFUSED = 0, 1
 POPULATE_BYTES = 1 << 30
 """Of a pool, set up in a client's page tables when it opens: 0.3 s a GiB once, instead of a fault a page later."""
 
-BATCH_BYTES = 16 << 20  # copied between two looks at the clock: a millisecond
+BATCH_BYTES = 16 << 20  # copied between two looks at the clock: one to two milliseconds
 
-OUTCOMES = (Outcome.MOVED, Outcome.GONE, Outcome.CORRUPT)  # by the number that native code gives them
+OUTCOMES = (BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT)  # by the number that native code gives them
 
 HANDOUT_SECONDS = 2.0  # for a client to ask its question
 HANDOUTS = 32  # connections that have not asked yet; when one more comes, who has been silent for longest goes
@@ -62,18 +62,18 @@ class SharedMemoryTransport:
         self._clock = clock
         self._mapping = _fetch(path, digest, clock, deadline)
 
-    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
-        def move(packed: bytes, parts: list[ByteArray]) -> list[Outcome]:
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
+        def move(packed: bytes, parts: list[ByteArray]) -> list[BlockOutcome]:
             memory = self._mapping
             codes = checksums.get_blocks(memory.bytes, memory.stamps, PAGE_BYTES, packed, self._block_bytes, parts)
             return [OUTCOMES[code] for code in codes]
 
-        return self._move(slots, into, deadline, move, Outcome.GONE)
+        return self._move(slots, into, deadline, move, BlockOutcome.GONE)
 
-    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[BlockOutcome]:
         put = zip(slots, self.put_summing(slots, blocks, deadline), strict=True)
         return [
-            Outcome.CORRUPT if each.outcome is Outcome.MOVED and each.crc32c != slot.crc32c else each.outcome
+            BlockOutcome.CORRUPT if each.outcome is BlockOutcome.MOVED and each.crc32c != slot.crc32c else each.outcome
             for slot, each in put
         ]
 
@@ -87,7 +87,9 @@ class SharedMemoryTransport:
 
         return self._move(slots, blocks, deadline, move, GONE)
 
-    def get_share(self, slots: AnySlots, share: Share, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+    def get_share(
+        self, slots: AnySlots, share: Share, into: Sequence[MutableBlock], deadline: Nanos
+    ) -> list[BlockOutcome]:
         """As `get`, of what one rank holds of each block; all of the block is verified."""
         assert len(slots) == len(into), (len(slots), len(into))
         return [self._get_share(slot, share, pieces(each), deadline) for slot, each in zip(slots, into, strict=True)]
@@ -103,14 +105,14 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Nothing to do: the mapping goes with its last user, which may be a thread that still copies."""
 
-    def _get_share(self, slot: Slot, share: Share, parts: list[ByteArray], deadline: Nanos) -> Outcome:
+    def _get_share(self, slot: Slot, share: Share, parts: list[ByteArray], deadline: Nanos) -> BlockOutcome:
         place = self._place(slot, deadline)
         if place is None:
-            return Outcome.GONE
+            return BlockOutcome.GONE
         checksum = share.get(place, parts)
         if checksum == slot.crc32c:
-            return Outcome.MOVED
-        return Outcome.CORRUPT if self._mapping.holds(slot) else Outcome.GONE
+            return BlockOutcome.MOVED
+        return BlockOutcome.CORRUPT if self._mapping.holds(slot) else BlockOutcome.GONE
 
     def _put_share(self, slot: Slot, share: Share, parts: list[ByteArray], deadline: Nanos) -> int | None:
         place = self._place(slot, deadline)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 from kvstore.buffers import Block, crc32c, pieces
 from kvstore.clock import Nanos
-from kvstore.messages import GONE, AnySlots, Fetched, Outcome, Slot
+from kvstore.messages import GONE, AnySlots, BlockOutcome, Fetched, Slot
 
-MOVED = Outcome.MOVED  # looked up once: a member of an enumeration is slow to find for each block
+MOVED = BlockOutcome.MOVED  # looked up once: a member of an enumeration is slow to find for each block
 
-Put = Callable[[AnySlots, Sequence[Block], Nanos], list[Outcome]]
+Put = Callable[[AnySlots, Sequence[Block], Nanos], list[BlockOutcome]]
 
 
 def summed_before(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
@@ -20,7 +20,7 @@ def summed_before(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: 
     return [told(outcome, slot.crc32c) for outcome, slot in zip(outcomes, summed, strict=True)]
 
 
-def told(outcome: Outcome, checksum: int) -> Fetched:
+def told(outcome: BlockOutcome, checksum: int) -> Fetched:
     """What came of one block, with its checksum if it was moved."""
     if outcome is MOVED:
         return Fetched(outcome, checksum)

@@ -16,7 +16,7 @@ from kvstore.breaker import Breaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
-from kvstore.messages import AnySlots, Fetched, Outcome, Slot
+from kvstore.messages import AnySlots, BlockOutcome, Fetched, Slot
 from kvstore.runs import Run
 from kvstore.transports.authentication import Key, Side, nonce
 from kvstore.transports.frames import (
@@ -40,7 +40,7 @@ CHUNK_BYTES = 4 << 20  # received at a time, and summed up while they are still 
 
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as SO_RCVTIMEO wants them
 
-OUTCOMES = {Status.DONE: Outcome.MOVED, Status.GONE: Outcome.GONE, Status.CORRUPT: Outcome.CORRUPT}
+OUTCOMES = {Status.DONE: BlockOutcome.MOVED, Status.GONE: BlockOutcome.GONE, Status.CORRUPT: BlockOutcome.CORRUPT}
 
 Each = TypeVar("Each")
 
@@ -77,10 +77,10 @@ class TcpTransport:
         self._busy: set[socket.socket] = set()
         self._idle = [self._open(deadline)]
 
-    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[Outcome]:
+    def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
         return self._exchange(Operation.GET, slots, [self._pieces(block) for block in into], deadline)
 
-    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Outcome]:
+    def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[BlockOutcome]:
         return self._exchange(Operation.PUT, slots, [self._pieces(block) for block in blocks], deadline)
 
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
@@ -98,7 +98,7 @@ class TcpTransport:
 
     def _exchange(
         self, operation: Operation, slots: AnySlots, blocks: Sequence[list[ByteArray]], deadline: Nanos
-    ) -> list[Outcome]:
+    ) -> list[BlockOutcome]:
         work = [_Moving(slot, parts) for slot, parts in zip(slots, blocks, strict=True)]
         left = seconds(deadline - self._clock.now())
         if left > 0 and self._room.acquire(timeout=left):
@@ -206,7 +206,7 @@ class _Moving:
     def __init__(self, slot: Slot, parts: list[ByteArray]):
         self.slot = slot
         self.parts = parts
-        self.outcome = Outcome.GONE
+        self.outcome = BlockOutcome.GONE
 
 
 class _Wire:
@@ -277,11 +277,11 @@ def _answer(operation: Operation, window: list[_Moving], wire: _Wire) -> None:
         wire.receive([part.data for each in chunk for part in each.parts])
         for each in chunk:
             if crc32c(each.parts) == each.slot.crc32c:
-                each.outcome = Outcome.MOVED
+                each.outcome = BlockOutcome.MOVED
     after = [_status(each) for each in wire.read(len(window))]
     for each, *held in zip(window, statuses, after, strict=True):
-        if each.outcome is not Outcome.MOVED and held == [Status.DONE, Status.DONE]:
-            each.outcome = Outcome.CORRUPT  # although the place was still that block's
+        if each.outcome is not BlockOutcome.MOVED and held == [Status.DONE, Status.DONE]:
+            each.outcome = BlockOutcome.CORRUPT  # although the place was still that block's
 
 
 def _status(value: int) -> Status:

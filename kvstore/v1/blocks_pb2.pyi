@@ -589,7 +589,6 @@ class EvacuateResponse(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
     THERE_FIELD_NUMBER: _builtins.int
-    FENCED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
@@ -600,8 +599,6 @@ class EvacuateResponse(_message.Message):
     """blocks that came there now"""
     there: _builtins.int
     """that were there before"""
-    fenced: _builtins.bool
-    """the tier fails, and is left alone for now"""
     refused: _builtins.int
     """blocks that are dealt with, and that the tier has not taken"""
     failed: _builtins.int
@@ -613,13 +610,12 @@ class EvacuateResponse(_message.Message):
         done: _builtins.int = ...,
         moved: _builtins.int = ...,
         there: _builtins.int = ...,
-        fenced: _builtins.bool = ...,
         refused: _builtins.int = ...,
         failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failed", b"failed", "fenced", b"fenced", "moved", b"moved", "refused", b"refused", "there", b"there", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failed", b"failed", "moved", b"moved", "refused", b"refused", "there", b"there", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,7 +28,7 @@ from operators import kinds
 from operators.cluster import open_api_server
 from operators.leader import Leader
 from operators.observe import conditions_of
-from operators.probing import Answer, Probe
+from operators.probing import Completion, Probe
 from operators.server import Operator
 from operators.settings import LeaseSettings, OperatorSettings
 from operators.telemetry import Metrics
@@ -50,10 +50,10 @@ class Clients:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def ask(self, probe: Probe) -> Answer:
+    async def ask(self, probe: Probe) -> Completion:
         self.asked += 1
         await asyncio.sleep(ANSWER_SECONDS)
-        return Answer(handed=probe.pair)
+        return Completion(handed=probe.pair)
 
 
 def serve(pipe: multiprocessing.connection.Connection) -> None:

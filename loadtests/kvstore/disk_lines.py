@@ -12,7 +12,7 @@ from pathlib import Path
 from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import Nanos, nanos
 from kvstore.codecs.plain import PlainCodec
-from kvstore.messages import BlockKey, Outcome
+from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
@@ -103,7 +103,7 @@ class _Ends:
 
         def get() -> None:
             arrived = tier.get(self._held, list(room), soon())
-            assert all(each.outcome is Outcome.MOVED for each in arrived), "a block is not there"
+            assert all(each.outcome is BlockOutcome.MOVED for each in arrived), "a block is not there"
 
         return speed(self._total, get)
 

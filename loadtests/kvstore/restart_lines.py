@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore.buffers import crc32c
 from kvstore.client import StoreClient
-from kvstore.messages import BlockKey, Outcome
+from kvstore.messages import BlockKey, BlockOutcome
 from loadtests.absent import Absent
 from loadtests.kvstore.contest import Better, Line
 from loadtests.kvstore.disk_lines import open_tier, soon
@@ -83,7 +83,7 @@ def _reopen(folder: Path, blocks: int, threads: int) -> float:
     (fetched,) = again.get(keys[-1:], [room], soon())
     seconds = time.perf_counter() - started
     again.close()
-    assert fetched.outcome is Outcome.MOVED, fetched
+    assert fetched.outcome is BlockOutcome.MOVED, fetched
     return MILLISECONDS * seconds
 
 

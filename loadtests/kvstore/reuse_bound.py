@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from fleet.adapters.traces import read_trace
 from kvstore.clock import SECOND
 from kvstore.eviction.policies import policy
-from kvstore.eviction.reuse_times import EDGES, SUREST, _prospects
+from kvstore.eviction.reuse_times import EDGES, SUREST, prospects
 from kvstore.replay import Request, optimal, replay
 
 FEATURES = (
@@ -145,7 +145,7 @@ def foretold(taught: Sequence[Run], until: float, asked: Sequence[Run]) -> Float
     spans = np.tile(np.arange(SPANS), len(asked))
     hazards = np.full((len(asked), len(EDGES)), 1e-6)
     hazards[:, :SPANS] = model.predict(np.column_stack([features, spans])).reshape(-1, SPANS)
-    return np.concatenate([_prospects(np.minimum(part, SUREST))[1] for part in np.array_split(hazards, 64)])
+    return np.concatenate([prospects(np.minimum(part, SUREST))[1] for part in np.array_split(hazards, 64)])
 
 
 def hits(

@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from fleet.sim.planning import run_scenario
-from fleet.sim.results import Outcome
+from fleet.sim.results import RunOutcome
 from fleet.sim.scenario import PoolSection, Scenario, read_scenario
 from fleet.sim.workloads import Drawn, Recorded
 from loadtests.host import facts
@@ -73,7 +73,7 @@ def measure(made: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: Two rounds of a case had not the same result.
     """
-    outcomes: dict[str, list[Outcome]] = {case.name: [] for case in made}
+    outcomes: dict[str, list[RunOutcome]] = {case.name: [] for case in made}
     for number in range(rounds):
         for case in made:
             outcomes[case.name].append(run_scenario(case.scenario, STUDIES).outcome)
@@ -81,7 +81,7 @@ def measure(made: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
     return [_row(case, outcomes[case.name]) for case in made]
 
 
-def _row(case: Case, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _row(case: Case, outcomes: Sequence[RunOutcome]) -> dict[str, Any]:
     digests = {outcome.digest for outcome in outcomes}
     if len(digests) > 1:
         raise RuntimeError(f"{case.name}: rounds differ: {', '.join(sorted(digests))}")

@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 
 from fleet.clock import SECOND, Nanos
 from fleet.sim.planning import plan
-from fleet.sim.results import Ended, Outcome
+from fleet.sim.results import Ended, RunOutcome
 from fleet.sim.run import Plan, simulate
 from fleet.sim.scenario import Scenario, read_scenario
 from fleet.sim.workloads import requests_of
@@ -67,7 +67,7 @@ class Ran(Struct, frozen=True, kw_only=True):
     """What became of it."""
 
     case: Case
-    outcome: Outcome
+    outcome: RunOutcome
     rate: float  # requests a second that came
     bound: float  # attainment that nobody could have passed
 
@@ -88,7 +88,7 @@ def run(case: Case) -> Ran:
     )
 
 
-def simulated(plan: Plan, requests: Iterable[Request], told: Callable[[Ended], None] | None = None) -> Outcome:
+def simulated(plan: Plan, requests: Iterable[Request], told: Callable[[Ended], None] | None = None) -> RunOutcome:
     """Requests that come when they come, on a plan."""
     return simulate(plan, iter(requests), told=told).outcome
 

@@ -10,7 +10,10 @@ from operators.resources.deployment import Role
 def service(
     deployment: Deployment, role: Role, name: str, ports: Mapping[str, int], *, unready: bool = False
 ) -> Manifest:
-    """`unready`: workers register with every router, and before it is ready, which it is when it has workers: names for its pods."""
+    """`unready`: no address of its own, but the names of all pods, before they are ready too.
+
+    So workers find every router to register with, which is not ready before it has workers.
+    """
     spec: Manifest = {
         "selector": selected(deployment, role),
         "ports": [
@@ -24,9 +27,7 @@ def service(
 
 def pod_names(deployment: Deployment, role: Role) -> Manifest:
     """A headless Service: pods of one replica find each other before any of them is ready."""
-    made = service(deployment, role, base_name(deployment, role), {"worker": WORKER}, unready=True)
-    made["spec"]["clusterIP"] = "None"
-    return made
+    return service(deployment, role, base_name(deployment, role), {"worker": WORKER}, unready=True)
 
 
 def inference_pool(deployment: Deployment) -> Manifest:

@@ -78,53 +78,10 @@ def pod_template(
 ) -> Manifest:
     """The pod template, with what the user's says over it. `doors`: a router's ports for those who bring requests."""
     mounted = list(_mounted(deployment, role, of_revision))
-    routes = role.type is RoleType.ROUTER
-    ports = {**(doors or {}), "control": CONTROL} if routes else {"worker": WORKER}
-    own = ["router_id=$(POD_NAME)"]
-    if not routes:
-        own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", "generation=$(REVISION)"]
-    if "picker" in ports:
-        own.append(f"endpoint_picker.router_endpoint=$(POD_IP):{HTTP}")
-    if not routes and role.nodes_per_replica > 1:
-        own += [f"group.rank=$({RANK})", f"group.leader=$({LEADER}):{GROUP_PORT}"]
-    if not routes and KvPath.STORE in deployment.spec.kv_transfer.paths:
-        own.append("embedded_store.store_id=$(POD_NAME)")
-    container: Manifest = {
-        "name": "main",
-        "image": images.of(deployment.spec, role),
-        "command": [
-            "fleet",
-            "serve",
-            "router" if routes else "worker",
-            "--config",
-            SETTINGS,
-            *(part for each in own for part in ("--set", each)),
-        ],
-        "env": [
-            from_field("POD_NAME", "metadata.name"),
-            from_field("POD_IP", "status.podIP"),
-            *([] if routes else [from_field("REVISION", f"metadata.labels['{REVISION}']")]),
-        ],
-        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
-        # The last line of what it wrote says why it ended; nothing else of it is read (`operators.diagnosis`, rule 2).
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
-        "volumeMounts": [{"name": name, **mount} for name, _, mount in mounted],
-    }
-    if routes:
-        container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 2}
-        container["lifecycle"] = {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
-    else:
-        # A worker says that it is ready when it serves and its router knows it.
-        container["readinessProbe"] = {"grpc": {"port": WORKER_CONTROL}, "periodSeconds": 2}
-    if resources := _resources(role):
-        container["resources"] = resources
+    ports = {**(doors or {}), "control": CONTROL} if role.type is RoleType.ROUTER else {"worker": WORKER}
+    mounts = [{"name": name, **mount} for name, _, mount in mounted]
     pod: Manifest = {
-        "containers": [container],
+        "containers": [_container(deployment, role, images, ports, mounts)],
         "volumes": [{"name": name, **volume} for name, volume, _ in mounted],
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": role.drain.timeout_seconds + GRACE_SECONDS,
@@ -160,6 +117,57 @@ def pod_template(
     return template
 
 
+def _container(
+    deployment: Deployment, role: Role, images: Images, ports: Mapping[str, int], mounts: list[Manifest]
+) -> Manifest:
+    """Of our process."""
+    routes = role.type is RoleType.ROUTER
+    own = ["router_id=$(POD_NAME)"]
+    if not routes:
+        own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", "generation=$(REVISION)"]
+    if "picker" in ports:
+        own.append(f"endpoint_picker.router_endpoint=$(POD_IP):{HTTP}")
+    if not routes and role.nodes_per_replica > 1:
+        own += [f"group.rank=$({RANK})", f"group.leader=$({LEADER}):{GROUP_PORT}"]
+    if not routes and KvPath.STORE in deployment.spec.kv_transfer.paths:
+        own.append("embedded_store.store_id=$(POD_NAME)")
+    container: Manifest = {
+        "name": "main",
+        "image": images.of(deployment.spec, role),
+        "command": [
+            "fleet",
+            "serve",
+            "router" if routes else "worker",
+            "--config",
+            SETTINGS,
+            *(part for each in own for part in ("--set", each)),
+        ],
+        "env": [
+            from_field("POD_NAME", "metadata.name"),
+            from_field("POD_IP", "status.podIP"),
+            *([] if routes else [from_field("REVISION", f"metadata.labels['{REVISION}']")]),
+        ],
+        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
+        # The last line of what it wrote says why it ended; nothing else of it is read (`operators.diagnosis`, rule 2).
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": mounts,
+    }
+    if routes:
+        container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 2}
+        container["lifecycle"] = {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
+    else:
+        # A worker says that it is ready when it serves and its router knows it.
+        container["readinessProbe"] = {"grpc": {"port": WORKER_CONTROL}, "periodSeconds": 2}
+    if resources := _resources(role):
+        container["resources"] = resources
+    return container
+
+
 def _mounted(deployment: Deployment, role: Role, of_revision: str) -> Iterator[tuple[str, Manifest, Manifest]]:
     """Volumes: what each is called, what is in it, and where it is mounted."""
     routes, model, transfer = role.type is RoleType.ROUTER, deployment.spec.model, deployment.spec.kv_transfer
@@ -187,7 +195,7 @@ def _mounted(deployment: Deployment, role: Role, of_revision: str) -> Iterator[t
 
 
 def merged(ours: Any, theirs: Any, key: str = "") -> Any:
-    """`theirs` over `ours`, as rule 4 has it."""
+    """`theirs` over `ours`, as rule 4 of `operators.children` has it."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return {name: merged(ours.get(name), theirs.get(name), name) for name in dict.fromkeys((*ours, *theirs))}
     if theirs is None:

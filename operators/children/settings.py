@@ -28,7 +28,8 @@ HUB_SECRET = "/etc/fleet-hub"  # noqa: S105 - the folder of one
 REDIS_FOLDER = "/etc/fleet-redis"
 
 CONNECTION_SECONDS = 4
-"""How long connections to a router last, give or take a tenth: none that was there before that word is there at the SIGTERM."""
+"""How long connections to a router last, give or take a tenth: less than `operators.children.pods.GOODBYE_SECONDS`, so that none of before
+the word that its pod is to end is still there at the SIGTERM."""
 
 PATIENCE_SECONDS = 120.0
 """Of a router that fetches a tokenizer, a few megabytes: when nothing has come for so long it ends, and so says why (`operators.diagnosis`). As long

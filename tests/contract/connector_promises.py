@@ -9,7 +9,7 @@ from typing import Protocol
 import pytest
 
 from fleet.clock import SECOND, Nanos
-from fleet.planner.execution import Outcome
+from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import Observation, Plan, PlanId, PoolName, Why, Writer
 from fleet.planner.ports import Connector, Refused, Stale, Unreachable
 from fleet.planner.server import carry_out
@@ -97,7 +97,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
                 clock.move(impossible.within)
 
         outcome, _ = await carry_out(planner, impossible, grown, clock, late)
-        assert outcome is Outcome.ROLLED_BACK
+        assert outcome is PlanOutcome.ROLLED_BACK
         kept = await sees(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
 
         # It shrinks: who goes finishes what it has, and holds its place until then.

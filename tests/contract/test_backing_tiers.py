@@ -11,7 +11,7 @@ from kvstore.clock import Nanos
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import NamespaceUnknown, TierFailed, UndecodableBlock
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import BlockKey, Fetched, Outcome
+from kvstore.messages import BlockKey, BlockOutcome, Fetched
 from tests.contract.backing_tiers import CASES, Case, plain, soon
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep
 
@@ -61,7 +61,7 @@ def get(tier, keys, *, length: int = BLOCK_BYTES, deadline=None):
     return tier.get(keys, into, deadline or soon()), into
 
 
-def outcomes(answers: list[Fetched]) -> list[Outcome]:
+def outcomes(answers: list[Fetched]) -> list[BlockOutcome]:
     return [answer.outcome for answer in answers]
 
 
@@ -73,7 +73,7 @@ def test_what_was_put_is_got_with_its_checksum(tier):
 
     for seed, (answer, block) in enumerate(zip(answers, into, strict=True)):
         assert np.array_equal(block, a_block(seed))
-        assert answer == Fetched(Outcome.MOVED, google_crc32c.value(bytes(block)))
+        assert answer == Fetched(BlockOutcome.MOVED, google_crc32c.value(bytes(block)))
 
 
 @pytest.mark.parametrize("codec", [plain, lambda _: Reversed()], ids=["plain", "encoded"])
@@ -87,7 +87,7 @@ def test_a_block_that_is_not_what_its_checksum_says_is_not_kept(case, codec):
 
         assert tier.put(keys, blocks, soon(), sums) == [True, False, True]
         assert tier.status().corrupt == 1
-        assert outcomes(get(tier, keys)[0]) == [Outcome.MOVED, Outcome.GONE, Outcome.MOVED]
+        assert outcomes(get(tier, keys)[0]) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
     finally:
         tier.close()
 
@@ -103,7 +103,7 @@ def test_any_length_at_any_place_in_memory(tier, length, shift):
     assert keep(tier, keys, places, soon()) == [True] * 3
     pool[:] = 0xEE
 
-    assert outcomes(tier.get(keys, places, soon())) == [Outcome.MOVED] * 3
+    assert outcomes(tier.get(keys, places, soon())) == [BlockOutcome.MOVED] * 3
 
     for seed, place in enumerate(places):
         assert np.array_equal(place, a_block(seed, length))
@@ -139,14 +139,14 @@ def test_a_block_that_was_never_put_is_gone(tier):
 
     answers, _ = get(tier, keys)
 
-    assert outcomes(answers) == [Outcome.MOVED, Outcome.GONE, Outcome.GONE]
+    assert outcomes(answers) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE]
     assert tier.status().misses == 2
 
 
 def test_the_same_name_in_two_namespaces_is_two_blocks(tier):
     ours, theirs = keys_of(1), keys_of(1, digest=OTHER)
     put(tier, ours, first_seed=1)
-    assert outcomes(get(tier, theirs)[0]) == [Outcome.GONE]
+    assert outcomes(get(tier, theirs)[0]) == [BlockOutcome.GONE]
 
     put(tier, theirs, first_seed=2)
 
@@ -170,7 +170,7 @@ def test_a_name_twice_in_one_call_is_one_block(tier):
     assert keep(tier, [key, key], [a_block(1), a_block(1)], soon()) == [True, True]
 
     answers, into = get(tier, [key, key])
-    assert outcomes(answers) == [Outcome.MOVED] * 2
+    assert outcomes(answers) == [BlockOutcome.MOVED] * 2
     assert np.array_equal(into[0], a_block(1))
     assert np.array_equal(into[1], a_block(1))
     assert tier.status().bytes_written <= 2 * BLOCK_BYTES
@@ -183,10 +183,10 @@ def test_a_discarded_block_is_gone_and_can_be_put_again(tier):
     tier.discard([keys[1], *keys_of(1, "unknown")])
 
     assert tier.find(keys, soon()) == 1
-    assert outcomes(get(tier, keys)[0]) == [Outcome.MOVED, Outcome.GONE, Outcome.MOVED]
+    assert outcomes(get(tier, keys)[0]) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
     assert put(tier, keys) == [True] * 3
     answers, into = get(tier, keys)
-    assert outcomes(answers) == [Outcome.MOVED] * 3
+    assert outcomes(answers) == [BlockOutcome.MOVED] * 3
     assert np.array_equal(into[1], a_block(1))
 
 
@@ -220,11 +220,11 @@ def test_a_damaged_block_is_never_returned(case: Case):
 
     answers, _ = get(tier, keys)
 
-    assert outcomes(answers)[1] in (Outcome.CORRUPT, Outcome.GONE)
-    assert [outcomes(answers)[0], outcomes(answers)[2]] == [Outcome.MOVED] * 2
+    assert outcomes(answers)[1] in (BlockOutcome.CORRUPT, BlockOutcome.GONE)
+    assert [outcomes(answers)[0], outcomes(answers)[2]] == [BlockOutcome.MOVED] * 2
     assert tier.status().corrupt == 1
     assert put(tier, keys) == [True] * 3, "the bad block can be replaced"
-    assert outcomes(get(tier, keys)[0]) == [Outcome.MOVED] * 3
+    assert outcomes(get(tier, keys)[0]) == [BlockOutcome.MOVED] * 3
     tier.close()
 
 
@@ -234,7 +234,7 @@ def test_a_buffer_of_another_length_gets_nothing(tier):
 
     for length in (BLOCK_BYTES - 1, BLOCK_BYTES + 1, 2 * BLOCK_BYTES):
         answers, _ = get(tier, keys, length=length)
-        assert outcomes(answers)[0] is not Outcome.MOVED
+        assert outcomes(answers)[0] is not BlockOutcome.MOVED
 
 
 def test_after_the_deadline_nothing_is_moved(tier):
@@ -242,9 +242,9 @@ def test_after_the_deadline_nothing_is_moved(tier):
     past = Nanos(soon(0) - 1)
 
     assert put(tier, keys, deadline=past) == [False] * 3
-    assert outcomes(get(tier, keys)[0]) == [Outcome.GONE] * 3
+    assert outcomes(get(tier, keys)[0]) == [BlockOutcome.GONE] * 3
     put(tier, keys)
-    assert outcomes(get(tier, keys, deadline=past)[0]) == [Outcome.GONE] * 3
+    assert outcomes(get(tier, keys, deadline=past)[0]) == [BlockOutcome.GONE] * 3
     assert tier.status().failures >= 1
 
 
@@ -255,7 +255,7 @@ def test_bytes_are_kept_as_the_codec_makes_them(case: Case):
 
     answers, into = get(tier, keys)
 
-    assert outcomes(answers) == [Outcome.MOVED] * 5
+    assert outcomes(answers) == [BlockOutcome.MOVED] * 5
     for seed, block in enumerate(into):
         assert np.array_equal(block, a_block(seed))
     tier.close()
@@ -268,10 +268,10 @@ def test_what_another_codec_wrote_is_a_miss_and_can_be_replaced(case: Case):
     put(tier, keys)
     codec = Reversed()
 
-    assert outcomes(get(tier, keys)[0]) == [Outcome.GONE] * 2
+    assert outcomes(get(tier, keys)[0]) == [BlockOutcome.GONE] * 2
     assert put(tier, keys) == [True] * 2
     answers, into = get(tier, keys)
-    assert outcomes(answers) == [Outcome.MOVED] * 2
+    assert outcomes(answers) == [BlockOutcome.MOVED] * 2
     assert np.array_equal(into[1], a_block(1))
     tier.close()
 
@@ -286,7 +286,7 @@ def test_bytes_that_the_codec_refuses_are_corrupt(case: Case):
     put(tier, keys_of(1))
     codec = Picky()
 
-    assert outcomes(get(tier, keys_of(1))[0]) == [Outcome.CORRUPT]
+    assert outcomes(get(tier, keys_of(1))[0]) == [BlockOutcome.CORRUPT]
     assert tier.status().corrupt == 1
     tier.close()
 
@@ -303,7 +303,7 @@ def test_a_namespace_that_nobody_opened_is_a_miss(case: Case):
     assert put(tier, [*ours, *theirs]) == [True, False]
     assert tier.find(theirs, soon()) == 0
     assert tier.holds([*theirs, *ours], soon()) == [False, True]
-    assert outcomes(get(tier, [*theirs, *ours])[0]) == [Outcome.GONE, Outcome.MOVED]
+    assert outcomes(get(tier, [*theirs, *ours])[0]) == [BlockOutcome.GONE, BlockOutcome.MOVED]
     tier.close()
 
 
@@ -333,10 +333,10 @@ def test_threads_do_not_disturb_each_other(tier):
                 wrong.extend(
                     (keys[i], thread)
                     for i, answer in enumerate(answers)
-                    if answer.outcome is Outcome.MOVED and not np.array_equal(into[i], a_block(base + i))
+                    if answer.outcome is BlockOutcome.MOVED and not np.array_equal(into[i], a_block(base + i))
                 )
         answers, _ = get(tier, mine)
-        wrong.extend(answer for answer in answers if answer.outcome is not Outcome.MOVED)
+        wrong.extend(answer for answer in answers if answer.outcome is not BlockOutcome.MOVED)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(1, 4)]
     for thread in threads:
@@ -374,8 +374,8 @@ def test_what_is_held_outlives_the_tier(case: Case):
     again = case.open(plain)
 
     answers, into = get(again, keys)
-    assert outcomes(answers) == [Outcome.MOVED] * 4 + [answers[4].outcome] + [Outcome.MOVED] * 5
-    assert answers[4].outcome is not Outcome.MOVED, "a block found bad does not come back"
+    assert outcomes(answers) == [BlockOutcome.MOVED] * 4 + [answers[4].outcome] + [BlockOutcome.MOVED] * 5
+    assert answers[4].outcome is not BlockOutcome.MOVED, "a block found bad does not come back"
     assert np.array_equal(into[9], a_block(9))
     again.close()
 

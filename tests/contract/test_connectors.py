@@ -20,7 +20,7 @@ from fleet.adapters.connector_virtual import Intent
 from fleet.adapters.connectors import connector_of
 from fleet.cli.main import run
 from fleet.client import AsyncClient
-from fleet.planner.execution import Outcome
+from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import Why, Writer
 from fleet.planner.ports import Unreachable
 from fleet.planner.server import carry_out
@@ -205,7 +205,7 @@ async def test_pools_that_could_serve_nobody_are_not_made_and_not_wanted_any_mor
         before = await planner.observe()
         outcome, seen = await carry_out(planner, a_plan("odd", decode=0), before, SystemClock(), lambda seen: None)
 
-    assert outcome is Outcome.ROLLED_BACK
+    assert outcome is PlanOutcome.ROLLED_BACK
     assert sizes(seen) == sizes(before)
 
 

@@ -18,7 +18,7 @@ import pytest
 from kvstore.buffers import crc32c, pieces
 from kvstore.clock import Nanos, nanos
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
-from kvstore.messages import GONE, Claim, Fetched, Outcome, Slot
+from kvstore.messages import GONE, BlockOutcome, Claim, Fetched, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.sockets import listen
 from kvstore.tiers.shared_memory import SharedMemoryTier
@@ -219,7 +219,7 @@ def summed(slots, blocks) -> list[Slot]:
 def put_and_publish(node, transport, chain, blocks) -> list[Slot]:
     reservation_id, slots = node.reserve(chain)
     slots = summed(slots, blocks)
-    assert transport.put(slots, blocks, soon()) == [Outcome.MOVED] * len(blocks)
+    assert transport.put(slots, blocks, soon()) == [BlockOutcome.MOVED] * len(blocks)
     node.publish(reservation_id, slots)
     return slots
 
@@ -236,7 +236,7 @@ def test_the_same_bytes_come_back(node, transport, count):
     into = empty(count)
     outcomes = transport.get(slots, into, soon())
 
-    assert outcomes == [Outcome.MOVED] * count
+    assert outcomes == [BlockOutcome.MOVED] * count
     assert all(np.array_equal(one, other) for one, other in zip(blocks, into, strict=True))
 
 
@@ -248,7 +248,7 @@ def test_blocks_are_gathered_from_pieces_and_scattered_to_pieces(node, transport
     pieces_back = [bytearray(1), np.zeros((BLOCK_BYTES - 1) // 8191 * 8191, np.uint8)]
     outcomes = transport.get([slot], [pieces_back], soon())
 
-    assert outcomes == [Outcome.MOVED]
+    assert outcomes == [BlockOutcome.MOVED]
     assert bytes(pieces_back[0]) + bytes(pieces_back[1]) == bytes(block)
 
 
@@ -260,10 +260,10 @@ def test_checksums_that_nobody_has_taken_are_taken_on_the_way(node, transport):
     answers = transport.put_summing([slots[0], wrong, slots[2]], blocks, soon())
 
     sums = [crc32c(pieces(block)) for block in blocks]
-    assert answers == [Fetched(Outcome.MOVED, sums[0]), GONE, Fetched(Outcome.MOVED, sums[2])]
+    assert answers == [Fetched(BlockOutcome.MOVED, sums[0]), GONE, Fetched(BlockOutcome.MOVED, sums[2])]
     slots = summed(slots, blocks)
     node.publish(reservation_id, slots)
-    assert transport.get([slots[0], slots[2]], empty(2), soon()) == [Outcome.MOVED] * 2
+    assert transport.get([slots[0], slots[2]], empty(2), soon()) == [BlockOutcome.MOVED] * 2
 
 
 def test_a_slot_of_another_generation_is_a_miss(node, transport):
@@ -272,7 +272,7 @@ def test_a_slot_of_another_generation_is_a_miss(node, transport):
 
     outcomes = transport.get(slots, empty(3), soon())
 
-    assert outcomes == [Outcome.MOVED, Outcome.GONE, Outcome.MOVED]
+    assert outcomes == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
 
 
 def test_a_slot_that_was_given_to_another_block_is_a_miss(node, transport):
@@ -280,7 +280,7 @@ def test_a_slot_that_was_given_to_another_block_is_a_miss(node, transport):
     others = a_chain(BLOCKS, "new")
     put_and_publish(node, transport, others, [a_block(seed) for seed in range(BLOCKS)])
 
-    assert transport.get([slot], empty(1), soon()) == [Outcome.GONE]
+    assert transport.get([slot], empty(1), soon()) == [BlockOutcome.GONE]
 
 
 def test_one_flipped_byte_is_never_returned_as_good(node, transport):
@@ -289,7 +289,7 @@ def test_one_flipped_byte_is_never_returned_as_good(node, transport):
 
     outcomes = transport.get(slots, empty(3), soon())
 
-    assert outcomes == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED]
+    assert outcomes == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED]
 
 
 def test_bytes_that_do_not_match_their_checksum_are_never_returned_as_good(node, transport):
@@ -299,8 +299,8 @@ def test_bytes_that_do_not_match_their_checksum_are_never_returned_as_good(node,
     put = transport.put([lie], [a_block(1)], soon())
     node.publish(reservation_id, [lie])
 
-    assert put in ([Outcome.MOVED], [Outcome.CORRUPT])
-    assert transport.get([lie], empty(1), soon()) == [Outcome.CORRUPT]
+    assert put in ([BlockOutcome.MOVED], [BlockOutcome.CORRUPT])
+    assert transport.get([lie], empty(1), soon()) == [BlockOutcome.CORRUPT]
 
 
 def test_a_reservation_that_has_ended_cannot_be_written(node, transport):
@@ -310,8 +310,8 @@ def test_a_reservation_that_has_ended_cannot_be_written(node, transport):
 
     outcomes = transport.put(summed(slots, [a_block(2)] * 2), [a_block(2)] * 2, soon())
 
-    assert outcomes == [Outcome.GONE] * 2
-    assert transport.get([present], empty(1), soon()) == [Outcome.MOVED]
+    assert outcomes == [BlockOutcome.GONE] * 2
+    assert transport.get([present], empty(1), soon()) == [BlockOutcome.MOVED]
 
 
 def test_a_former_writer_does_not_touch_the_block_that_took_its_place(node, transport):
@@ -321,9 +321,9 @@ def test_a_former_writer_does_not_touch_the_block_that_took_its_place(node, tran
     slots = put_and_publish(node, transport, a_chain(BLOCKS, "new"), blocks)
     assert late.offset in {slot.offset for slot in slots}
 
-    assert transport.put(summed([late], [a_block(99)]), [a_block(99)], soon()) == [Outcome.GONE]
+    assert transport.put(summed([late], [a_block(99)]), [a_block(99)], soon()) == [BlockOutcome.GONE]
 
-    assert transport.get(slots, empty(BLOCKS), soon()) == [Outcome.MOVED] * BLOCKS
+    assert transport.get(slots, empty(BLOCKS), soon()) == [BlockOutcome.MOVED] * BLOCKS
 
 
 def test_an_unknown_namespace_is_refused_before_any_byte_moves(node):
@@ -336,8 +336,8 @@ def test_nothing_is_moved_after_the_deadline(node, transport):
         return  # there is nothing that could be waited for
     slots = put_and_publish(node, transport, a_chain(2), [a_block(1), a_block(2)])
 
-    assert transport.get(slots, empty(2), CLOCK.now()) == [Outcome.GONE] * 2
-    assert transport.get(slots, empty(2), soon()) == [Outcome.MOVED] * 2
+    assert transport.get(slots, empty(2), CLOCK.now()) == [BlockOutcome.GONE] * 2
+    assert transport.get(slots, empty(2), soon()) == [BlockOutcome.MOVED] * 2
 
 
 def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
@@ -351,9 +351,9 @@ def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
 
     assert time.monotonic() - started < 1.5
     for outcome, block, copy in zip(outcomes, blocks, into, strict=True):
-        assert outcome is Outcome.GONE or (outcome is Outcome.MOVED and np.array_equal(block, copy))
+        assert outcome is BlockOutcome.GONE or (outcome is BlockOutcome.MOVED and np.array_equal(block, copy))
     if node.kind in ("tcp", "nixl"):
-        assert outcomes == [Outcome.GONE] * 3
+        assert outcomes == [BlockOutcome.GONE] * 3
     if node.kind != "in process":
         with pytest.raises(StoreUnreachable):
             node.open()
@@ -369,7 +369,7 @@ def test_threads_do_not_get_each_others_blocks(node, transport):
         for _ in range(20):
             into = empty(len(mine))
             outcomes = transport.get([slots[i] for i in mine], into, soon())
-            assert outcomes == [Outcome.MOVED] * len(mine)
+            assert outcomes == [BlockOutcome.MOVED] * len(mine)
             assert all(np.array_equal(blocks[i], copy) for i, copy in zip(mine, into, strict=True))
         return True
 
@@ -387,16 +387,16 @@ def test_two_clients_do_not_disturb_each_other(node, transport):
     theirs = [a_block(seed) for seed in range(100, 140)]
     to_write = summed(to_write, theirs)
 
-    def write() -> list[Outcome]:
+    def write() -> list[BlockOutcome]:
         return [outcome for _ in range(10) for outcome in other.put(to_write, theirs, soon())]
 
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(write)
         for _ in range(10):
             into = empty(40)
-            assert transport.get(slots, into, soon()) == [Outcome.MOVED] * 40
+            assert transport.get(slots, into, soon()) == [BlockOutcome.MOVED] * 40
             assert all(np.array_equal(one, copy) for one, copy in zip(blocks, into, strict=True))
-        assert set(writing.result()) == {Outcome.MOVED}
+        assert set(writing.result()) == {BlockOutcome.MOVED}
     other.close()
 
 
@@ -418,24 +418,24 @@ def test_a_reader_gets_the_blocks_bytes_or_a_miss_while_places_change_hands(node
             published.append((slots, blocks))
 
     published: list[tuple[list[Slot], list[np.ndarray]]] = []
-    counts = dict.fromkeys(Outcome, 0)
+    counts = dict.fromkeys(BlockOutcome, 0)
     with ThreadPoolExecutor(1) as threads:
         churning = threads.submit(churn)
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and (counts[Outcome.MOVED] < 20 or counts[Outcome.GONE] < 20):
+        while time.monotonic() < deadline and (counts[BlockOutcome.MOVED] < 20 or counts[BlockOutcome.GONE] < 20):
             for age in (1, BLOCKS // 4):  # young ones are there mostly, the oldest are about to go
                 if len(published) < age:
                     continue
                 slots, blocks = published[-age]
                 into = empty(len(slots))
                 for outcome, block, copy in zip(transport.get(slots, into, soon()), blocks, into, strict=True):
-                    assert outcome is not Outcome.MOVED or np.array_equal(block, copy)
+                    assert outcome is not BlockOutcome.MOVED or np.array_equal(block, copy)
                     counts[outcome] += 1
         over.set()
         churning.result()
 
-    assert counts[Outcome.MOVED] >= 20
-    assert counts[Outcome.GONE] + counts[Outcome.CORRUPT] >= 20
+    assert counts[BlockOutcome.MOVED] >= 20
+    assert counts[BlockOutcome.GONE] + counts[BlockOutcome.CORRUPT] >= 20
 
 
 def test_a_closed_transport_only_misses(node, transport):
@@ -444,7 +444,7 @@ def test_a_closed_transport_only_misses(node, transport):
     (slot,) = put_and_publish(node, transport, a_chain(1), [a_block(1)])
     transport.close()
 
-    assert transport.get([slot], empty(1), soon()) == [Outcome.GONE]
+    assert transport.get([slot], empty(1), soon()) == [BlockOutcome.GONE]
 
 
 def test_a_listener_that_says_nothing_is_unreachable_within_the_deadline():

@@ -5,6 +5,8 @@ import asyncio
 import grpc
 import pytest
 
+from fleet.adapters import grpc_http2
+from fleet.adapters.grpc_http2 import Http2Server
 from fleet.adapters.grpc_options import SHARED_SERVER_OPTIONS, client_options
 
 pytestmark = pytest.mark.integration
@@ -12,7 +14,16 @@ pytestmark = pytest.mark.integration
 SECONDS = 0.2
 
 
-async def test_connections_end_in_time_and_no_call_does():
+@pytest.fixture(params=["clients", "gateways"])
+async def server(request, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.05)
+    if request.param == "clients":
+        return Http2Server(connection_seconds=SECONDS)
+    return grpc.aio.server(options=client_options(shared=False, connection_seconds=SECONDS))
+
+
+async def test_connections_end_in_time_and_no_call_does(server):
     peers: set[str] = set()
 
     async def answer(content: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -24,7 +35,6 @@ async def test_connections_end_in_time_and_no_call_does():
             await context.write(b"part")
             await asyncio.sleep(SECONDS / 2)
 
-    server = grpc.aio.server(options=client_options(shared=False, connection_seconds=SECONDS))
     methods = {
         "Ask": grpc.unary_unary_rpc_method_handler(answer),
         "Stream": grpc.unary_stream_rpc_method_handler(stream),

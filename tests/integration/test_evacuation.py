@@ -1,4 +1,4 @@
-"""Warm blocks of a worker that goes are where other workers read them (row B14): real nodes, Redis and processes."""
+"""Warm blocks of a worker that goes are where other workers read them: real nodes, Redis and processes."""
 
 import asyncio
 import logging

@@ -8,7 +8,7 @@ import pytest
 from kvstore.breaker import LONGEST_PAUSE
 from kvstore.clock import SECOND, Nanos
 from kvstore.evacuation import Evacuations
-from kvstore.hierarchy import Hierarchy
+from kvstore.hierarchy import BATCH_BYTES, Hierarchy
 from kvstore.lower_tiers import TierRule
 from kvstore.messages import BlockKey
 from kvstore.movement import Confirm, Keep
@@ -24,12 +24,13 @@ SECONDS = 10
 class Node:
     """A pool and one tier that all nodes read, with a budget of so many blocks."""
 
-    def __init__(self, budget: int = 1 << 20) -> None:
+    def __init__(self, budget: int = 1 << 20, *, batch_bytes: int = BATCH_BYTES, forgets: bool = True) -> None:
         self.store = Store(blocks=BLOCKS)
         self.names = a_chain(BLOCKS)
         self.store.hold(self.names)
         self.clock = HandClock()
-        self.hierarchy = Hierarchy(self.store.machine, [TierRule(name="redis", admission=None)])
+        rule = TierRule(name="redis", admission=None, finds_in_memory=not forgets)
+        self.hierarchy = Hierarchy(self.store.machine, [rule], batch_bytes)
         self.asked: list[Keep | Confirm] = []
         self.held: set[bytes] = set()  # by the tier, in truth
         self.budget = budget
@@ -38,6 +39,7 @@ class Node:
         backing = SimpleNamespace(
             tiers=[tier],
             refuge=lambda leaving, is_given_up: 0,
+            depart_to=lambda tier: None,
             may_write=lambda *_: self._spend(),
         )
         settle = lambda: self.asked.extend(self.hierarchy.commands())  # noqa: E731 - all that a node does
@@ -169,9 +171,7 @@ async def test_what_may_have_gone_from_the_tier_is_asked_about_at_once_and_goes_
 
 
 async def test_what_a_tier_that_tells_what_it_lets_go_has_is_not_asked_about():
-    node = Node()
-    rule = TierRule(name="ssd", admission=None, finds_in_memory=True)
-    node.hierarchy = node._evacuations._hierarchy = Hierarchy(node.store.machine, [rule])
+    node = Node(forgets=False)
     node.had(*node.names)
 
     evacuated = await node.evacuate()
@@ -222,7 +222,7 @@ async def test_a_batch_that_failed_is_offered_again_and_what_the_tier_does_not_t
         node.answer(refused=node.names[2:3])
 
     assert (one.result().failed, one.result().moved, one.result().refused) == (1, BLOCKS - 1, 1)
-    assert (one.result().done, one.result().fenced) == (BLOCKS, False)
+    assert one.result().done == BLOCKS
 
 
 async def test_what_a_call_that_was_cut_short_left_out_is_offered_again():
@@ -239,10 +239,7 @@ async def test_what_a_call_that_was_cut_short_left_out_is_offered_again():
 
 
 async def test_a_block_that_fails_while_others_arrive_is_left_and_stops_nobody():
-    node = Node()
-    node.hierarchy = node._evacuations._hierarchy = Hierarchy(
-        node.store.machine, [TierRule(name="redis", admission=None)], BLOCK_BYTES
-    )  # a batch a block
+    node = Node(batch_bytes=BLOCK_BYTES)
     bad = node.keys[0]
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
         one = tasks.create_task(node.evacuate())

@@ -1,4 +1,4 @@
-"""Foreign servers that publish KV events, over real sockets: what they hold is known by token (rows I5, I6, I7, I9, R16)."""
+"""Foreign servers that publish KV events, over real sockets: what they hold is known by token."""
 
 import json
 import logging

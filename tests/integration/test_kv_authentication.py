@@ -19,7 +19,7 @@ from kvstore.call_proofs import PROOF_KEY
 from kvstore.clock import Nanos, nanos
 from kvstore.credentials import Credentials
 from kvstore.errors import BadCredentials, NamespaceUnknown, StoreNotStarted, StoreUnreachable
-from kvstore.messages import Claim, Outcome, Slot
+from kvstore.messages import BlockOutcome, Claim, Slot
 from kvstore.monotonic import MonotonicClock, unix_seconds
 from kvstore.tiers.memory import PrivateMemoryTier
 from kvstore.transports.authentication import NONCE_BYTES, PROOF_BYTES, SKEW_SECONDS, Key, Purpose
@@ -69,7 +69,7 @@ async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlane, str, byt
     plane.close()
 
 
-def fetch(address: str, digest: bytes, slot: Slot, secret: bytes) -> list[Outcome]:
+def fetch(address: str, digest: bytes, slot: Slot, secret: bytes) -> list[BlockOutcome]:
     transport = TcpTransport(address, digest, BLOCK_BYTES, CLOCK, soon(), key(secret))
     into = np.zeros(BLOCK_BYTES, np.uint8)
     try:
@@ -80,7 +80,7 @@ def fetch(address: str, digest: bytes, slot: Slot, secret: bytes) -> list[Outcom
 
 async def test_who_has_the_secret_reads_blocks():
     async with a_data_plane(SECRET) as (_, address, digest, slot):
-        assert await asyncio.to_thread(fetch, address, digest, slot, SECRET) == [Outcome.MOVED]
+        assert await asyncio.to_thread(fetch, address, digest, slot, SECRET) == [BlockOutcome.MOVED]
 
 
 @pytest.mark.parametrize(

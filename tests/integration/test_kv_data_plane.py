@@ -17,7 +17,7 @@ from kvstore.buffers import crc32c, pieces
 from kvstore.clock import Nanos, nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.machine import BlockMachine
-from kvstore.messages import Claim, Outcome, Slot
+from kvstore.messages import BlockOutcome, Claim, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.memory import PrivateMemoryTier
 from kvstore.transports import tcp_server
@@ -223,7 +223,7 @@ async def test_a_slot_that_is_reused_while_it_is_read_is_never_returned_as_good(
         assert slot.offset in {other.offset for other in others}
         go_on.set()
 
-        assert await reading == [Outcome.GONE]
+        assert await reading == [BlockOutcome.GONE]
     await plane.close()
 
 
@@ -243,7 +243,7 @@ async def test_bytes_damaged_on_the_way_out_are_noticed_by_the_client(plane):
     slot = plane.hold(a_chain(1)[0], a_block(1))
 
     async with a_proxy_that_flips_a_byte(plane.port, at=CHALLENGE.size + REPLY.size + 100) as port:
-        assert await asyncio.to_thread(read, plane, port, slot) == [Outcome.CORRUPT]
+        assert await asyncio.to_thread(read, plane, port, slot) == [BlockOutcome.CORRUPT]
 
 
 async def test_a_client_that_stops_in_the_middle_is_cut(plane):
@@ -305,11 +305,11 @@ def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_costs_nothing_after():
     with a_node_that_only_opens() as address:
         transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(5))
         started = time.monotonic()
-        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [Outcome.GONE]
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [BlockOutcome.GONE]
         first = time.monotonic() - started
 
         for _ in range(100):
-            assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [Outcome.GONE]
+            assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [BlockOutcome.GONE]
 
         assert 0.25 < first < 1
         assert time.monotonic() - started < first + 0.2
@@ -324,8 +324,8 @@ def test_closing_ends_calls_of_other_threads():
 
         transport.close()
 
-        assert reading.result(5) == [Outcome.GONE]
-        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60)) == [Outcome.GONE]
+        assert reading.result(5) == [BlockOutcome.GONE]
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60)) == [BlockOutcome.GONE]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_node_that_talks_nonsense_is_a_miss(nonsense):
     with a_node_that_only_opens(and_says=nonsense) as address:
         transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(5))
 
-        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(5)) == [Outcome.GONE]
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(5)) == [BlockOutcome.GONE]
 
         transport.close()
 
@@ -458,7 +458,7 @@ async def a_slow_link(port: int) -> AsyncIterator[tuple[int, SlowLink]]:
     await asyncio.to_thread(link.close)
 
 
-def read(plane: Plane, port: int, slot: Slot, key: Key | None = None) -> list[Outcome]:
+def read(plane: Plane, port: int, slot: Slot, key: Key | None = None) -> list[BlockOutcome]:
     transport = TcpTransport(f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, soon(5), key)
     try:
         return transport.get([slot], [bytearray(plane.block_bytes)], soon(5))

@@ -16,7 +16,7 @@ from kvstore.errors import TierFailed
 from kvstore.hierarchy import Hierarchy
 from kvstore.lanes import Lanes
 from kvstore.lower_tiers import Everything, TierRule
-from kvstore.messages import Fetched, Outcome, TierStatus
+from kvstore.messages import BlockOutcome, Fetched, TierStatus
 from kvstore.monotonic import MonotonicClock
 from kvstore.mover import LANES, Mover
 from tests.kv_builders import Store, a_chain
@@ -43,7 +43,7 @@ class Disk:
         assert self.gate.wait(30)
         if self.fails:
             raise TierFailed("it cannot be read")
-        return [Fetched(Outcome.MOVED, 7) for _ in keys]
+        return [Fetched(BlockOutcome.MOVED, 7) for _ in keys]
 
     def put(self, keys, blocks, deadline, checksums):
         raise TierFailed("it is full")

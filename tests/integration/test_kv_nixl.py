@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.buffers import crc32c
 from kvstore.clock import Nanos, nanos
-from kvstore.messages import Address, BlockKey, Outcome, Slot
+from kvstore.messages import Address, BlockKey, BlockOutcome, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.nixl import NixlTransport
@@ -59,14 +59,14 @@ async def pool():
     pool.tier.close()
 
 
-def read(transport: NixlTransport, slot: Slot, seconds: float = 30) -> Outcome:
+def read(transport: NixlTransport, slot: Slot, seconds: float = 30) -> BlockOutcome:
     (outcome,) = transport.get([slot], [np.zeros(BLOCK_BYTES, np.uint8)], soon(seconds))
     return outcome
 
 
 async def test_an_agent_that_died_is_replaced_and_found_again(pool):
     transport = await pool.open()
-    assert await asyncio.to_thread(read, transport, pool.slot) is Outcome.MOVED
+    assert await asyncio.to_thread(read, transport, pool.slot) is BlockOutcome.MOVED
     watching = asyncio.create_task(pool.node.run())
     former = pool.node.pid
     os.kill(former, signal.SIGKILL)
@@ -74,8 +74,8 @@ async def test_an_agent_that_died_is_replaced_and_found_again(pool):
     async with asyncio.timeout(60):
         while pool.node.pid in (former, None):
             await asyncio.sleep(0.01)
-            assert await asyncio.to_thread(read, transport, pool.slot, 0.5) in (Outcome.MOVED, Outcome.GONE)
-        while await asyncio.to_thread(read, transport, pool.slot, 5) is not Outcome.MOVED:
+            assert await asyncio.to_thread(read, transport, pool.slot, 0.5) in (BlockOutcome.MOVED, BlockOutcome.GONE)
+        while await asyncio.to_thread(read, transport, pool.slot, 5) is not BlockOutcome.MOVED:
             await asyncio.sleep(0.01)
     watching.cancel()
     transport.close()
@@ -94,7 +94,7 @@ async def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_writes_nothing_la
 
     took = time.monotonic() - started
     os.kill(pool.node.pid, signal.SIGCONT)
-    assert outcome == [Outcome.GONE]
+    assert outcome == [BlockOutcome.GONE]
     assert took < 2.5
     before = into.copy()
     await asyncio.sleep(0.3)  # it would come now
@@ -120,7 +120,7 @@ async def test_closing_gives_everything_back(pool):
 
     for _ in range(2):
         transport = await pool.open()
-        assert await asyncio.to_thread(read, transport, pool.slot) is Outcome.MOVED
+        assert await asyncio.to_thread(read, transport, pool.slot) is BlockOutcome.MOVED
         transport.close()
 
     assert psutil.Process().num_fds() <= descriptors

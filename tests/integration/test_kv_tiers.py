@@ -18,7 +18,7 @@ from kvstore.clock import Nanos, nanos
 from kvstore.errors import InvalidArgument, StoreNotStarted
 from kvstore.hierarchy import Hierarchy
 from kvstore.lower_tiers import Everything, TierRule
-from kvstore.messages import BlockKey, Fetched, Outcome, Stats
+from kvstore.messages import BlockKey, BlockOutcome, Fetched, Stats
 from kvstore.monotonic import MonotonicClock
 from kvstore.movement import Fetch, Find, Keep, Movement
 from kvstore.server import open_node
@@ -225,7 +225,7 @@ class Simulated:
                 count = next((i for i, key in enumerate(movement.keys) if key not in held), len(movement.keys))
                 self.hierarchy.found(movement.load_id, count, Nanos(0))
             case Fetch():
-                answers = [Fetched(Outcome.MOVED, 7) for _ in movement.addresses]
+                answers = [Fetched(BlockOutcome.MOVED, 7) for _ in movement.addresses]
                 self.hierarchy.fetched(movement.load_id, answers, Nanos(0))
             case Keep():
                 held |= {address.key for address in movement.addresses}

@@ -1,5 +1,7 @@
 """Clusters of `fleet up` that were killed together with their guardian: what is said of them, and what the next one clears away."""
 
+import errno
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,12 +16,14 @@ import pytest
 
 from fleet.adapters import local_runs
 from fleet.adapters.held_files import held, held_too, left, taken
-from fleet.adapters.local_runs import LocalRun, note_group, runtime_folder
+from fleet.adapters.local_runs import LocalRun, note_group, note_logs, runtime_folder
 from fleet.cli.main import run
 from tests.integration.test_up_simulated import alive, fleet_up, listens, run_fleet, wait_until
 from tests.shared_memory import abandoned_segments
 
 pytestmark = pytest.mark.integration
+
+NOBODY = 65534
 
 HOLDER = """
 import sys, time
@@ -49,10 +53,13 @@ def a_killed_run(parent):
     return folder
 
 
-def a_process(**environment):
+def a_process(log=None, **environment):
     """That leads a group of its own."""
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
-    started = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE)
+    with Path(log or os.devnull).open("ab") as errors:
+        started = subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=errors
+        )
     started.stdout.readline()
     return started
 
@@ -82,26 +89,106 @@ def test_a_file_that_two_hold_is_left_when_both_have_ended(tmp_path):
 
 def test_a_killed_run_is_cleared_with_its_processes_and_nobody_elses(parent):
     folder = a_killed_run(parent)
+    (parent / "kept").mkdir()
+    note_logs(folder, parent / "kept")
     its = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
-    renamed = a_process()
+    renamed, elsewhere = a_process(folder / "decode-0.log"), a_process(parent / "kept" / "decode-0.log")
     others = a_process(TMPDIR="/tmp", PATH="/bin")
+    renamed_too = a_process()  # somebody's whose group has the number that one of the run had
     ended = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
-    started = [its, renamed, others, ended]
+    started = [its, renamed, elsewhere, others, renamed_too, ended]
     try:
-        for change, process in [("+", its), ("+", renamed), ("+", others), ("+", ended), ("-", ended)]:
-            note_group(folder, change, process.pid)
+        for process in started:
+            note_group(folder, "+", process.pid)
+        note_group(folder, "-", ended.pid)
         (found,) = local_runs.local_runs()
         assert found == LocalRun(folder)
         assert found.killed
 
-        assert found.clear() == 2
+        assert found.clear() == 3
 
         assert not folder.exists()
-        assert alive([each.pid for each in started]) == [others.pid, ended.pid]
+        assert (parent / "kept" / "decode-0.log").exists()
+        assert alive([each.pid for each in started]) == [others.pid, renamed_too.pid, ended.pid]
     finally:
         for each in started:
             each.kill()
             each.communicate()
+
+
+def test_half_a_number_is_nobodys_group(parent):
+    folder = a_killed_run(parent)
+    process = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
+    try:
+        (folder / "groups").write_text(f"+{process.pid}")  # and the disk was full
+        assert LocalRun(folder).clear() == 0
+        assert alive([process.pid]) == [process.pid]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ends_killed(left):
+    """A run that is killed when it has removed so many of its files and folders."""
+
+    def count(event, _):
+        nonlocal left
+        if event in ("os.remove", "os.rmdir"):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with runtime_folder() as folder:
+        (folder / "plans").mkdir()
+        for name in ("plans/report.json", "decode-0.log", "groups", "tmp/cache"):
+            (folder / name).write_text("")
+        sys.addaudithook(count)
+
+
+def test_a_run_that_is_killed_while_it_clears_itself_away_is_known_as_killed(parent, monkeypatch):
+    monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
+    for done in range(20):
+        process = multiprocessing.get_context("fork").Process(target=ends_killed, args=(done,))
+        process.start()
+        process.join()
+        runs = local_runs.local_runs()
+        assert all(each.killed for each in runs), (done, list(parent.glob("fleet-*/*")))
+        for each in runs:
+            assert each.clear() == 0
+        if process.exitcode == 0:
+            break
+    assert 7 <= done < 19
+    assert [list(each.iterdir()) for each in parent.glob("fleet-*")] == [[]], "one that was killed at the very end"
+
+
+def test_a_run_that_finds_no_room_leaves_no_folder(parent, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
+    for what in ("held", "mkdir"):
+        with monkeypatch.context() as patch:
+            patch.setattr(*((local_runs, "held", full) if what == "held" else (Path, "mkdir", full)))
+            with pytest.raises(OSError, match="No space"), runtime_folder():
+                pass
+        assert list(parent.iterdir()) == [], what
+
+
+def test_a_folder_that_may_not_be_looked_into_is_passed_over(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        folder = Path(parent) / "fleet-shut"
+        folder.mkdir(0)
+        is_root = os.geteuid() == 0  # whom no mode keeps out
+        Path(parent).chmod(0o755)
+        if is_root:
+            os.seteuid(NOBODY)
+        try:
+            assert folder not in [each.folder for each in local_runs.local_runs()]
+        finally:
+            if is_root:
+                os.seteuid(0)
+            folder.chmod(0o700)
 
 
 def test_a_run_that_is_alive_is_never_cleared(parent, monkeypatch):

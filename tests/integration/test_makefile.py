@@ -34,8 +34,12 @@ def free(project, megabytes):
     a_program(project / "stand-ins" / "df", f"echo Avail; echo {megabytes}")
 
 
-def make_install(project, engine):
-    environment = {**os.environ, "PATH": f"{project}/stand-ins:{os.environ['PATH']}", "TMPDIR": str(project)}
+def make_install(project, engine, temporary=None):
+    environment = {
+        **os.environ,
+        "PATH": f"{project}/stand-ins:{os.environ['PATH']}",
+        "TMPDIR": temporary or str(project),
+    }
     for inherited in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         environment.pop(inherited, None)
     command = ["make", "-C", str(project), f"ENGINE={engine}", "install"]
@@ -72,6 +76,24 @@ def test_what_is_there_already_is_not_asked_for_again(project):
         os.posix_fallocate(there.fileno(), 0, 8 << 20)
 
     assert make_install(project, "simulated").returncode == 0
+
+
+def test_where_venv_is_a_link_room_is_looked_for_where_it_leads(project, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("large")
+    shutil.move(project / ".venv", elsewhere / "venv")
+    (project / ".venv").symlink_to(elsewhere / "venv")
+    free(project, 100)
+
+    told = make_install(project, "simulated").stderr.splitlines()[0]
+
+    needed = 1750 - 1  # what is there is seen through the link
+    assert f"{needed} MB are needed in {elsewhere / 'venv'}, 100 MB are free" in told
+
+
+def test_what_cannot_be_looked_at_does_not_keep_make_from_it(project):
+    free(project, 9000)
+    a_program(project / "stand-ins" / "du", "echo '1\t.venv'; exit 1")  # of a folder that may not be read
+    assert make_install(project, "simulated", temporary=f"{project}/removed").returncode == 0
 
 
 def test_an_install_that_was_broken_off_is_gone_through_again_and_what_it_left_half_made_too(project):

@@ -18,7 +18,7 @@ from kvstore.buffers import crc32c
 from kvstore.client import StoreClient
 from kvstore.clock import Nanos
 from kvstore.errors import NamespaceUnknown, TierFailed
-from kvstore.messages import BlockKey, Outcome
+from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.peer.settings import PeerSettings
 from kvstore.tiers.peer.shelf import open_peers, ranking
@@ -91,8 +91,8 @@ def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 10) -> list[bool]:
     into = empty(len(keys))
     answers = tier.get(keys, into, within(seconds))
     for key, answer, block in zip(keys, answers, into, strict=True):
-        assert answer.outcome is not Outcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
-    return [answer.outcome is Outcome.MOVED for answer in answers]
+        assert answer.outcome is not BlockOutcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
+    return [answer.outcome is BlockOutcome.MOVED for answer in answers]
 
 
 # Reading
@@ -107,7 +107,7 @@ def test_blocks_of_a_peer_are_found_and_fetched_and_no_lease_stays(node):
         into = empty(8)
         answers = tier.get(KEYS, into, within(10))
 
-        assert [answer.outcome is Outcome.MOVED for answer in answers] == [True] * 5 + [False] * 3
+        assert [answer.outcome is BlockOutcome.MOVED for answer in answers] == [True] * 5 + [False] * 3
         assert [answer.crc32c for answer in answers[:5]] == [google_crc32c.value(bytes(block)) for block in into[:5]]
         assert all(map(np.array_equal, into[:5], BLOCKS))
         assert pinned(node.address) == 0
@@ -147,9 +147,9 @@ def test_another_namespace_or_block_length_is_a_miss(node):
         assert tier.find(strange, within(10)) == 0
         assert outcomes(tier, [KEYS[0]]) == [True]
         (answer,) = tier.get(strange, empty(1), within(10))
-        assert answer.outcome is Outcome.GONE
+        assert answer.outcome is BlockOutcome.GONE
         (answer,) = tier.get(KEYS[:1], [np.zeros(BLOCK_BYTES + 1, np.uint8)], within(10))
-        assert answer.outcome is Outcome.GONE
+        assert answer.outcome is BlockOutcome.GONE
 
 
 def test_blocks_are_fetched_from_whoever_has_them_and_the_holder_is_remembered():

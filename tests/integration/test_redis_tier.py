@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import StoreNotStarted, TierFailed
-from kvstore.messages import BlockKey, Outcome
+from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import records
 from kvstore.tiers.redis.settings import RedisSettings
@@ -77,7 +77,7 @@ def test_a_killed_server_is_a_failure_at_once_and_found_again_when_it_is_back():
         server.start()
         assert tier.find(KEYS, within(10)) == 0, "it has forgotten"
         assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
-        assert outcomes(tier) == [Outcome.MOVED] * 4
+        assert outcomes(tier) == [BlockOutcome.MOVED] * 4
         assert tier.status().failures == 3
         tier.close()
 
@@ -89,7 +89,7 @@ def test_connections_that_a_restart_has_cut_cost_no_call():
         server.kill()
         server.start()
 
-        assert outcomes(tier) == [Outcome.GONE] * 4
+        assert outcomes(tier) == [BlockOutcome.GONE] * 4
         assert tier.status().failures == 0
         tier.close()
 
@@ -115,7 +115,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline(call):
 
         server.thaw()
         assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
-        assert outcomes(tier) == [Outcome.MOVED] * 4
+        assert outcomes(tier) == [BlockOutcome.MOVED] * 4
         tier.close()
 
 
@@ -162,7 +162,7 @@ def test_a_server_killed_in_the_middle_of_much_work_never_gives_a_wrong_byte():
                     continue
                 for index, (answer, block) in enumerate(zip(answers, into, strict=True)):
                     good = np.array_equal(block, a_block(first + index, 1 << 18))
-                    wrong.extend([first + index] if answer.outcome is Outcome.MOVED and not good else [])
+                    wrong.extend([first + index] if answer.outcome is BlockOutcome.MOVED and not good else [])
                 rounds += 1
             return rounds
 
@@ -190,7 +190,7 @@ def test_more_callers_than_connections_wait_for_their_turn(server):
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda _: outcomes(tier), range(40)))
 
-    assert answers == [[Outcome.MOVED] * 4] * 40
+    assert answers == [[BlockOutcome.MOVED] * 4] * 40
     tier.close()
 
 
@@ -222,13 +222,13 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
     with server.client() as client:
         client.set(place_of(KEYS[1]), planted)
 
-    assert outcomes(tier) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED, Outcome.MOVED]
+    assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED, BlockOutcome.MOVED]
 
     assert tier.status().corrupt == 1
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == ["block is corrupt"]
     assert tier.find(KEYS, within(10)) == 1
     assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
-    assert outcomes(tier) == [Outcome.MOVED] * 4
+    assert outcomes(tier) == [BlockOutcome.MOVED] * 4
 
 
 def test_what_is_not_even_a_string_is_a_miss_and_replaced(tier, server):
@@ -238,9 +238,9 @@ def test_what_is_not_even_a_string_is_a_miss_and_replaced(tier, server):
         client.rpush(place_of(KEYS[1]), "a", "list")
 
     assert tier.find(KEYS, within(10)) == 1
-    assert outcomes(tier) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED, Outcome.MOVED]
+    assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED, BlockOutcome.MOVED]
     assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
-    assert outcomes(tier) == [Outcome.MOVED] * 4
+    assert outcomes(tier) == [BlockOutcome.MOVED] * 4
 
 
 def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, server, caplog):
@@ -250,7 +250,7 @@ def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, serv
         client.set(place_of(KEYS[2]), newer)
 
         assert keep(tier, KEYS, BLOCKS, within(10)) == [True, False, False, True]
-        assert outcomes(tier) == [Outcome.MOVED, Outcome.GONE, Outcome.GONE, Outcome.MOVED]
+        assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE, BlockOutcome.MOVED]
         assert tier.find(KEYS, within(10)) == 1
 
         assert client.get(place_of(KEYS[1])) == newer
@@ -264,7 +264,7 @@ def test_a_planted_value_that_claims_to_be_huge_is_not_taken_in(tier, server):
     with server.client() as client:
         client.set(place_of(KEYS[0]), bytes(head) + block.tobytes())
 
-    assert outcomes(tier, KEYS[:1]) == [Outcome.CORRUPT]
+    assert outcomes(tier, KEYS[:1]) == [BlockOutcome.CORRUPT]
 
 
 def test_two_writers_of_one_block_agree(server):
@@ -275,7 +275,7 @@ def test_two_writers_of_one_block_agree(server):
 
     assert kept == [[True] * 4] * 2
     for tier in tiers:
-        assert outcomes(tier) == [Outcome.MOVED] * 4
+        assert outcomes(tier) == [BlockOutcome.MOVED] * 4
         tier.close()
 
 
@@ -307,7 +307,7 @@ def test_a_full_server_refuses_blocks_which_is_no_failure():
         assert (status.refused, status.failures) == (kept.count(False), 0)
         into = [np.zeros(1 << 18, np.uint8) for _ in keys]
         answers = tier.get(keys, into, within(10))
-        assert [answer.outcome is Outcome.MOVED for answer in answers] == kept
+        assert [answer.outcome is BlockOutcome.MOVED for answer in answers] == kept
         tier.close()
 
 
@@ -319,7 +319,7 @@ def test_a_server_that_evicts_keeps_taking_blocks():
         assert keep(tier, keys, [a_block(index, 1 << 18) for index in range(32)], within(10)) == [True] * 32
 
         answers = tier.get(keys, [np.zeros(1 << 18, np.uint8) for _ in keys], within(10))
-        lost = [key for key, answer in zip(keys, answers, strict=True) if answer.outcome is Outcome.GONE]
+        lost = [key for key, answer in zip(keys, answers, strict=True) if answer.outcome is BlockOutcome.GONE]
         assert lost
         assert tier.gone() == lost
         tier.close()
@@ -353,7 +353,7 @@ def test_tcp_with_a_password_and_a_database():
         url = f"redis://:open%20sesame@127.0.0.1:{server.port}/3"
         tier = open_tier(url)
         assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 4
-        assert outcomes(tier) == [Outcome.MOVED] * 4
+        assert outcomes(tier) == [BlockOutcome.MOVED] * 4
         with server.client(password="open sesame", db=3) as client:
             assert client.dbsize() == 4
         tier.close()
@@ -390,7 +390,7 @@ def test_tls(tmp_path):
         blocks = [a_block(seed, 1 << 20) for seed in range(4)]
         assert keep(tier, KEYS, blocks, within(10)) == [True] * 4
         into = [np.zeros(1 << 20, np.uint8) for _ in KEYS]
-        assert [answer.outcome for answer in tier.get(KEYS, into, within(10))] == [Outcome.MOVED] * 4
+        assert [answer.outcome for answer in tier.get(KEYS, into, within(10))] == [BlockOutcome.MOVED] * 4
         assert all(map(np.array_equal, into, blocks))
         tier.close()
 
@@ -440,7 +440,7 @@ def test_blocks_that_came_before_the_cut_count():
     with a_scripted_server(Script((*HANDSHAKE, good + b"$8256\r\nFKVR"))) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
-        assert outcomes(tier) == [Outcome.MOVED, Outcome.GONE, Outcome.GONE, Outcome.GONE]
+        assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE, BlockOutcome.GONE]
 
         assert tier.status().failures == 1
         assert tier.gone() == [], "nobody said that the others are not there"
@@ -453,7 +453,12 @@ def test_a_value_that_is_too_large_to_be_taken_in_time_costs_itself_only_and_is_
     with a_scripted_server(Script((*HANDSHAKE, good + huge), hold=True)) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
-        assert outcomes(tier, seconds=0.3) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.GONE, Outcome.GONE]
+        assert outcomes(tier, seconds=0.3) == [
+            BlockOutcome.MOVED,
+            BlockOutcome.CORRUPT,
+            BlockOutcome.GONE,
+            BlockOutcome.GONE,
+        ]
 
         assert tier.gone() == [KEYS[1]]
         tier.close()
@@ -475,7 +480,7 @@ def test_a_user_who_may_only_read_reads_and_a_write_is_a_failure_that_says_so(se
     writer, reader = open_tier(server.url), open_tier(f"redis://reader:p@127.0.0.1:{server.port}")
     keep(writer, KEYS[:2], BLOCKS[:2], within(10))
 
-    assert outcomes(reader) == [Outcome.MOVED, Outcome.MOVED, Outcome.GONE, Outcome.GONE]
+    assert outcomes(reader) == [BlockOutcome.MOVED, BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE]
     assert keep(reader, KEYS[:2], BLOCKS[:2], within(10)) == [True] * 2, "they are there"
     with pytest.raises(TierFailed, match="NOPERM"):
         keep(reader, KEYS[2:], BLOCKS[2:], within(10))

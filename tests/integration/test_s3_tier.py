@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import StoreNotStarted, TierFailed
-from kvstore.messages import BlockKey, Outcome
+from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.s3.clients import Clients
@@ -88,7 +88,7 @@ def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
         server.client.create_bucket(Bucket="blocks")
         assert tier.find(KEYS, within(20)) == 0, "it has forgotten"
         assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
-        assert outcomes(tier) == [Outcome.MOVED] * 4
+        assert outcomes(tier) == [BlockOutcome.MOVED] * 4
         assert tier.status().failures == 3
         tier.close()
 
@@ -116,7 +116,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
         server.thaw()
 
         def all_kept() -> bool:  # removals that lay in the server's sockets may still come between
-            return keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4 and outcomes(tier) == [Outcome.MOVED] * 4
+            return keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4 and outcomes(tier) == [BlockOutcome.MOVED] * 4
 
         eventually(all_kept)
         tier.close()
@@ -188,7 +188,7 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
     keep(tier, KEYS, BLOCKS, within(20))
     shared.client.put_object(Bucket=bucket, Key=place_of(KEYS[1]), Body=planted)
 
-    assert outcomes(tier) == [Outcome.MOVED, Outcome.CORRUPT, Outcome.MOVED, Outcome.MOVED]
+    assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED, BlockOutcome.MOVED]
 
     assert tier.status().corrupt == 1
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
@@ -197,7 +197,7 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
         shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))
     assert tier.find(KEYS, within(20)) == 1
     assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
-    assert outcomes(tier) == [Outcome.MOVED] * 4
+    assert outcomes(tier) == [BlockOutcome.MOVED] * 4
 
 
 def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, shared, bucket, caplog):
@@ -207,7 +207,7 @@ def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, shar
 
     keep(tier, KEYS, BLOCKS, within(20))
     for _ in range(2):
-        assert outcomes(tier) == [Outcome.MOVED, Outcome.GONE, Outcome.GONE, Outcome.MOVED]
+        assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE, BlockOutcome.MOVED]
         assert keep(tier, KEYS, BLOCKS, within(20)) == [True, False, False, True]
 
     assert shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))["Body"].read() == newer
@@ -226,7 +226,7 @@ def test_two_writers_of_one_block_write_it_once(shared, bucket):
         more = [BlockKey(DIGEST, name) for name in a_chain(4, "more")]
         assert list(threads.map(lambda tier: keep(tier, more, BLOCKS, within(20)), tiers)) == [[True] * 4] * 2
     for tier in tiers:
-        assert outcomes(tier) == [Outcome.MOVED] * 4
+        assert outcomes(tier) == [BlockOutcome.MOVED] * 4
         tier.close()
 
 
@@ -238,7 +238,7 @@ def test_what_was_seen_of_late_is_not_asked_about_again(shared, bucket):
         shared.client.delete_object(Bucket=bucket, Key=place_of(key))
 
     assert reader.find(KEYS, within(20)) == 2, "a guess, for a while"
-    assert outcomes(reader) == [Outcome.GONE] * 4
+    assert outcomes(reader) == [BlockOutcome.GONE] * 4
     assert reader.find(KEYS, within(20)) == 0
     assert reader.gone() == KEYS
     writer.close()
@@ -254,7 +254,7 @@ def test_large_blocks_come_back_and_connections_are_used_again(shared, bucket):
     into = [np.zeros(block.nbytes, np.uint8) for block in blocks]
     answers = tier.get(keys, into, within(60))
 
-    assert [answer.outcome for answer in answers] == [Outcome.MOVED] * 6
+    assert [answer.outcome for answer in answers] == [BlockOutcome.MOVED] * 6
     assert all(map(np.array_equal, into, blocks))
     connections = psutil.Process().net_connections("tcp")
     ours = [
@@ -328,7 +328,7 @@ def test_a_whole_answer_without_a_value_is_corrupt():
     with a_scripted_server(Script((an_answer("200 OK", b"<html>welcome</html>"),))) as port:
         tier = open_with_endpoint("blocks", port)
 
-        assert outcomes(tier, KEYS[:1], 5) == [Outcome.CORRUPT]
+        assert outcomes(tier, KEYS[:1], 5) == [BlockOutcome.CORRUPT]
         tier.close()
 
 

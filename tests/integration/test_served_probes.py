@@ -14,7 +14,7 @@ from aiohttp import web
 from fleet.adapters.served_probes import ServedProbes, router_address, service_address
 from fleet.errors import Reason, Refused
 from fleet.router.tenants import TenantSettings
-from operators.probing import Answer, Failure, Probe
+from operators.probing import Completion, Failure, Probe
 from tests.builders import MODEL
 from tests.fronts import open_fronts
 from tests.openai_servers import MODEL as RELAYED
@@ -93,7 +93,7 @@ async def test_a_routers_completion_by_the_worker_that_was_asked_for_is_an_answe
         found = [await probes(fronts.url).ask(a_probe()) for _ in range(2)]
 
         one, other = fronts.router.submitted
-        assert found == [Answer(), Answer()]
+        assert found == [Completion(), Completion()]
         assert (one.pin, one.sampling.max_tokens) == ("w1", 1)
         assert one.tokens[:64] != other.tokens[:64], "no cache has it"
         assert await probes(fronts.url).ask(a_probe("another")) == Failure(200, "another worker answered")
@@ -115,7 +115,7 @@ async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody
         async def asked(**keys):
             return await probes(fronts.url, keys).ask(a_probe())
 
-        assert await asked(**{"ns/dd": KEY}) == Answer()
+        assert await asked(**{"ns/dd": KEY}) == Completion()
         assert await asked(**{"ns/other": KEY}) == Failure(401, "its routers want an API key", wants_key=True)
         assert await asked(**{"ns/dd": "sk-wrong"}) == Failure(401, "its routers do not take the key", wants_key=True)
 
@@ -131,7 +131,7 @@ async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_k
         fronts.will_answer("A")
         bound = probes(service, {"ns/dd": KEY}, router=fronts.url)
 
-        assert await bound.ask(a_probe()) == Answer()
+        assert await bound.ask(a_probe()) == Completion()
         assert await bound.ask(a_probe(door="")) == Failure(
             0, "its routers want an API key, and none of them has an address"
         )
@@ -166,10 +166,10 @@ async def test_a_429_of_somebody_else_shows_nothing(model_dir):
 @pytest.mark.parametrize(
     ("phases", "found"),
     [
-        ([PREFILL, ("decode", "w1", "direct", 9)], Answer(True)),
-        ([PREFILL, ("decode", "w1", "store", 9)], Answer(True)),
-        ([PREFILL, ("decode", "w1", "computed", 9)], Answer(False)),
-        ([PREFILL, ("decode", "w1", "computed", 1)], Answer(None)),
+        ([PREFILL, ("decode", "w1", "direct", 9)], Completion(True)),
+        ([PREFILL, ("decode", "w1", "store", 9)], Completion(True)),
+        ([PREFILL, ("decode", "w1", "computed", 9)], Completion(False)),
+        ([PREFILL, ("decode", "w1", "computed", 1)], Completion(None)),
         ([("decode", "w1", "computed", 9)], Failure(200, "no prefill worker computed the prompt")),
         ([("aggregated", "w1", "computed", 9)], Failure(200, "another worker answered")),
     ],

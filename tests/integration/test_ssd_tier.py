@@ -17,7 +17,7 @@ import pytest
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import StoreNotStarted
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import Outcome
+from kvstore.messages import BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd import disk as disks
 from kvstore.tiers.ssd.disk import Space
@@ -46,7 +46,7 @@ from tests.ssd_disks import (
     used_bytes,
 )
 
-MOVED, GONE, CORRUPT = Outcome.MOVED, Outcome.GONE, Outcome.CORRUPT
+MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT
 
 
 def abandon(tier: SsdTier) -> None:
@@ -635,7 +635,7 @@ def test_readers_never_see_the_next_life_of_a_segment(tmp_path):
     names = [key for number in range(12) for key in keys_of(19, f"n{number}")]
     stop = threading.Event()
     failures: list[Exception] = []
-    outcomes: list[Outcome] = []
+    outcomes: list[BlockOutcome] = []
 
     def guarded(act, seed):
         chance = random.Random(seed)

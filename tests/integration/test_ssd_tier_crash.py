@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.messages import Outcome
+from kvstore.messages import BlockOutcome
 from tests.ssd_disks import a_tier, get, keys_of, put
 
 ROUNDS = 8
@@ -74,13 +74,13 @@ def test_what_was_kept_before_a_kill_is_served_after_it(tmp_path):
 
         outcomes = get(tier, keys)  # fails on a wrong byte
 
-        assert Outcome.CORRUPT not in outcomes, "what is torn is cut off when the tier is opened"
+        assert BlockOutcome.CORRUPT not in outcomes, "what is torn is cut off when the tier is opened"
         latest = outcomes[-LATEST:]
-        served += latest.count(Outcome.MOVED)
+        served += latest.count(BlockOutcome.MOVED)
         expected += len(latest)
-        there = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MOVED}
+        there = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is BlockOutcome.MOVED}
         assert there == set(tier.held()) & set(keys)
-        assert get(tier, tier.held()).count(Outcome.MOVED) == len(tier.held()), "also what nobody was told of"
+        assert get(tier, tier.held()).count(BlockOutcome.MOVED) == len(tier.held()), "also what nobody was told of"
         put(tier, keys_of(PER_CALL, f"between{number}"))
         tier.check()
         tier.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import Outcome
+from kvstore.messages import BlockOutcome
 from tests.ssd_disks import PER_SEGMENT, SEGMENT_BYTES, a_tier, get, keys_of, overwrite, put, segments
 
 ROUNDS = 60
@@ -98,7 +98,7 @@ def test_damage_never_becomes_a_wrong_byte(tmp_path, seed, while_open):
         if not while_open:
             tier = a_tier(tmp_path)
         outcomes = get(tier, names)  # fails on a wrong byte
-        right += outcomes.count(Outcome.MOVED)
+        right += outcomes.count(BlockOutcome.MOVED)
         corrupt += tier.status().corrupt if not while_open else 0
         tier.check()
     corrupt = tier.status().corrupt if while_open else corrupt
@@ -123,7 +123,7 @@ def test_a_single_flipped_bit_anywhere_in_a_record_is_found(tmp_path):
         offset = place.page * PAGE_BYTES + at
         content = path.read_bytes()
         overwrite(path, offset, bytes([content[offset] ^ 1 << chance.randrange(8)]))
-        found += get(tier, [key]) == [Outcome.CORRUPT]
+        found += get(tier, [key]) == [BlockOutcome.CORRUPT]
 
     assert found == tier.status().corrupt == 200
     tier.close()

@@ -15,7 +15,7 @@ import pytest
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import Outcome
+from kvstore.messages import BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd.disk import aligned, open_disk
 from kvstore.tiers.ssd.tier import SsdTier
@@ -35,7 +35,7 @@ from tests.ssd_disks import (
     soon,
 )
 
-MOVED, GONE, CORRUPT = Outcome.MOVED, Outcome.GONE, Outcome.CORRUPT
+MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 

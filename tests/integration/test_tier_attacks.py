@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import TierFailed
-from kvstore.messages import BlockKey, Outcome
+from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.redis.settings import RedisSettings
 from kvstore.tiers.redis.shelf import open_redis
@@ -62,7 +62,7 @@ def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
                         into = [np.zeros(block.nbytes, np.uint8) for block in blocks]
                         answers = tier.get(keys, into, until)
                         for answer, arrived, block in zip(answers, into, blocks, strict=True):
-                            assert answer.outcome is not Outcome.MOVED or np.array_equal(arrived, block)
+                            assert answer.outcome is not BlockOutcome.MOVED or np.array_equal(arrived, block)
         except TierFailed:
             continue
 
@@ -74,7 +74,7 @@ def works(tier: RemoteTier) -> bool:
         answers = tier.get(KEYS, into, within(20))
     except TierFailed:
         return False
-    moved = [answer.outcome is Outcome.MOVED for answer in answers]
+    moved = [answer.outcome is BlockOutcome.MOVED for answer in answers]
     assert all(
         np.array_equal(*pair) for pair, is_there in zip(zip(into, BLOCKS, strict=True), moved, strict=True) if is_there
     )

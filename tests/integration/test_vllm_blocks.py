@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.client import StoreClient
+from kvstore import client as store_client
+from kvstore.client import StoreClient, batch_blocks
 from kvstore.messages import Match
 from tests.kv_builders import a_block, a_chain, a_namespace, a_node, eventually
 from workers.engines.vllm_blocks import BlockMover
@@ -50,8 +51,14 @@ def match(client: StoreClient, names: list[bytes]) -> Match:
 
 @pytest.mark.parametrize("save_with", [HostBlocks, DeviceBlocks])
 @pytest.mark.parametrize("load_with", [HostBlocks, DeviceBlocks])
-def test_blocks_come_back_as_they_were_in_whatever_order_memory_has_them(client, save_with, load_with):
-    names = a_chain(35)  # more than one batch
+@pytest.mark.parametrize("at_once", [32, None])
+def test_blocks_come_back_as_they_were_in_whatever_order_memory_has_them(
+    client, save_with, load_with, at_once, monkeypatch
+):
+    if at_once is not None:
+        monkeypatch.setattr(store_client, "BATCH_BYTES", at_once * NAMESPACE.block_bytes)
+    names = a_chain(35)
+    assert (batch_blocks(NAMESPACE.block_bytes) < len(names)) == (at_once is not None), "more than one batch"
     source, target = heads_first(1), empty_like(heads_first(1))
     saved = source if save_with is HostBlocks else tokens_first(source)
     loaded = target if load_with is HostBlocks else tokens_first(target)

@@ -9,7 +9,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 from fleet.clock import SECOND, Nanos
 from operators import pace
 from operators.children.names import CONTROL
-from operators.probing import Answer, Failure
+from operators.probing import Completion, Failure
 from operators.registrations import Registration
 from operators.settings import ProbeSettings
 from tests.kube.operator_nodes import address
@@ -34,9 +34,9 @@ class Clients:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            if (said := self.said.get(probe.deployment, Answer(True))) is None:
+            if (said := self.said.get(probe.deployment, Completion(True))) is None:
                 await self.release.wait()
-                return Answer(True)
+                return Completion(True)
             return said
         finally:
             self.at_once -= 1

@@ -6,7 +6,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 import msgspec
 
-from operators.proposals import LARGEST, Proposal, answer
+from operators.proposals import LARGEST, Proposal, propose
 from operators.requested import proposed
 from operators.resources.parts import GROUP, VERSION
 from operators.resources.request import ServingRequestSpec
@@ -193,7 +193,7 @@ async def test_a_proposal_is_applied_by_hand_as_it_is_and_then_nobody_elses(aske
 
 def test_every_proposal_is_taken_by_schema_and_rules(asked):
     for number, changes in enumerate(FEASIBLE):
-        got = answer(asking(**changes))
+        got = propose(asking(**changes))
         assert isinstance(got, Proposal)
         made = proposed(f"proposal-{number}", got)
         asked.api.post(asked.path("disaggdeployments"), made, fieldValidation="Strict").expect(201)
@@ -209,7 +209,7 @@ def test_the_request_that_the_documentation_shows_is_the_sample_and_can_be_kept(
     """That it is accepted is shown in `test_crds`."""
     documented, sample = (each for each in shown_manifests() if each["kind"] == "ServingRequest")
 
-    got = answer(msgspec.convert(sample["spec"], ServingRequestSpec))
+    got = propose(msgspec.convert(sample["spec"], ServingRequestSpec))
 
     assert documented == sample
     assert isinstance(got, Proposal)

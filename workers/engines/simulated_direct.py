@@ -56,7 +56,9 @@ class Lent(Struct, frozen=True, kw_only=True):
     content: bytes
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class Loan(Struct, frozen=True, kw_only=True):
+    """What a borrower gets, in the order of the names."""
+
     blocks: tuple[Lent | None, ...]
 
 
@@ -99,14 +101,14 @@ class BlockLender:
             self._memory.release([index for index, _ in ended.blocks.values()])
             self._on_end()
 
-    def answer(self, request: Borrow) -> Answer | None:
-        """What a borrower gets; None when it wants nothing more."""
+    def answer(self, request: Borrow) -> Loan | None:
+        """None when the borrower wants nothing more."""
         if request.done:
             self.end(request.lease)
             return None
         lease = self._leases.get(request.lease)
         held = lease.blocks if lease is not None else {}
-        return Answer(blocks=tuple([self._lent(held.get(name)) for name in request.names]))
+        return Loan(blocks=tuple([self._lent(held.get(name)) for name in request.names]))
 
     def close(self) -> None:
         for lease in list(self._leases):
@@ -207,13 +209,13 @@ async def borrow(params: DirectParams, names: Sequence[ChainHash], *, block_byte
         async with asyncio.timeout(deadline / SECOND):
             reader, writer = await _connect(params.address)
             try:
-                answer = Answer(blocks=())
+                loan = Loan(blocks=())
                 if names:
                     writer.write(_frame(Borrow(lease=params.lease, names=tuple(names))))
                     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                     if length > len(names) * (block_bytes + 64) + 64:
                         raise ValueError(f"an answer of {length} bytes to {len(names)} names")
-                    answer = msgspec.msgpack.decode(await reader.readexactly(length), type=Answer)
+                    loan = msgspec.msgpack.decode(await reader.readexactly(length), type=Loan)
                 writer.write(_frame(Borrow(lease=params.lease, done=True)))
                 await writer.drain()
             finally:
@@ -223,12 +225,12 @@ async def borrow(params: DirectParams, names: Sequence[ChainHash], *, block_byte
     except (OSError, EOFError, TimeoutError, ValueError) as error:  # DecodeError is a ValueError
         log.warning("blocks could not be fetched", extra={"address": params.address, "cause": str(error)})
         return []
-    return _verified(answer, block_bytes)
+    return _verified(loan, block_bytes)
 
 
-def _verified(answer: Answer, block_bytes: int) -> list[bytes]:
+def _verified(loan: Loan, block_bytes: int) -> list[bytes]:
     whole: list[bytes] = []
-    for lent in answer.blocks:
+    for lent in loan.blocks:
         if lent is None:
             break
         if len(lent.content) != block_bytes or _crc32c(lent.content) != lent.crc32c:

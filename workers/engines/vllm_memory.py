@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvstore.buffers import ByteArray, MutableBlock
-from kvstore.client import WRITE_BATCH, StoreClient
+from kvstore.client import StoreClient, batch_blocks
 from kvstore.messages import Match
 from kvstore.shares import Share
 from workers.engines.vllm_planning import Load
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
-"""The block at an index, in one piece or in several; valid until `WRITE_BATCH` more have been asked for."""
+"""The block at an index, in one piece or in several; valid until `kvstore.client.batch_blocks` more have been asked for."""
 
 
 class Reader(Protocol):
@@ -102,13 +102,14 @@ class DeviceBlocks:
         self.block_bytes = self._layer_bytes * len(layers)
         pinned = layers[0].device.type != "cpu"
         self._incoming, self._outgoing = (
-            torch.empty((WRITE_BATCH, self.block_bytes), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+            torch.empty((batch_blocks(self.block_bytes), self.block_bytes), dtype=torch.uint8, pin_memory=pinned)
+            for _ in range(2)
         )
 
     def load(self, reader: Reader, load: Load) -> list[bool]:
         whole: list[bool] = []
-        for start in range(0, len(load.block_ids), WRITE_BATCH):
-            ids = load.block_ids[start : start + WRITE_BATCH]
+        for start in range(0, len(load.block_ids), len(self._incoming)):
+            ids = load.block_ids[start : start + len(self._incoming)]
             rows = self._incoming[: len(ids)]
             first = load.first + start
             arrived = reader.read(load.match, range(first, first + len(ids)), [row.numpy() for row in rows])
@@ -124,7 +125,7 @@ class DeviceBlocks:
 
         def block(index: int) -> ByteArray:
             nonlocal asked
-            row: ByteArray = self._outgoing[asked % WRITE_BATCH].numpy()
+            row: ByteArray = self._outgoing[asked % len(self._outgoing)].numpy()
             asked += 1
             self.copy_out(block_ids[index], row)
             return row

@@ -30,7 +30,7 @@ from msgspec import Struct
 from kvstore.block import ChainHash
 from kvstore.breaker import Breaker
 from kvstore.buffers import Block
-from kvstore.client import WRITE_BATCH, StoreClient
+from kvstore.client import StoreClient, batch_blocks
 from kvstore.clock import SECOND, Clock, Nanos, seconds
 from kvstore.layout import Namespace
 from kvstore.shards import BlockShape
@@ -122,7 +122,7 @@ class LeaderLost(Exception):
 
 
 Source: TypeAlias = "Callable[[BlockOf], Block | None]"
-"""A rank's share of a block; None: it does not have it. Valid until `WRITE_BATCH` more have been asked for."""
+"""A rank's share of a block; None: it does not have it. Valid until `kvstore.client.batch_blocks` more have been asked for."""
 
 
 class Leader:
@@ -347,10 +347,9 @@ def _put(client: StoreClient, seat: Seat, order: Order, source: Source) -> Mappi
     assert order.grant is not None
     sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
     mine = [at for at in range(len(order.blocks)) if at not in sums]
-    for start in range(0, len(mine), WRITE_BATCH):
-        found = {
-            at: block for at in mine[start : start + WRITE_BATCH] if (block := source(order.blocks[at])) is not None
-        }
+    step = batch_blocks(seat.share.block_bytes)  # of whole blocks: never more than of the shares that are asked for
+    for start in range(0, len(mine), step):
+        found = {at: block for at in mine[start : start + step] if (block := source(order.blocks[at])) is not None}
         sums |= client.write_share(order.grant, list(found), seat.share, list(found.values()))
     return sums
 

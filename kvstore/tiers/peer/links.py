@@ -13,7 +13,7 @@ from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable, TierFailed, reason
 from kvstore.layout import Namespace
-from kvstore.messages import GONE, Counters, Fetched, LeaseId, Match, Outcome
+from kvstore.messages import GONE, BlockOutcome, Counters, Fetched, LeaseId, Match
 
 RUNS = 8  # of consecutive blocks, fetched from one peer in one call: what has more holes is hardly worth it
 LEASE_AFTER_SECONDS = 1.0  # by which a lease outlasts the call that holds it, should it not be released
@@ -177,7 +177,7 @@ class Link:
                 store.release(match.lease_id, deadline=deadline)
         for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
             if is_there:
-                answers[index] = Fetched(Outcome.MOVED, slot.crc32c)
+                answers[index] = Fetched(BlockOutcome.MOVED, slot.crc32c)
         if not any(good):
             raise TierFailed(f"{self._address} has blocks that do not arrive")
 

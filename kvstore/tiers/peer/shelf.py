@@ -25,7 +25,7 @@ from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import Clock, Nanos, nanos
 from kvstore.errors import NamespaceUnknown, TierFailed
 from kvstore.layout import Namespace
-from kvstore.messages import GONE, BlockKey, Fetched, Outcome
+from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.tiers.peer.links import Connect, Link
 from kvstore.tiers.peer.memories import Doubts, Hints
 from kvstore.tiers.peer.settings import PeerSettings
@@ -206,7 +206,7 @@ class PeerShelf:
                 failure = error
                 continue
             asked += 1
-            moved = {i: a for i, a in zip(missing, fetched, strict=True) if a.outcome is Outcome.MOVED}
+            moved = {i: a for i, a in zip(missing, fetched, strict=True) if a.outcome is BlockOutcome.MOVED}
             answers.update(moved)
             self._hints.note((missing.pop(index).key for index in moved), address)
         if asked:
@@ -270,7 +270,7 @@ class PeerShelf:
         except NamespaceUnknown:
             return None
 
-    def _link(self, address: str, namespace: Namespace) -> "Link":
+    def _link(self, address: str, namespace: Namespace) -> Link:
         with self._lock:
             if self._closed:
                 raise TierFailed("the peer tier is closed")
@@ -280,7 +280,7 @@ class PeerShelf:
                 self._links[address, namespace.digest] = link
             return link
 
-    def _all_links(self) -> list["Link"]:
+    def _all_links(self) -> list[Link]:
         with self._lock:
             return list(self._links.values())
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from kvstore.clock import Clock, Nanos, nanos, seconds
 from kvstore.errors import StoreNotStarted, TierFailed
-from kvstore.messages import GONE, BlockKey, Fetched, Outcome
+from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.ports import Codec
 from kvstore.tiers.records import HEAD_BYTES, Records, Standing
 from kvstore.tiers.remote import Given, RemoteTier, Wanted
@@ -170,7 +170,7 @@ class S3Shelf:
             return GONE
         with Body(answer, self._clock, deadline) as body:
             fetched = self._records.take(key, body, wanted.into)
-        if fetched.outcome is Outcome.MOVED:
+        if fetched.outcome is BlockOutcome.MOVED:
             self._saw(key, is_there=True)
         else:
             self._seen.doubt(key)
@@ -218,11 +218,8 @@ class S3Shelf:
             except RuntimeError:
                 failure = TierFailed(f"{self._place}: the tier is closed")
                 break
-        for (
-            name,
-            attempt,
-        ) in attempts.items():  # all of them, whatever comes: until then the caller's buffers are in use
-            try:
+        for name, attempt in attempts.items():
+            try:  # all of them, whatever comes: until then the caller's buffers are in use
                 error = attempt.exception()
             except CancelledError:
                 failure = TierFailed(f"{self._place}: the tier was closed")

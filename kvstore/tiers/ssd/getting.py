@@ -8,11 +8,11 @@ from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos
 from kvstore.errors import TierFailed, reason
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import GONE, BlockKey, Fetched, Outcome
+from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.tiers.ssd.crew import Crew, Job, Scratch, batches
 from kvstore.tiers.ssd.held import Held
 from kvstore.tiers.ssd.index import Place, flat
-from kvstore.tiers.ssd.reading import Answer, Finding, Wanted, read
+from kvstore.tiers.ssd.reading import Finding, Landed, Wanted, read
 from kvstore.tiers.ssd.segment import record_pages
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.volume import Volume
@@ -43,13 +43,13 @@ class Getting:
                 for run in _runs(found[batch])
             ]
             self._crew.run(jobs, deadline)
-            for answer in call.answers:
-                self._judge(answer)
+            for landed in call.landed:
+                self._judge(landed)
         finally:
             for wanted in found:
                 self._held.release(wanted.place.segment)
         answers = self._count(call, len(keys), is_late=call.late or call.done < len(jobs))
-        if call.errors and not call.answers:
+        if call.errors and not call.landed:
             raise TierFailed(f"nothing can be read: {reason(call.errors[0])}") from call.errors[0]
         return answers
 
@@ -83,10 +83,10 @@ class Getting:
         """One operation on disk."""
         segment = run[0].place.segment
         volume = self._volumes[segment.folder]
-        answers: list[Answer] = []
+        landed: list[Landed] = []
         error: OSError | None = None
         try:
-            answers = read(segment.file, segment.nonce, run, scratch)
+            landed = read(segment.file, segment.nonce, run, scratch)
         except OSError as failure:
             error = failure
             volume.reading.began(failure)
@@ -98,13 +98,13 @@ class Getting:
         with self._held.lock:
             call.done += 1
             call.late |= now > deadline
-            call.answers += answers if now <= deadline else [a for a in answers if a.finding is not Finding.GOOD]
+            call.landed += landed if now <= deadline else [each for each in landed if each.finding is not Finding.GOOD]
             call.errors += [error] if error is not None else []
-            self._held.count.bytes_read += sum(record_pages(a.wanted.place.length) * PAGE_BYTES for a in answers)
+            self._held.count.bytes_read += sum(record_pages(each.wanted.place.length) * PAGE_BYTES for each in landed)
 
-    def _judge(self, answer: Answer) -> None:
-        place = answer.wanted.place
-        match answer.finding:
+    def _judge(self, landed: Landed) -> None:
+        place = landed.wanted.place
+        match landed.finding:
             case Finding.GOOD:
                 with self._held.lock:
                     place.segment.hit(place.ordinal, self._clock.now())
@@ -139,14 +139,14 @@ class Getting:
 
     def _count(self, call: "_Call", asked: int, *, is_late: bool) -> list[Fetched]:
         answers = [GONE] * asked
-        for answer in call.answers:
-            answers[answer.wanted.index] = answer.fetched
-        hits = sum(answer.outcome is Outcome.MOVED for answer in answers)
+        for landed in call.landed:
+            answers[landed.wanted.index] = landed.fetched
+        hits = sum(answer.outcome is BlockOutcome.MOVED for answer in answers)
         with self._held.lock:
             count = self._held.count
             count.hits += hits
             count.misses += asked - hits
-            count.corrupt += sum(answer.outcome is Outcome.CORRUPT for answer in answers)
+            count.corrupt += sum(answer.outcome is BlockOutcome.CORRUPT for answer in answers)
             count.failures += len(call.errors) + is_late
         return answers
 
@@ -157,7 +157,7 @@ class _Call:
     def __init__(self) -> None:
         self.done = 0  # operations
         self.late = False
-        self.answers: list[Answer] = []
+        self.landed: list[Landed] = []
         self.errors: list[OSError] = []
 
 

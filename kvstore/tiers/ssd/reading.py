@@ -11,7 +11,7 @@ from kvstore.codecs.checked import decoded
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import UndecodableBlock
 from kvstore.extents import PAGE_BYTES, pages_for
-from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched, Outcome
+from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.ports import Codec
 from kvstore.tiers.ssd.crew import Scratch
 from kvstore.tiers.ssd.disk import File, is_aligned
@@ -39,13 +39,15 @@ class Finding(Enum):
     OTHER_CODEC = auto()  # written under other settings
 
 
-class Answer(Struct, frozen=True):
+class Landed(Struct, frozen=True):
+    """What became of one wanted block."""
+
     wanted: Wanted
     finding: Finding
     fetched: Fetched
 
 
-def read(file: File, nonce: bytes, run: Sequence[Wanted], scratch: Scratch) -> list[Answer]:
+def read(file: File, nonce: bytes, run: Sequence[Wanted], scratch: Scratch) -> list[Landed]:
     """Read records that follow each other in a segment, at most `BATCH_RECORDS` of them, with one operation.
 
     Raises:
@@ -62,13 +64,13 @@ def read(file: File, nonce: bytes, run: Sequence[Wanted], scratch: Scratch) -> l
         pieces += landing.pieces()
     first_page = run[0].place.page
     there = file.read(pieces, first_page * PAGE_BYTES) // PAGE_BYTES
-    answers = []
+    landed = []
     for landing in landings:
         place = landing.wanted.place
         is_whole = place.page - first_page + record_pages(place.length) <= there
         finding, fetched = landing.settle(nonce) if is_whole else (Finding.BAD, CORRUPT)
-        answers.append(Answer(landing.wanted, finding, fetched))
-    return answers
+        landed.append(Landed(landing.wanted, finding, fetched))
+    return landed
 
 
 class _Landing(Struct, frozen=True):
@@ -104,12 +106,12 @@ class _Landing(Struct, frozen=True):
             np.copyto(wanted.into[self._whole :], self.tail[: length - self._whole])
             if crc32c([wanted.into]) != record.crc32c:
                 return Finding.BAD, CORRUPT
-            return Finding.GOOD, Fetched(Outcome.MOVED, record.crc32c)
+            return Finding.GOOD, Fetched(BlockOutcome.MOVED, record.crc32c)
         content = self.copy[:length]
         if crc32c([content]) != record.crc32c:
             return Finding.BAD, CORRUPT
         try:
-            return Finding.GOOD, Fetched(Outcome.MOVED, decoded(wanted.codec, wanted.key, content, wanted.into))
+            return Finding.GOOD, Fetched(BlockOutcome.MOVED, decoded(wanted.codec, wanted.key, content, wanted.into))
         except UndecodableBlock:
             return Finding.BAD, CORRUPT
 

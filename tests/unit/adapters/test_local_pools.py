@@ -1,5 +1,7 @@
 """How the pools of a local cluster follow plans; its processes are a list here."""
 
+import asyncio
+
 import pytest
 from msgspec import structs
 
@@ -162,6 +164,20 @@ async def test_a_plan_that_cannot_be_read_is_not_obeyed(world):
 
     with pytest.raises(Unreachable, match=r"plan\.json"):
         world.pools.step()
+
+
+async def test_plans_are_obeyed_where_it_cannot_be_said_who_obeys(world, capsys):
+    (world.pools.folder / ".orchestrator").mkdir()  # in the place of a full disk
+    following = asyncio.create_task(world.pools.follow())
+    try:
+        async with asyncio.timeout(5):
+            while not (world.pools.folder / "report.json").exists():
+                assert not following.done() or following.result()
+                await asyncio.sleep(0.01)
+    finally:
+        following.cancel()
+    assert capsys.readouterr().out == f"{world.pools.folder}: Is a directory\n"
+    assert not (world.pools.folder / ".orchestrator.new").exists()
 
 
 def test_pools_of_one_role_are_told_apart_by_a_number():

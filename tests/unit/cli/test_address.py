@@ -1,9 +1,8 @@
-"""What commands that ask a cluster say when there is none, or what they are given is no address."""
+"""What commands that ask a cluster say when there is none, and of what they are given for it: an address, a key, a prompt."""
 
 import socket
 import sys
 from contextlib import closing
-from importlib.metadata import version
 
 import pytest
 
@@ -60,30 +59,3 @@ def test_standard_input_that_is_closed_or_no_text_is_refused(tmp_path, monkeypat
     monkeypatch.setattr(sys, "stdin", None)
     assert run(["generate", "-"]) == 3
     assert "standard input is closed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["up", "--nosuch"], "fleet up: unrecognized arguments: --nosuch (see fleet up --help)"),
-        (["generate", "hi", "--placement", "x"], "(choose from 'auto', "),
-        (["--nosuch"], "fleet: the following arguments are required: COMMAND"),
-    ],
-)
-def test_misuse_names_what_would_do(argv, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run(argv)
-    assert said in capsys.readouterr().err
-
-
-def test_a_folder_is_no_ready_file_and_a_descriptor_must_be_open(tmp_path, capsys):
-    assert run(["up", "--engine", "simulated", "--ready-file", str(tmp_path)]) == 3
-    assert "is a folder" in capsys.readouterr().err
-    assert run(["serve", "router", "--config", str(tmp_path), "--ready-fd", "9999"]) == 3
-    assert capsys.readouterr().err == "fleet: --ready-fd: 9999: Bad file descriptor\n"
-
-
-def test_the_version_is_printed(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        run(["--version"])
-    assert capsys.readouterr().out == f"fleet {version('fleet-serving')}\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fleet.cli.check import Answer, blocks_came, complaint, judge
+from fleet.cli.check import Completion, blocks_came, complaint, judge
 from fleet.clock import MILLISECOND, Nanos
 from fleet.requests import KvOrigin, KvPhase, KvReport, Source
 from fleet.roles import KvPath, Phase
@@ -17,7 +17,7 @@ def an_answer(tokens=(1, 2, 3), *, moved=2, source=Source.STORE, held=0, compute
         KvOrigin(source=Source.COMPUTED, blocks=computed),
     )
     report = KvReport(prompt_blocks=moved + held + computed, origins=origins, cached_tokens=0)
-    return Answer(
+    return Completion(
         tokens=tuple(tokens),
         kv=(KvPhase(phase=Phase.DECODE, worker_id="decode-0", report=report),),
         **{"ttft": Nanos(10 * MILLISECOND), "rest": Nanos(6 * MILLISECOND)} | fields,

@@ -1,12 +1,15 @@
 """What `fleet` does with its command line before anything runs."""
 
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from fleet.cli import up
+from fleet import config
+from fleet.cli import doctor, up
 from fleet.cli.main import run
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath, Role
@@ -58,10 +61,39 @@ def test_a_misused_command_line_exits_2_with_one_line(argv, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path, capsys):
-    assert run(["up", "--engine", "simulated", "--ready-file", str(tmp_path / "missing" / "ready.json")]) == 3
+@pytest.mark.parametrize(
+    ("argv", "cause"),
+    [
+        (["up", "--nosuch"], "fleet up: unrecognized arguments: --nosuch (see fleet up --help)"),
+        (["generate", "hi", "--placement", "x"], "(choose from 'auto', "),
+        (["--nosuch"], "fleet: the following arguments are required: COMMAND"),
+    ],
+)
+def test_misuse_names_what_would_do(argv, cause, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(argv)
+    assert cause in capsys.readouterr().err
 
-    assert "--ready-file" in capsys.readouterr().err
+
+@pytest.mark.parametrize(
+    ("file", "cause"), [("missing/ready.json", "its folder does not exist"), (".", "is a folder; name a file in it")]
+)
+def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path, file, cause, capsys):
+    assert run(["up", "--engine", "simulated", "--ready-file", str(tmp_path / file)]) == 3
+
+    assert capsys.readouterr().err == f"fleet: --ready-file: {tmp_path / file}: {cause}\n"
+
+
+def test_a_descriptor_to_be_told_at_must_be_open(tmp_path, capsys):
+    assert run(["serve", "router", "--config", str(tmp_path), "--ready-fd", "9999"]) == 3
+
+    assert capsys.readouterr().err == "fleet: --ready-fd: 9999: Bad file descriptor\n"
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run(["--version"])
+    assert capsys.readouterr().out == f"fleet {version('fleet-serving')}\n"
 
 
 def test_a_reader_that_goes_away_ends_the_command_without_a_traceback():
@@ -156,6 +188,18 @@ def test_a_name_that_a_terminal_would_obey_is_spelled_out(tmp_path, capsys):
     file = tmp_path / "a\n\x1b[31m.toml"
     assert run(["sim", "run", str(file)]) == 3
     assert capsys.readouterr().err == f"fleet: {tmp_path}/a\\n\\x1b[31m.toml: No such file or directory\n"
+
+
+def test_a_file_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch, capsys):
+    def save(settings, path):
+        monkeypatch.setattr(Path, "write_bytes", lambda _path, _content: os.write(full, b"{}"))
+        config.save(settings, path)
+
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(doctor, "run", lambda _: save(config.Topology(), tmp_path / "router.json"))
+    assert run(["doctor"]) == 1
+    os.close(full)
+    assert capsys.readouterr() == ("", f"fleet: {tmp_path}/router.json: No space left on device\n")
 
 
 def test_output_that_a_full_disk_does_not_take_is_one_line(tmp_path):

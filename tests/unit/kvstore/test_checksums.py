@@ -8,7 +8,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from kvstore.messages import SLOT, Outcome
+from kvstore.messages import SLOT, BlockOutcome
 from kvstore.native import checksums, checksums_twin
 from kvstore.transports.shared_memory import OUTCOMES
 
@@ -90,10 +90,10 @@ class Pool:
         right = google_crc32c.value(self.block(index).tobytes()) if crc32c is None else crc32c
         return SLOT.pack(index * BLOCK, index + 1 if generation is None else generation, right)
 
-    def get(self, module, slots: bytes, parts: list[np.ndarray]) -> list[Outcome]:
+    def get(self, module, slots: bytes, parts: list[np.ndarray]) -> list[BlockOutcome]:
         return [OUTCOMES[code] for code in module.get_blocks(self.bytes, self.stamps, PAGE, slots, BLOCK, parts)]
 
-    def put(self, module, slots: bytes, parts: list[np.ndarray]) -> tuple[list[Outcome], list[int]]:
+    def put(self, module, slots: bytes, parts: list[np.ndarray]) -> tuple[list[BlockOutcome], list[int]]:
         codes, sums = module.put_blocks(self.bytes, self.stamps, PAGE, slots, BLOCK, parts)
         return [OUTCOMES[code] for code in codes], sums
 
@@ -109,7 +109,14 @@ def test_blocks_come_out_of_a_pool_where_they_are_their_own_and_whole(module):
 
     outcomes = pool.get(module, slots, [*parts, *pieces, *rest])
 
-    assert outcomes == [Outcome.MOVED, Outcome.GONE, Outcome.CORRUPT, Outcome.MOVED, Outcome.GONE, Outcome.GONE]
+    assert outcomes == [
+        BlockOutcome.MOVED,
+        BlockOutcome.GONE,
+        BlockOutcome.CORRUPT,
+        BlockOutcome.MOVED,
+        BlockOutcome.GONE,
+        BlockOutcome.GONE,
+    ]
     assert np.array_equal(parts[0], pool.block(4))
     assert np.array_equal(np.concatenate(pieces), pool.block(0))
     assert not parts[1].any(), "nothing is copied from a place that is another's"
@@ -126,7 +133,7 @@ def test_blocks_go_into_a_pool_where_the_place_is_theirs(module):
 
     outcomes, sums = pool.put(module, slots, parts)
 
-    assert outcomes == [Outcome.MOVED, Outcome.GONE, Outcome.MOVED]
+    assert outcomes == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
     assert (sums[0], sums[2]) == (google_crc32c.value(fresh[0].tobytes()), google_crc32c.value(fresh[2].tobytes()))
     assert np.array_equal(pool.block(5), fresh[0])
     assert np.array_equal(pool.block(0), fresh[2])

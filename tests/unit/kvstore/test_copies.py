@@ -42,20 +42,6 @@ def test_what_is_given_up_waits_in_the_queue_that_all_blocks_wait_in_and_no_long
     below.hierarchy.check()
 
 
-def test_a_tier_is_fenced_once_what_was_written_to_it_has_failed_and_nothing_is_under_way():
-    below = Below(admission=Nothing())
-    chain = a_chain(2)
-    below.hold(chain)
-    below.hierarchy.hand_down(0, keys_of(below, chain), below.now)
-    below.collect()
-    assert not below.hierarchy.is_fenced(0)
-
-    below.fail()
-
-    assert below.hierarchy.is_fenced(0)
-    assert not below.hierarchy.is_fenced(1)
-
-
 def test_written_blocks_go_down_to_every_tier_once():
     below = Below()
     below.hold(a_chain(3))
@@ -118,8 +104,7 @@ def test_blocks_that_wait_to_go_down_and_whose_namespace_is_forgotten_are_let_go
     below.fail()
     below.fail()
     below.hold(a_chain(6, "b"))
-    for name in (*a_chain(1), *a_chain(6, "b")):
-        assert below.store.machine.condemn(below.store.digest, name, below.store.slot(name).generation, below.now)
+    below.lose([*a_chain(1), *a_chain(6, "b")])
     below.store.machine.open(a_namespace(model="another"), below.now)
     below.hierarchy.noted(below.store.digest, a_chain(1), below.now)
 
@@ -134,8 +119,7 @@ def test_blocks_that_went_before_their_turn_to_go_down_leave_no_pin_behind():
     below.fail()
     below.fail()
     below.hold(a_chain(6, "b"))
-    for name in a_chain(6, "b"):
-        assert below.store.machine.condemn(below.store.digest, name, below.store.slot(name).generation, below.now)
+    below.lose(a_chain(6, "b"))
 
     below.tick(2)
 

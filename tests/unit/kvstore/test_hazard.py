@@ -8,7 +8,7 @@ import pytest
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.hazard import HazardEviction
 from kvstore.eviction.policy import SAME_USE
-from kvstore.eviction.reuse_times import BUCKETS, SUREST, ReuseTimes, _prospects
+from kvstore.eviction.reuse_times import BUCKETS, SUREST, ReuseTimes, prospects
 from tests.kv_builders import a_chain
 
 
@@ -93,7 +93,7 @@ def test_what_nobody_comes_back_to_is_worth_less_as_it_gets_older_than_the_time_
 
 
 def test_values_stay_numbers_when_everything_is_used_again_at_once():
-    surviving, values = _prospects(np.full((1, BUCKETS), SUREST))
+    surviving, values = prospects(np.full((1, BUCKETS), SUREST))
 
     assert np.isfinite(surviving).all()
     assert np.isfinite(values).all()

@@ -5,7 +5,7 @@ import pytest
 from kvstore.clock import MILLISECOND, SECOND, Nanos
 from kvstore.hierarchy import BATCH_BYTES
 from kvstore.loads import FETCH_AT_LEAST
-from kvstore.messages import Fetched, Outcome
+from kvstore.messages import BlockOutcome, Fetched
 from kvstore.movement import Fetch
 from tests.kv_builders import BLOCK_BYTES, a_chain, a_namespace
 from tests.lower_tiers import CRC, PATIENCE, Below, kinds
@@ -141,7 +141,7 @@ def test_a_corrupt_block_ends_what_its_tier_gives_and_the_next_is_asked():
     below.want(chain)
     below.perform()
     fetch = below.waiting.popleft()
-    answers = [Fetched(Outcome.MOVED, CRC), Fetched(Outcome.CORRUPT), Fetched(Outcome.MOVED, CRC)]
+    answers = [Fetched(BlockOutcome.MOVED, CRC), Fetched(BlockOutcome.CORRUPT), Fetched(BlockOutcome.MOVED, CRC)]
     below.hierarchy.fetched(fetch.load_id, answers, below.now)
     below.collect()
     assert below.store.look(chain) == 1

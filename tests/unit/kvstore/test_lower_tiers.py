@@ -5,7 +5,7 @@ import pytest
 from kvstore.clock import SECOND, Nanos
 from kvstore.hierarchy import Hierarchy
 from kvstore.lower_tiers import Everything, Pace, TierRule
-from kvstore.messages import GONE, BlockKey, Fetched, Outcome
+from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.movement import Keep
 from tests.kv_builders import BLOCK_BYTES, a_chain
 from tests.lower_tiers import CRC, Below
@@ -63,13 +63,12 @@ def test_what_a_tier_promised_and_did_not_deliver_is_told_and_offered_again():
     chain = a_chain(3)
     below.hold(chain)
     below.perform_all()
-    for name in chain:
-        assert below.store.machine.condemn(below.store.digest, name, below.store.slot(name).generation, below.now)
+    below.lose(chain)
     below.hierarchy.changes()
     below.want(chain)
     below.perform()
     fetch = below.waiting.popleft()
-    moved = Fetched(Outcome.MOVED, CRC)
+    moved = Fetched(BlockOutcome.MOVED, CRC)
 
     below.hierarchy.fetched(fetch.load_id, [moved, GONE, moved], below.now)
     below.collect()
@@ -99,8 +98,7 @@ def test_a_tier_that_finds_in_memory_is_asked_what_it_holds_and_what_it_lacks_is
     chain = a_chain(3)
     below.hold(chain)
     below.perform_all()
-    for name in chain:
-        assert below.store.machine.condemn(below.store.digest, name, below.store.slot(name).generation, below.now)
+    below.lose(chain)
     below.hierarchy.changes()
     below.held[0].discard(chain[1])
 

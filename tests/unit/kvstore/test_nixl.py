@@ -11,7 +11,7 @@ from kvstore.buffers import crc32c
 from kvstore.clock import MILLISECOND, Nanos, nanos
 from kvstore.errors import StoreUnreachable
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import Outcome, Slot
+from kvstore.messages import BlockOutcome, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.transports import nixl
 from kvstore.transports.nixl import NixlOffer, NixlTransport
@@ -110,7 +110,7 @@ def test_however_the_work_is_cut_the_same_bytes_move(pool, monkeypatch, chunk_by
     into = [[bytearray(1), np.zeros(4000, np.uint8), bytearray(BLOCK_BYTES - 4001)], *empty(BLOCKS - 1)]
 
     order = [3, 0, 7, 1, 2, 6, 5, 4]
-    assert transport.get([pool.slot(index) for index in order], into, soon()) == [Outcome.MOVED] * BLOCKS
+    assert transport.get([pool.slot(index) for index in order], into, soon()) == [BlockOutcome.MOVED] * BLOCKS
 
     assert b"".join(bytes(part) for part in into[0]) == bytes(a_block(3))
     assert all(np.array_equal(copy, a_block(index)) for copy, index in zip(into[1:], order[1:], strict=True))
@@ -122,7 +122,7 @@ def test_blocks_are_written_where_the_stamp_is_right_and_nowhere_else(pool):
     old, new = a_block(1), a_block(99)
     slots = [pool.slot(0), Slot(BLOCK_BYTES, 7, 0), pool.slot(2)]
 
-    assert transport.put(slots, [new] * 3, soon()) == [Outcome.MOVED, Outcome.GONE, Outcome.MOVED]
+    assert transport.put(slots, [new] * 3, soon()) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
 
     assert np.array_equal(pool.bytes[:BLOCK_BYTES], new)
     assert np.array_equal(pool.bytes[BLOCK_BYTES : 2 * BLOCK_BYTES], old)
@@ -139,9 +139,9 @@ def test_the_stamp_is_looked_at_after_the_bytes_have_come(pool):
 
     transport = a_transport(pool, TakenOverMeanwhile())
 
-    assert transport.get([pool.slot(1)], empty(1), soon()) == [Outcome.GONE]
+    assert transport.get([pool.slot(1)], empty(1), soon()) == [BlockOutcome.GONE]
     pool.stamps[2] = 101
-    assert transport.put([pool.slot(1)], [a_block(5)], soon()) == [Outcome.GONE]
+    assert transport.put([pool.slot(1)], [a_block(5)], soon()) == [BlockOutcome.GONE]
 
 
 class Stuck(CopyingAgent):
@@ -163,12 +163,12 @@ def test_what_does_not_arrive_is_gone_at_the_deadline_and_its_agent_too(pool, se
     transport = a_transport(pool, agent)
     started = time.monotonic()
 
-    assert transport.get([pool.slot(0)], empty(1), soon(seconds)) == [Outcome.GONE]
+    assert transport.get([pool.slot(0)], empty(1), soon(seconds)) == [BlockOutcome.GONE]
 
     assert time.monotonic() - started < seconds + 0.1
     assert not agent.is_open, "it could still write to the destination"
     started = time.monotonic()
-    assert transport.get([pool.slot(0)], empty(1), soon()) == [Outcome.GONE]
+    assert transport.get([pool.slot(0)], empty(1), soon()) == [BlockOutcome.GONE]
     assert time.monotonic() - started < 0.1, "and nobody waits for it again"
 
 
@@ -197,8 +197,8 @@ def test_blocks_of_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeyp
     transport = a_transport(pool, agent)
 
     assert transport.get([pool.slot(index) for index in range(4)], empty(4), soon()) == [
-        *[Outcome.MOVED] * 2,
-        *[Outcome.GONE] * 2,
+        *[BlockOutcome.MOVED] * 2,
+        *[BlockOutcome.GONE] * 2,
     ]
     assert not agent.is_open
 
@@ -227,9 +227,9 @@ def test_after_a_failure_another_agent_takes_up_what_the_node_offers_then(pool):
         return pool.offer if len(asked) > 1 else None  # at first the node has none
 
     transport = a_transport(pool, first, second, renew=renew)
-    assert transport.get([pool.slot(0)], empty(1), soon(0.01)) == [Outcome.GONE]
+    assert transport.get([pool.slot(0)], empty(1), soon(0.01)) == [BlockOutcome.GONE]
 
-    eventually(lambda: transport.get([pool.slot(0)], empty(1), soon()) == [Outcome.MOVED])
+    eventually(lambda: transport.get([pool.slot(0)], empty(1), soon()) == [BlockOutcome.MOVED])
 
     assert len(asked) == 2
     assert threading.current_thread() not in asked, "no caller waits for it"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.plain import PlainCodec
-from kvstore.messages import BlockKey, Outcome
+from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.tiers import records
 from kvstore.tiers.records import Records, Standing
 from kvstore.tiers.tally import Tally
@@ -34,11 +34,11 @@ def a_value(key: BlockKey = KEY, block: np.ndarray = BLOCK, codec_id: int = 0) -
     return records.pack(key, codec_id, block.nbytes, block) + block.tobytes()
 
 
-def take(value: bytes, key: BlockKey = KEY) -> tuple[Outcome, np.ndarray, Tally]:
+def take(value: bytes, key: BlockKey = KEY) -> tuple[BlockOutcome, np.ndarray, Tally]:
     tally = Tally("test")
     into = np.zeros(BLOCK.nbytes, np.uint8)
     fetched = Records(lambda digest: PlainCodec(), tally).take(key, Buffered(value), into)
-    assert fetched.crc32c == (google_crc32c.value(bytes(into)) if fetched.outcome is Outcome.MOVED else 0)
+    assert fetched.crc32c == (google_crc32c.value(bytes(into)) if fetched.outcome is BlockOutcome.MOVED else 0)
     return fetched.outcome, into, tally
 
 
@@ -54,7 +54,7 @@ def test_the_format_is_what_other_versions_expect():
 def test_a_block_comes_out_as_it_went_in():
     outcome, into, tally = take(a_value())
 
-    assert outcome is Outcome.MOVED
+    assert outcome is BlockOutcome.MOVED
     assert np.array_equal(into, BLOCK)
     assert tally.status().corrupt == 0
 
@@ -68,18 +68,18 @@ def test_no_flipped_bit_goes_unnoticed(position, bit):
     outcome, _, tally = take(bytes(value))
 
     newer = position == 4 and value[4] > 1
-    assert outcome is (Outcome.GONE if newer else Outcome.CORRUPT)
+    assert outcome is (BlockOutcome.GONE if newer else BlockOutcome.CORRUPT)
     assert tally.status().corrupt == (not newer)
 
 
 @given(length=st.integers(0, 163))
 def test_no_cut_goes_unnoticed(length):
-    assert take(a_value()[:length])[0] is Outcome.CORRUPT
+    assert take(a_value()[:length])[0] is BlockOutcome.CORRUPT
 
 
 @given(st.binary(max_size=300))
 def test_garbage_is_corrupt(content):
-    assert take(content)[0] is Outcome.CORRUPT
+    assert take(content)[0] is BlockOutcome.CORRUPT
 
 
 @given(st.binary(min_size=32, max_size=32))
@@ -87,8 +87,8 @@ def test_the_value_of_another_block_is_corrupt(name):
     other = BlockKey(name[:16], name[16:])
     outcome, into, _ = take(a_value(other))
 
-    assert (outcome is Outcome.MOVED) == (other == KEY)
-    assert outcome is Outcome.MOVED or not into.any(), "nothing was received in place before the head was judged"
+    assert (outcome is BlockOutcome.MOVED) == (other == KEY)
+    assert outcome is BlockOutcome.MOVED or not into.any(), "nothing was received in place before the head was judged"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from operators.nesting import DEEPEST, prune, shallow
-from operators.proposals import answer
+from operators.proposals import propose
 from operators.requested import proposed
 from operators.resources.request import ServingRequestSpec
 from operators.views import Custom
@@ -76,6 +76,6 @@ def test_a_request_however_deep_has_an_answer(levels):
         found = msgspec.json.decode(request, type=Custom)
     except RecursionError:  # as `operators.cluster` does
         found = msgspec.json.decode(shallow(request), type=Custom)
-    made = proposed("a", answer(msgspec.convert(found.spec, ServingRequestSpec)))
+    made = proposed("a", propose(msgspec.convert(found.spec, ServingRequestSpec)))
 
     assert json.dumps(made).count('"a": {') > DEEPEST / 2

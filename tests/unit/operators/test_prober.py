@@ -7,7 +7,7 @@ import msgspec
 
 from operators.keys import key_of
 from operators.prober import Prober
-from operators.probing import Answer, Failure, Shown, Wanted, unanswered
+from operators.probing import Completion, Failure, Shown, Wanted, unanswered
 from tests.unit.operators.test_probing import REFUSED, a_subject, an_aim
 
 
@@ -67,7 +67,7 @@ async def test_no_more_are_on_their_way_than_allowed_and_one_of_a_deployment():
         await turns()
         assert clients.asked == [("dd-0", "a"), ("dd-1", "a")]
         for sent in range(3, 11):
-            clients.answers.put_nowait(Answer(True))
+            clients.answers.put_nowait(Completion(True))
             await clients.until(sent)
             assert clients.on_the_way <= 2
 
@@ -79,7 +79,7 @@ async def test_what_is_wanted_no_more_is_given_up_and_what_was_shown_is_kept():
     async with a_prober(clients) as (prober, heard):
         wanted = a_want("a", "b")
         prober.want(key, wanted)
-        clients.answers.put_nowait(Answer(True))
+        clients.answers.put_nowait(Completion(True))
         await clients.until(2)
         prober.want(key, None)
         await turns()
@@ -101,7 +101,7 @@ async def test_other_pods_are_asked_at_once_and_the_same_ones_not_twice():
         prober.want(key, a_want("b"))
         await turns()
         assert clients.asked == [("dd", "a"), ("dd", "b")]
-        clients.answers.put_nowait(Answer(True))
+        clients.answers.put_nowait(Completion(True))
         await turns()
 
         prober.want(key, Wanted(a_want("b").subject, prober.of(key)))
@@ -120,7 +120,7 @@ async def test_a_failure_comes_again_after_a_pause_and_is_heard_of_once():
         assert heard == [key]
         clients.answers.put_nowait(Failure(500, "something else"))
         await clients.until(5)
-        clients.answers.put_nowait(Answer(True))
+        clients.answers.put_nowait(Completion(True))
         await turns()
 
     assert heard == [key] * 3

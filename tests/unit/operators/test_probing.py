@@ -4,7 +4,7 @@ import msgspec
 
 from operators.probing import (
     Aim,
-    Answer,
+    Completion,
     Failure,
     Running,
     Shown,
@@ -40,7 +40,7 @@ def after(subject, *workers, shown=None, handed=True):
     shown = shown or Shown()
     for aim in subject.aims:
         if aim.worker.pod in workers:
-            shown = answered(shown, subject, aim, Answer(handed))
+            shown = answered(shown, subject, aim, Completion(handed))
     return shown
 
 
@@ -78,9 +78,9 @@ def test_behind_other_routers_or_prefill_workers_one_of_each_role_is_asked_again
 
     for changed in (a_subject(*aims, routers=("other",)), a_subject(*aims, prefills=("p", "q"))):
         assert [each.worker.pod for each in unanswered(changed, shown)] == ["a", "x"]
-        part = answered(shown, changed, aims[1], Answer(True))
+        part = answered(shown, changed, aims[1], Completion(True))
         assert asked(changed, part) == ["x"], "one answer of a role is enough"
-        assert asked(changed, answered(part, changed, aims[2], Answer())) == []
+        assert asked(changed, answered(part, changed, aims[2], Completion())) == []
 
 
 def test_a_worker_that_computed_what_it_should_have_taken_over_has_answered_and_is_asked_again():
@@ -99,7 +99,7 @@ def test_one_failure_is_not_told_and_two_are_until_there_is_an_answer_or_other_p
     twice = failed(once, subject, subject.aims[0], REFUSED)
 
     assert (once.told, twice.told, twice.failed) == (None, REFUSED, "a")
-    assert answered(twice, subject, subject.aims[0], Answer()).told is None
+    assert answered(twice, subject, subject.aims[0], Completion()).told is None
     assert kept(a_subject(an_aim("b")), twice).told is None
     assert kept(subject, twice).told == REFUSED
 

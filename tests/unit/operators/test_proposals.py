@@ -14,7 +14,7 @@ from operators.children.pods import Images
 from operators.children.shared import shared
 from operators.children.workloads import workers
 from operators.consistency import contradictions
-from operators.proposals import LARGEST, Infeasible, Proposal, answer
+from operators.proposals import LARGEST, Infeasible, Proposal, propose
 from operators.requested import proposed
 from operators.resources.deployment import DisaggDeploymentSpec
 from operators.resources.request import ServingRequestSpec
@@ -89,7 +89,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("changes", "expected"), TABLE)
 def test_a_request_gets_what_the_table_says(changes, expected):
-    got = answer(asked(**changes))
+    got = propose(asked(**changes))
 
     if isinstance(got, Infeasible):
         assert got.reason == expected
@@ -104,7 +104,7 @@ FEASIBLE = [changes for changes, expected in TABLE if isinstance(expected, dict)
 @pytest.mark.parametrize("changes", FEASIBLE)
 def test_a_proposal_is_whole_and_holds_together(changes):
     request = asked(**changes)
-    got = answer(request)
+    got = propose(request)
     assert isinstance(got, Proposal)
 
     written = json.loads(msgspec.json.encode(proposed("llama", got)))
@@ -124,7 +124,7 @@ def test_a_proposal_is_whole_and_holds_together(changes):
 
 
 def test_what_engines_are_told_is_what_was_predicted_with_and_a_setting_that_there_is():
-    got = answer(asked())
+    got = propose(asked())
     said = [text.removeprefix("--set=").split("=") for text in main(got)["args"]]
 
     assert dict(said) == {
@@ -141,7 +141,7 @@ def main(got):
 
 def test_no_request_may_be_longer_than_what_an_engine_holds():
     """An engine that cannot hold its longest request refuses to start."""
-    got = answer(
+    got = propose(
         asked(
             model={"name": "q", "uri": "Qwen/Qwen3-32B"},
             hardware=on("h100", 8, perNode=1),
@@ -164,7 +164,7 @@ def test_the_requests_own_pod_template_counts_and_comes_after_ours():
         },
     }
 
-    got = answer(asked(podTemplate=given, image="mine:1", topology={"rdma": "rdma/hca"}))
+    got = propose(asked(podTemplate=given, image="mine:1", topology={"rdma": "rdma/hca"}))
 
     template = got.spec.roles[-1].pod_template
     assert template["metadata"] == given["metadata"]
@@ -178,21 +178,21 @@ def test_the_requests_own_pod_template_counts_and_comes_after_ours():
 
 
 def test_a_vendor_and_a_product_are_those_of_the_hardware():
-    got = answer(asked(hardware=on("mi300x", 32, product="AMD_Instinct_MI300X_OAM")))
+    got = propose(asked(hardware=on("mi300x", 32, product="AMD_Instinct_MI300X_OAM")))
     taken = got.spec.roles[-1].gpus
     assert (taken.vendor.value, taken.product) == ("amd.com/gpu", "AMD_Instinct_MI300X_OAM")
 
 
 def test_a_rollout_takes_spare_gpus_where_there_are_some_and_else_one_replica_at_a_time():
-    spare, none = answer(asked()), answer(asked(hardware=on("h100", 12)))
+    spare, none = propose(asked()), propose(asked(hardware=on("h100", 12)))
 
     assert [(role.rollout.max_surge, role.rollout.max_unavailable) for role in spare.spec.roles[1:]] == [(1, 0)]
     assert [(role.rollout.max_surge, role.rollout.max_unavailable) for role in none.spec.roles[1:]] == [(0, 1)]
 
 
 def test_prompts_go_to_prefill_workers_also_short_ones():
-    short = answer(asked(workload=work(800, 256, rate=1200), objective=goals(1000, 16)))
-    long = answer(asked(objective=goals(1000, 20)))
+    short = propose(asked(workload=work(800, 256, rate=1200), objective=goals(1000, 16)))
+    long = propose(asked(objective=goals(1000, 20)))
 
     assert {role.name for role in short.spec.roles} == {"router", "prefill", "decode"}
     assert short.spec.routing.disaggregate_above_tokens == 400
@@ -200,13 +200,13 @@ def test_prompts_go_to_prefill_workers_also_short_ones():
 
 
 def test_a_worker_that_ends_has_twice_as_long_as_an_answer_takes():
-    long = answer(asked(workload=work(2048, 8192, rate=60)))
+    long = propose(asked(workload=work(2048, 8192, rate=60)))
     assert long.spec.roles[-1].drain.timeout_seconds > 2 * 8192 * 0.01
-    assert answer(asked()).spec.roles[-1].drain.timeout_seconds == 300
+    assert propose(asked()).spec.roles[-1].drain.timeout_seconds == 300
 
 
 def test_what_was_predicted_stands_beside_what_was_asked_for_with_its_error():
-    got = answer(asked(model=FP8))
+    got = propose(asked(model=FP8))
 
     figures = {each.goal.value: each for each in got.figures}
     assert set(figures) == {"ttftMs", "tpotMs", "gpus", "requestsPerMinute"}
@@ -218,8 +218,8 @@ def test_what_was_predicted_stands_beside_what_was_asked_for_with_its_error():
 
 
 def test_a_goal_within_the_error_of_a_prediction_is_said_to_be():
-    assert answer(asked(model=FP8)).reason == "GoalsMet"
-    close = answer(asked(hardware=on("mi300x", 32), objective=goals(1000, 40)))
+    assert propose(asked(model=FP8)).reason == "GoalsMet"
+    close = propose(asked(hardware=on("mi300x", 32), objective=goals(1000, 40)))
     assert close.reason == "GoalsWithinError"
     assert "try it before you rely on it" in close.message
 
@@ -245,7 +245,7 @@ def test_a_goal_within_the_error_of_a_prediction_is_said_to_be():
     ],
 )
 def test_what_cannot_be_says_which_goal_fails_the_best_there_is_and_what_to_change(changes, field, best, advice):
-    got = answer(asked(**changes))
+    got = propose(asked(**changes))
 
     assert isinstance(got, Infeasible)
     assert got.message.startswith(field)
@@ -257,26 +257,26 @@ def test_what_cannot_be_says_which_goal_fails_the_best_there_is_and_what_to_chan
 
 def test_what_is_advised_helps():
     """GPUs that are named keep the goal, and as many as are named are enough."""
-    slow = answer(asked(objective=goals(100, 50)))
+    slow = propose(asked(objective=goals(100, 50)))
     named = slow.message.partition("other GPUs (")[2].partition(")")[0].split(", ")
     assert named
     for gpu in named:
-        assert isinstance(answer(asked(objective=goals(100, 50), hardware=on(gpu, 100_000))), Proposal)
+        assert isinstance(propose(asked(objective=goals(100, 50), hardware=on(gpu, 100_000))), Proposal)
 
-    few = answer(asked(hardware=on("h100", 4)))
-    assert isinstance(answer(asked(hardware=on("h100", few.figures[0].predicted))), Proposal)
+    few = propose(asked(hardware=on("h100", 4)))
+    assert isinstance(propose(asked(hardware=on("h100", few.figures[0].predicted))), Proposal)
     most = few.figures[1].predicted
-    assert isinstance(answer(asked(hardware=on("h100", 4), workload=work(2048, 256, rate=most))), Proposal)
+    assert isinstance(propose(asked(hardware=on("h100", 4), workload=work(2048, 256, rate=most))), Proposal)
 
 
 def test_a_config_tells_what_a_repository_nobody_knows_holds():
     own = {"model": {"name": "mine", "uri": "me/mine"}, "modelConfig": LLAMA_70B | {"max_position_embeddings": 131072}}
-    mine, known = answer(asked(**own)), answer(asked())
+    mine, known = propose(asked(**own)), propose(asked())
 
     assert mine.figures == known.figures
     assert mine.spec.model.uri == "me/mine"
 
-    fields = answer(asked(modelConfig=DEEPSEEK_V3 | {"kv_lora_rank": "many"}))
+    fields = propose(asked(modelConfig=DEEPSEEK_V3 | {"kv_lora_rank": "many"}))
     assert fields.message == "spec.modelConfig: kv_lora_rank must be a whole number from 1 on, not 'many'"
 
 
@@ -290,7 +290,7 @@ def test_a_config_tells_what_a_repository_nobody_knows_holds():
     ],
 )
 def test_a_pod_template_that_cannot_be_filled_in_is_refused_and_nothing_of_it_is_lost(template, field):
-    refused = answer(asked(podTemplate=template))
+    refused = propose(asked(podTemplate=template))
 
     assert isinstance(refused, Infeasible)
     assert (refused.reason, refused.message) == ("SpecificationRefused", f"spec.podTemplate.{field}")
@@ -301,7 +301,7 @@ def test_what_was_written_as_a_text_is_in_no_message():
     model = {"name": secret, "uri": secret, "claim": secret, "tokenSecret": secret}
     template = {"spec": {"containers": [{"name": "main", "env": [{"name": "A", "value": secret}]}]}}
     for changes in ({"model": model}, {"hardware": on(secret, 8)}, {"podTemplate": template}):
-        got = answer(asked(**changes))
+        got = propose(asked(**changes))
         assert secret not in got.message + got.basis + got.reason
 
 
@@ -346,7 +346,7 @@ def test_whatever_the_schema_takes_gets_an_answer_that_holds_together(
         objective=goals(ttft, tpot, percentile),
     )
 
-    got = answer(request)
+    got = propose(request)
 
     assert got.message
     if isinstance(got, Proposal):
@@ -368,7 +368,7 @@ def filled(size, *, fields=1):
 
 @pytest.mark.parametrize("field", ["podTemplate", "modelConfig"])
 def test_what_is_too_long_to_be_repeated_is_refused_with_its_size(field):
-    found = answer(asked(**{field: filled(LARGEST + 1)}))
+    found = propose(asked(**{field: filled(LARGEST + 1)}))
 
     assert isinstance(found, Infeasible)
     assert found.reason == "SpecificationRefused"
@@ -376,4 +376,4 @@ def test_what_is_too_long_to_be_repeated_is_refused_with_its_size(field):
         found.message
         == f"spec.{field}: takes 131,073 bytes as JSON, and may take 131,072; mount what is long from a ConfigMap"
     )
-    assert not isinstance(answer(asked(podTemplate=filled(LARGEST))), Infeasible)
+    assert not isinstance(propose(asked(podTemplate=filled(LARGEST))), Infeasible)

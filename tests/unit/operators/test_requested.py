@@ -2,7 +2,7 @@
 
 import msgspec
 
-from operators.proposals import answer
+from operators.proposals import propose
 from operators.reconcile import DIGEST, Apply
 from operators.requested import actions, misread, status
 from operators.resources.request import ServingRequestSpec
@@ -28,12 +28,12 @@ def a_request(generation=1, **changes):
 
 def decided(request, there=None, **options):
     asked = msgspec.convert(request.spec, ServingRequestSpec)
-    return actions(request, asked, answer(asked), there, **options)
+    return actions(request, asked, propose(asked), there, **options)
 
 
 def told(request, there=None, refusals=()):
     asked = msgspec.convert(request.spec, ServingRequestSpec)
-    return status(request, asked, answer(asked), there, refusals, NOW)
+    return status(request, asked, propose(asked), there, refusals, NOW)
 
 
 def as_made(made, *, owner="request-uid", status=None, generation=1):

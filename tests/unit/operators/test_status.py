@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from operators.probing import Answer, Failure, Running, Shown, answered, failed
+from operators.probing import Completion, Failure, Running, Shown, answered, failed
 from operators.reconcile import reconcile
 from operators.scaling import Replicas
 from operators.seen import RouterSeen
@@ -39,7 +39,7 @@ def ready(outcome):
 def all_answered(subject, handed=True):
     shown = Shown()
     for aim in subject.aims:
-        shown = answered(shown, subject, aim, Answer(handed))
+        shown = answered(shown, subject, aim, Completion(handed))
     return shown
 
 
@@ -48,7 +48,7 @@ def test_nothing_is_ready_before_all_who_answer_requests_have_answered_one():
 
     first = look(seen)
     subject = first.wanted.subject
-    half = look(seen, shown=answered(Shown(), subject, subject.aims[0], Answer(True)))
+    half = look(seen, shown=answered(Shown(), subject, subject.aims[0], Completion(True)))
     whole = look(seen, shown=all_answered(subject))
 
     assert [(aim.worker.pod, aim.pair) for aim in subject.aims] == [("decode-0", True), ("decode-1", True)]
@@ -141,7 +141,7 @@ def test_new_routers_that_are_full_leave_a_deployment_ready_that_had_answered_be
 def test_full_routers_say_nothing_of_a_worker_that_has_never_answered():
     seen = settled(a_wish())
     subject = look(seen).wanted.subject
-    half = answered(Shown(), subject, subject.aims[0], Answer(True))
+    half = answered(Shown(), subject, subject.aims[0], Completion(True))
     for shown in (Shown(), half):
         assert ready(look(seen, shown=full(subject, shown))) == ("Unknown", "Saturated")
 

@@ -9,7 +9,7 @@ from fleet.adapters import connector_virtual
 from fleet.adapters.connector_virtual import Intent, Kept, PoolReport, Report, VirtualConnector
 from fleet.clock import SECOND, Nanos
 from fleet.planner import server
-from fleet.planner.execution import Outcome, forbidden, rollback, settled, to_write
+from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled, to_write
 from fleet.planner.messages import Observation, Plan, PlanId, PoolName, PoolSeen, Why, Writer
 from fleet.planner.ports import Refused, Stale, Unreachable
 from fleet.planner.server import carry_out
@@ -132,7 +132,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(server, "LOOK_EVERY", 0)
 
 
-async def carried_out(records: Memory, replicas: int, then) -> tuple[Outcome, list[tuple[int, int]], int]:
+async def carried_out(records: Memory, replicas: int, then) -> tuple[PlanOutcome, list[tuple[int, int]], int]:
     clock = HandClock()
     connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
@@ -153,7 +153,7 @@ async def test_a_plan_is_written_although_nobody_answers_now_and_then_and_is_wai
         records, 2, lambda clock: records.says(decode=PoolReport(asked=2, ready=2))
     )
 
-    assert (outcome, told, wanted) == (Outcome.SETTLED, [(2, 1), (2, 2)], 2)
+    assert (outcome, told, wanted) == (PlanOutcome.SETTLED, [(2, 1), (2, 2)], 2)
     assert records.intent.revision == 1
     assert records.intent.settle_by == "2030-01-01T00:00:10+00:00"
 
@@ -165,7 +165,7 @@ async def test_a_plan_that_is_forbidden_is_taken_back_at_once():
         records, 9, lambda clock: records.says(decode=PoolReport(asked=1, ready=1, why=Why.LIMITED))
     )
 
-    assert (outcome, wanted) == (Outcome.ROLLED_BACK, 1)
+    assert (outcome, wanted) == (PlanOutcome.ROLLED_BACK, 1)
 
 
 async def test_at_the_deadline_what_another_has_written_stays():
@@ -179,7 +179,7 @@ async def test_at_the_deadline_what_another_has_written_stays():
 
     outcome, _, wanted = await carried_out(records, 3, another)
 
-    assert (outcome, wanted) == (Outcome.UNSETTLED, 7)
+    assert (outcome, wanted) == (PlanOutcome.UNSETTLED, 7)
 
 
 class Hasty(HandClock):

@@ -1,11 +1,14 @@
 """Chains against a list of all that was added."""
 
 import gc
+import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.router.chains import Chain, ChainHolder, Chains
+from fleet.router import chains as subject
+from fleet.router.chains import MANY, Chain, ChainHolder, Chains
 
 HOLDERS = 4
 
@@ -22,38 +25,42 @@ def leading(chains: list[Chain], holder: ChainHolder, keys: tuple[int, ...]) -> 
     return next((depth for depth, key in enumerate(keys) if key not in held), len(keys))
 
 
+@pytest.mark.parametrize("many", [MANY, 0])
 @given(
-    st.lists(st.tuples(st.integers(0, HOLDERS - 1), prompts, st.booleans(), st.integers(0, 100)), max_size=40), prompts
+    history=st.lists(st.tuples(st.integers(0, HOLDERS - 1), prompts, st.booleans(), st.integers(0, 100)), max_size=40),
+    asked=prompts,
 )
-def test_who_has_how_much_is_what_a_look_at_every_chain_says(history, asked):
-    chains = Chains()
-    holders = [ChainHolder(1 << number) for number in range(HOLDERS)]
-    there: list[Chain] = []
-    for number, prompt, adds, which in history:
-        if adds or not there:
-            keys = keys_of(prompt)
-            if (begun := chains.continued(holders[number], keys)) is not None:
-                assert begun.holder is holders[number]
-                chains.extend(begun, keys)
+def test_who_has_how_much_is_what_a_look_at_every_chain_says(many, history, asked):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subject, "MANY", many)
+        chains = Chains()
+        holders = [ChainHolder(1 << number) for number in range(HOLDERS)]
+        there: list[Chain] = []
+        for number, prompt, adds, which in history:
+            if adds or not there:
+                keys = keys_of(prompt)
+                if (begun := chains.continued(holders[number], keys)) is not None:
+                    assert begun.holder is holders[number]
+                    chains.extend(begun, keys)
+                else:
+                    there.append(chains.add(holders[number], keys))
             else:
-                there.append(chains.add(holders[number], keys))
-        else:
-            chains.remove(there.pop(which % len(there)))
-        chains.check(there)
+                chains.remove(there.pop(which % len(there)))
+            chains.check(there)
 
-        for probe in (asked, prompt):
-            keys = keys_of(probe)
-            named = [bit for _, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit]
-            assert len(named) == len(set(named))
-            found = {bit: depth for depth, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit}
-            expected = {holder.bit: leading(there, holder, keys) for holder in holders}
-            assert found == {bit: depth for bit, depth in expected.items() if depth}
-        assert len(chains) == len({key for chain in there for key in chain.keys})
-        for holder in holders:
-            assert holder.blocks == len({key for chain in there if chain.holder is holder for key in chain.keys})
-    for chain in there:
-        chains.remove(chain)
-    assert len(chains) == 0
+            for probe in (asked, prompt):
+                keys = keys_of(probe)
+                named = [bit for _, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit]
+                assert len(named) == len(set(named))
+                found = {bit: depth for depth, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit}
+                expected = {holder.bit: leading(there, holder, keys) for holder in holders}
+                assert found == {bit: depth for bit, depth in expected.items() if depth}
+            assert len(chains) == len({key for chain in there for key in chain.keys})
+            for holder in holders:
+                assert holder.blocks == len({key for chain in there if chain.holder is holder for key in chain.keys})
+        for chain in there:
+            chains.remove(chain)
+        assert len(chains) == 0
 
 
 def test_a_prompt_that_nobody_shares_is_one_entry_however_long_it_is():
@@ -62,6 +69,41 @@ def test_a_prompt_that_nobody_shares_is_one_entry_however_long_it_is():
     chains.add(holder, range(1000))
 
     assert (len(chains._pieces), holder.blocks) == (1, 1000)
+
+
+def divided(chains: Chains, holders: list[ChainHolder], keys: tuple[int, ...]) -> list[Chain]:
+    """A chain, and one for each of its beginnings."""
+    return [chains.add(holders[end % len(holders)], keys[:end]) for end in range(len(keys), 0, -1)]
+
+
+def test_what_was_divided_by_chains_that_are_gone_is_whole_again():
+    chains, holders = Chains(), [ChainHolder(1), ChainHolder(2)]
+    keys = tuple(range(1, 1001))
+    whole, *beginnings = divided(chains, holders, keys)
+    assert len(chains._pieces) == 1000
+    random.Random(5).shuffle(beginnings)
+
+    for beginning in beginnings:
+        chains.remove(beginning)
+    passing = chains.add(holders[0], keys)
+    chains.remove(passing)
+
+    chains.check([whole])
+    assert len(chains._pieces) <= MANY
+    assert chains.runs(keys) == [(1000, whole.holder.bit)]
+    chains.remove(whole)
+    assert (len(chains), chains._pieces, [holder.blocks for holder in holders]) == (0, {}, [0, 0])
+
+
+def test_what_some_end_in_stays_divided():
+    chains, holder = Chains(), ChainHolder(1)
+    keys = tuple(range(1, 101))
+    there = divided(chains, [holder], keys)
+
+    chains.remove(chains.add(holder, keys))
+
+    chains.check(there)
+    assert len(chains._pieces) == 100
 
 
 def test_a_chain_that_is_gone_leaves_nothing_to_collect():

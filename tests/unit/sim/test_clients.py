@@ -9,7 +9,7 @@ from fleet.adapters.traces import Session, Turn
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.sim.clients import Closed, Open, Sessions, begin
 from fleet.sim.kernel import Kernel
-from fleet.sim.results import Ended, Outcome
+from fleet.sim.results import Ended, RunOutcome
 from fleet.sim.run import Plan, simulate
 from fleet.sim.workloads import Drawn, requests_of, sessions_of
 from kvstore.replay import Request
@@ -21,7 +21,7 @@ def with_clients(clients, plan: Plan | None = None) -> Plan:
     return Plan(**{**{name: getattr(plan, name) for name in plan.__struct_fields__}, "clients": clients})
 
 
-def ran(clients, traffic, plan: Plan | None = None) -> tuple[Outcome, list[Ended]]:
+def ran(clients, traffic, plan: Plan | None = None) -> tuple[RunOutcome, list[Ended]]:
     ended: list[Ended] = []
     return simulate(with_clients(clients, plan), iter(traffic), told=ended.append).outcome, ended
 

@@ -7,16 +7,16 @@ from msgspec import structs
 
 from fleet.sim.compare import compare, means
 from fleet.sim.intervals import interval
-from fleet.sim.results import Outcome
+from fleet.sim.results import RunOutcome
 from tests.unit.sim.test_world import a_plan, a_run
 
 
 @pytest.fixture(scope="module")
-def outcome() -> Outcome:
+def outcome() -> RunOutcome:
     return a_run(a_plan(), requests=20).outcome
 
 
-def with_goodput(outcome: Outcome, *values: float) -> list[Outcome]:
+def with_goodput(outcome: RunOutcome, *values: float) -> list[RunOutcome]:
     return [structs.replace(outcome, goodput_rps=value) for value in values]
 
 

@@ -329,8 +329,8 @@ class StoreClient:
             hashes: The chain from its start, as far as its blocks are there. Naming held blocks costs nothing and
                 keeps the start of a chain from being evicted before its end.
             sources: The block of an index into `hashes`, asked for only when it is written; one buffer, or a list of
-                consecutive pieces. Must not change during the call, or until `batch_blocks` more are asked for. What it raises comes out of this call; nothing is
-                published then, and nobody waits for the reservation to end.
+                consecutive pieces. Must not change during the call, or until `batch_blocks` more are asked for. What it
+                raises comes out of this call; nothing is published then, and nobody waits for the reservation to end.
             tenant: Salt of the chain; whose quota the blocks count against.
             deadline: See `match`.
 

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import uvloop
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.text_model import write_model
+
+# How long an example takes says how busy the machine is, and nothing else.
+settings.register_profile("fleet", deadline=None)
+settings.load_profile("fleet")
 
 ENGINES = (
     "tests/e2e/",

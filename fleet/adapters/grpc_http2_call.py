@@ -385,7 +385,7 @@ class CallContext:
                 http.send_response(self.stream, last, end_stream=True)
             else:
                 http.send_response(self.stream, (*OPENING, *last), end_stream=True)
-        except ngh2.NGH2Error:  # the stream has just ended, or a header is none
+        except ngh2.NGH2Error:  # the stream has just ended
             self._line.reset(self, INTERNAL_ERROR)
         self._drop()
         self._line.finished(self, whole=self._whole)

@@ -296,6 +296,14 @@ class Monitors(_Values, frozen=True):
     interval_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
 
 
+class Alerts(_Values, frozen=True):
+    enabled: bool = True
+    """A PrometheusRule for routers that cannot reach the directory of their workers, where the cluster has this kind."""
+
+    labels: Texts = {}
+    """Such as a Prometheus selects."""
+
+
 class Dashboards(_Values, frozen=True):
     enabled: bool = True
     """As ConfigMaps, for Grafana's sidecar."""
@@ -306,6 +314,7 @@ class Dashboards(_Values, frozen=True):
 
 class Monitoring(_Values, frozen=True):
     monitors: Monitors = Monitors()
+    alerts: Alerts = Alerts()
     dashboards: Dashboards = Dashboards()
 
 

@@ -21,12 +21,12 @@ from fleet.router.candidates import Asked, Chance
 from fleet.router.crossover import Crossover
 from fleet.router.impossible import Cause, Impossible, Wait
 from fleet.router.live import LiveRequest
-from fleet.router.members import Standings
 from fleet.router.placement import Decision, decide, decide_decode
 from fleet.router.policies.ports import Policy
 from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import BreakEven, RemotePrefill
+from fleet.router.standings import Standings
 from fleet.work import Description
 
 

@@ -15,8 +15,9 @@ import numpy as np
 from fleet.ids import WorkerId
 from fleet.roles import Placement
 from fleet.router.candidates import LIMIT, REQUESTS, Asked, Flags, Rows
-from fleet.router.members import Members, Standings
+from fleet.router.members import Members
 from fleet.router.native.costs import all_have_room
+from fleet.router.standings import Standings
 
 
 class Unfit(StrEnum):

@@ -15,7 +15,7 @@ from fleet.errors import Reason
 from fleet.roles import Role
 from fleet.router.candidates import Asked
 from fleet.router.eligibility import Unfit, unfit
-from fleet.router.members import Standings
+from fleet.router.standings import Standings
 
 
 class Cause(StrEnum):

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from fleet.ids import WorkerId
 from fleet.roles import KvPath, Placement, Role
-from fleet.router.candidates import Candidates, Flags, Floats, Rows
+from fleet.router.candidates import Flags, Floats, Rows
 from fleet.router.settings import RouterSettings
 from fleet.work import Adapter, Description
 
@@ -113,51 +113,3 @@ def _prefills_for(prefill: Role, decode: Role, placement: Placement) -> bool:
 def limit(description: Description, settings: RouterSettings) -> int:
     """Requests that may be booked on a worker."""
     return max(1, int(description.max_running * settings.oversubscribe))
-
-
-class Serving(Struct, frozen=True):
-    """Who takes requests, until the next one drains."""
-
-    draining: Flags
-    able: Flags  # not draining
-    answering: Flags  # of those, who decode
-    rows: Rows  # of these
-
-    @classmethod
-    def of(cls, members: Members, draining: Flags) -> "Serving":
-        answering = ~draining & members.decodes
-        return cls(draining, ~draining, answering, answering.nonzero()[0])
-
-
-class Standings(Struct, frozen=True, eq=False):
-    """All workers of a model as they stand for one request. Nothing in it changes any more, so that it can be explained."""
-
-    members: Members
-    columns: Floats  # see `fleet.router.candidates`
-    serving: Serving
-    failed: Flags | None = None  # on this request, in this incarnation; None: nobody
-    warm: bool = True  # somebody may hold something of the prompt
-    homes: Sequence[Flags] = ()  # of the request's adapter, the best first: see `fleet.router.adapters`
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-    @property
-    def draining(self) -> Flags:
-        return self.serving.draining
-
-    @property
-    def able(self) -> Flags:
-        """Who takes work: neither draining nor failed."""
-        return self.serving.able if self.failed is None else self.serving.able & ~self.failed
-
-    @property
-    def answering(self) -> Flags:
-        """Of those, who decode."""
-        return self.serving.answering if self.failed is None else self.serving.answering & ~self.failed
-
-    def candidates(self, rows: Rows) -> Candidates:
-        """Some of them, in the order of `rows`, each once."""
-        members = self.members
-        everybody = Candidates(members.worker_ids, self.columns, None, self.warm, members.even)
-        return everybody if len(rows) == len(members.worker_ids) else everybody.only(rows)

@@ -40,9 +40,10 @@ from fleet.router.candidates import (
 from fleet.router.crossover import Crossover
 from fleet.router.eligibility import Unfit, at_home, capable, eligible, paired, unfit
 from fleet.router.impossible import Impossible, Wait, no_pair, nobody
-from fleet.router.members import Standings, common_path
+from fleet.router.members import common_path
 from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
+from fleet.router.standings import Standings
 from fleet.work import Description
 
 

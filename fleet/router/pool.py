@@ -40,11 +40,12 @@ from fleet.router.candidates import (
 from fleet.router.chains import Chains
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, store_namespace
 from fleet.router.live import LiveRequest
-from fleet.router.members import Members, Serving, Standings, limit
+from fleet.router.members import Members, limit
 from fleet.router.messages import Booked
 from fleet.router.native.costs import spread, spread_live
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import WorkerSnapshot
+from fleet.router.standings import Serving, Standings
 from fleet.router.truth import CacheTruth, Knowledge
 from fleet.work import Description, Load
 from kvstore.block import blocks_for

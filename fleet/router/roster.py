@@ -11,11 +11,12 @@ from fleet.roles import Role
 from fleet.router.adapters import listed
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, keys_of, store_namespace
 from fleet.router.live import LiveRequest
-from fleet.router.members import Standings, limit
+from fleet.router.members import limit
 from fleet.router.messages import Booked, StoreChanged
 from fleet.router.pool import KnownWorker, WorkerPool
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
+from fleet.router.standings import Standings
 from fleet.router.truth import Compared, Knowledge
 from fleet.work import Description, KvCleared, KvEvent, KvRemoved, KvStored
 

@@ -77,7 +77,7 @@ class Shelf(Protocol):
         ...
 
     def close(self) -> None:
-        """Once or more often. Calls under way end by their deadlines."""
+        """Once or more often. Nothing that is under way then keeps the process from ending."""
         ...
 
 

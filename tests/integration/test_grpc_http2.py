@@ -57,6 +57,10 @@ class Service:
             if key[0] == "x"
         )
 
+    async def never(self, content, context):
+        self.began += 1
+        await asyncio.Event().wait()
+
     async def endless(self, content, context):
         self.began += 1
         try:
@@ -170,6 +174,7 @@ async def world(monkeypatch):
         "Thrice": grpc.unary_stream_rpc_method_handler(service.thrice),
         "Wait": grpc.unary_stream_rpc_method_handler(service.wait),
         "One": grpc.unary_unary_rpc_method_handler(service.one),
+        "Never": grpc.unary_stream_rpc_method_handler(service.never),
         "Endless": grpc.unary_stream_rpc_method_handler(service.endless),
         "LateEcho": grpc.stream_stream_rpc_method_handler(service.late_echo),
         "Echo": grpc.stream_stream_rpc_method_handler(service.echo),
@@ -184,9 +189,10 @@ async def world(monkeypatch):
 
 
 async def status_of(call):
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in call:
-            pass
+    async with asyncio.timeout(10):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
     return raised.value.code()
 
 
@@ -371,7 +377,7 @@ async def test_who_leaves_the_last_words_unread_is_reset(world, monkeypatch):
 
 
 async def test_what_was_sent_and_not_read_takes_no_room_from_other_calls(world):
-    async with world.channel() as channel:
+    async with asyncio.timeout(20), world.channel() as channel:
         for _ in range(30):
             call = channel.stream_stream("/x.Y/Echo")()
             for size in (1, 1, 1, 1, 200_000):
@@ -466,7 +472,7 @@ async def test_windows_that_cannot_be_end_what_they_are_of(world, increment):
 async def test_a_server_that_stops_lets_calls_end_and_then_cancels_the_rest(world):
     async with world.channel() as channel, world.channel() as other:
         call = channel.unary_stream("/x.Y/Wait")(b"last words")
-        stuck = other.unary_stream("/x.Y/Endless")(b"a")
+        stuck = other.unary_stream("/x.Y/Never")(b"a")
         await until(lambda: world.service.began == 2)
         stopping = asyncio.create_task(world.server.stop(0.5))
         await asyncio.sleep(0.1)
@@ -507,6 +513,12 @@ async def test_a_name_is_all_its_addresses(monkeypatch):
         async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
             assert await status_of(channel.unary_stream("/x.Y/Z")(b"")) is grpc.StatusCode.UNIMPLEMENTED
     await server.stop(None)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:99999", "127.0.0.1:-1", "203.0.113.1:0", "unix:/no/such"])
+def test_what_is_no_place_to_listen_is_refused(listen):
+    with pytest.raises(RuntimeError, match=f"cannot listen on {listen}: "):
+        Http2Server().add_insecure_port(listen)
 
 
 async def test_ports_are_shared_only_by_those_who_say_so():

@@ -1,7 +1,10 @@
 """The S3 tier against a server that is killed, frozen, strict, or full of what others planted there."""
 
 import logging
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,6 +26,8 @@ from tests.servers import an_s3, s3_credentials
 from tests.stopwatch import at_most
 
 pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +134,7 @@ def test_calls_under_way_end_when_the_tier_is_closed():
         server.freeze()
         with ThreadPoolExecutor(1) as threads:
             call = threads.submit(tier.get, KEYS, empty(), within(2))
-            eventually(lambda: len(tier.shelf._threads._threads) > 0)
+            eventually(lambda: tier.shelf._threads._waiting.qsize() == len(KEYS) - 1)
 
             tier.close()
 
@@ -310,6 +315,34 @@ def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
             tier.get(KEYS[:1], empty(1), within(0.5))
 
         tier.close()
+
+
+def test_a_doubted_object_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
+    with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_value()[:64])) as port:
+        tier = open_with_endpoint("blocks", port)
+        tier.shelf._clients.within(0.5)
+        tier.shelf._seen.doubt(KEYS[0])
+
+        with at_most(1.5), pytest.raises(TierFailed):
+            keep(tier, KEYS[:1], BLOCKS[:1], within(0.5))
+
+        tier.close()
+
+
+ASKS = """
+import sys, threading, time
+from tests.integration.test_s3_tier import KEYS, open_with_endpoint, within
+tier = open_with_endpoint("blocks", int(sys.argv[1]))
+tier.shelf._clients.within(10)  # which takes long to make
+threading.Thread(target=tier.holds, args=(KEYS[:1], within(8)), daemon=True).start()
+time.sleep(0.5)
+tier.close()
+"""
+
+
+def test_an_answer_whose_head_comes_byte_by_byte_keeps_no_process_from_ending():
+    with a_scripted_server(Script((b"HTTP/1.1 200 OK\r\nX-Long: ",), drip=b"a" * 500)) as port, at_most(15):
+        subprocess.run([sys.executable, "-c", ASKS, str(port)], check=True, cwd=ROOT)
 
 
 def test_a_value_of_which_nobody_tells_the_length_is_a_failure_and_stays():

@@ -111,7 +111,10 @@ def test_an_object_store_whose_answers_are_damaged_is_never_believed_and_works_a
             known_seconds=0,
             missing_seconds=0,
         )
-        tier = tier_with(settings, Clients(settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
+        clients = Clients(settings)
+        for seconds in (CALL_SECONDS, CALL_SECONDS / 2, CALL_SECONDS / 4):
+            clients.within(seconds)  # which takes long to make
+        tier = tier_with(settings, clients, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
         attack(tier, random.Random(seed), 12)
         assert proxy.damages > 0

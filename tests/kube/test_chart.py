@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import yaml
 
+from fleet.adapters.metric_catalogue import of_router
 from fleet.config import load
 from fleet.discovery import EtcdDiscovery, KubernetesDiscovery
 from fleet.router.settings import RouterSettings
@@ -423,6 +424,20 @@ def test_kinds_that_a_cluster_lacks_are_left_out():
     found = by_name(with_them)
     assert found["ServiceMonitor", "fleet-routers"]["spec"]["endpoints"][0]["port"] == "http"
     assert found["PodMonitor", "fleet-operator"]["spec"]["podMetricsEndpoints"][0]["port"] == "metrics"
+
+
+def test_alerts_ask_for_metrics_that_there_are_where_the_cluster_has_the_kind():
+    kind = "--api-versions=monitoring.coreos.com/v1/PrometheusRule"
+    assert ("PrometheusRule", "fleet-routers") not in by_name(rendered("default"))
+    assert ("PrometheusRule", "fleet-routers") not in by_name(rendered("bare", kind))
+
+    [group] = by_name(rendered("default", kind))["PrometheusRule", "fleet-routers"]["spec"]["groups"]
+    assert [each["alert"] for each in group["rules"]] == ["FleetDirectoryUnreachable"]
+    for rule in group["rules"]:
+        asked = re.findall(r"\bfleet_[a-z_]+", rule["expr"])
+        assert asked
+        assert all(of_router()[name].kind == "gauge" for name in asked)
+        assert {"summary", "description"} <= set(rule["annotations"])
 
 
 def test_definitions_are_the_operators_and_are_kept_or_not():

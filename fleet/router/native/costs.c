@@ -276,7 +276,7 @@ static PyObject *spread_live(PyObject *Py_UNUSED(module), PyObject *arguments)
             continue;
         const double live = columns[LIVE_BLOCKS * count + i];
         columns[NEW_BLOCKS * count + i] -= live;
-        columns[COMING_BLOCKS * count + i] = larger(live - columns[ENGINE_BLOCKS * count + i], 0.0);
+        columns[COMING_BLOCKS * count + i] = larger(0.0, live - columns[ENGINE_BLOCKS * count + i]);
     }
     PyBuffer_Release(&row_at);
     PyBuffer_Release(&table);

@@ -134,6 +134,7 @@ class Body:
         self._deadline = deadline
         self.left: int = answer.get("ContentLength", -1)
         if self.left < 0:
+            self._stream.close()
             raise ConnectionError("the store does not tell how long the object is")
 
     def fill(self, into: memoryview) -> None:

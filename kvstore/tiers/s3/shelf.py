@@ -14,7 +14,7 @@ Rules:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from kvstore.tiers.remote import Given, RemoteTier, Wanted
 from kvstore.tiers.s3.clients import Body, Clients, code_of
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.sightings import Sightings, leading
+from kvstore.tiers.s3.threads import Threads
 from kvstore.tiers.tally import Tally
 
 MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
@@ -80,7 +81,7 @@ class S3Shelf:
         self._clock = clock
         self._seen = Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
         self._conditional = True
-        self._threads = ThreadPoolExecutor(settings.parallel, thread_name_prefix="kvstore-s3")
+        self._threads = Threads("kvstore-s3", settings.parallel)
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
         return self._records.knows(key)
@@ -101,7 +102,8 @@ class S3Shelf:
     def put(self, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool], deadline: Nanos) -> None:
         now = self._clock.now()
         there.update((key, True) for key in work if self._seen.is_there(key, now))
-        self._each({key: (key, given) for key, given in work.items() if key not in there}, self._put, there, deadline)
+        missing = {key: (key, given) for key, given in work.items() if key not in there}
+        self._each(missing, partial(self._put, deadline=deadline), there, deadline)
 
     def get(self, work: Mapping[int, Wanted], answers: dict[int, Fetched], deadline: Nanos) -> None:
         self._each(work, partial(self._get, deadline=deadline), answers, deadline)
@@ -112,7 +114,7 @@ class S3Shelf:
         self._each({key: key for key in keys}, self._delete, {}, deadline)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)  # requests under way end by their deadlines
+        self._threads.close()
         self._clients.close()
 
     # One request
@@ -126,14 +128,14 @@ class S3Shelf:
             return self._saw(key, is_there=False)
         return self._saw(key, is_there=True)
 
-    def _put(self, client: Any, item: tuple[BlockKey, Given]) -> bool:
+    def _put(self, client: Any, item: tuple[BlockKey, Given], *, deadline: Nanos) -> bool:
         key, given = item
         framed = self._records.frame(key, given.block, given.crc32c)
         if framed is None:
             return False
         conditional = self._conditional
         if self._seen.is_doubtful(key):  # rule 2: a conditional put would leave what is there
-            standing = self._records.standing(key, self._head(client, key), given.block.nbytes)
+            standing = self._records.standing(key, self._head(client, key, deadline), given.block.nbytes)
             if standing is not Standing.FREE:
                 return standing is Standing.HELD
             conditional = False
@@ -147,7 +149,7 @@ class S3Shelf:
             code = code_of(error)
             if code in UNCONDITIONAL_ONLY and conditional:
                 self._conditional = False
-                return self._put(client, item)
+                return self._put(client, item, deadline=deadline)
             if code in FULL:
                 self._tally.count(refused=1)
                 return False
@@ -176,7 +178,7 @@ class S3Shelf:
             self._seen.doubt(key)
         return fetched
 
-    def _head(self, client: Any, key: BlockKey) -> bytes:
+    def _head(self, client: Any, key: BlockKey, deadline: Nanos) -> bytes:
         """The first bytes of an object; none where there is no object, or an empty one."""
         where = f"bytes=0-{HEAD_BYTES - 1}"
         try:
@@ -185,8 +187,10 @@ class S3Shelf:
             if code_of(error) not in MISSING | {"416", "InvalidRange"}:
                 raise
             return b""
-        with answer["Body"] as body:
-            return bytes(body.read(HEAD_BYTES))
+        with Body(answer, self._clock, deadline) as body:
+            head = bytearray(min(body.left, HEAD_BYTES))
+            body.fill(memoryview(head))
+            return bytes(head)
 
     def _delete(self, client: Any, key: BlockKey) -> bool:
         client.delete_object(Bucket=self._settings.bucket, Key=self._name(key))
@@ -210,6 +214,22 @@ class S3Shelf:
         Raises:
             TierFailed: The store failed for one or more of them.
         """
+        failure = self._made(items, act, answers, deadline)
+        if failure is None:
+            return
+        try:
+            raise failure
+        finally:
+            del failure  # it would hold itself in a circle, and with it the library's sockets
+
+    def _made(
+        self,
+        items: Mapping[Name, Item],
+        act: Callable[[Any, Item], Answer],
+        answers: dict[Name, Answer],
+        deadline: Nanos,
+    ) -> BaseException | None:
+        """As `_each`; what it raises."""
         attempts: dict[Name, Future[Answer]] = {}
         failure: BaseException | None = None
         for name, item in items.items():
@@ -228,8 +248,7 @@ class S3Shelf:
                 answers[name] = attempt.result()
             else:
                 failure = error
-        if failure is not None:
-            raise failure
+        return failure
 
     def _attempt(self, act: Callable[[Any, Item], Answer], item: Item, deadline: Nanos) -> Answer:
         for is_last in (False, True):

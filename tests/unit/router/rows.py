@@ -9,11 +9,12 @@ from fleet.roles import Phase, Role
 from fleet.router import candidates as quantity
 from fleet.router.candidates import Asked, Candidates, Chance
 from fleet.router.impossible import Impossible, Wait
-from fleet.router.members import Members, Serving, Standings, limit
+from fleet.router.members import Members, limit
 from fleet.router.placement import Decision, Placed, Terms
 from fleet.router.placement import decide as decide_in_table
 from fleet.router.policies.built_in import parameters, policy
 from fleet.router.settings import RouterSettings
+from fleet.router.standings import Serving, Standings
 from fleet.work import Description
 from kvstore.block import blocks_for
 from tests.builders import BLOCK_TOKENS, a_description

@@ -1,5 +1,6 @@
 """The native costs against their numpy twin, to the last bit."""
 
+import math
 import random
 
 import numpy as np
@@ -88,6 +89,7 @@ def test_what_live_requests_hold_is_spread_as_the_twin_does_it():
         runs = [(depth, mask) for depth, mask in enumerate(masks, start=1) if mask]
         expected = a_table(rng, workers)
         expected[quantity.LIVE_BLOCKS] = 0
+        expected[quantity.ENGINE_BLOCKS, 0] = rng.choice([0.0, math.inf, -math.inf, math.nan])
         found = expected.copy()
         twin.spread_live(runs, row_at, expected)
         costs.spread_live(runs, row_at, found)

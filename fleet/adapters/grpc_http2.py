@@ -359,6 +359,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _hear(self) -> None:
+        new = []
         for event in self.http.events():
             match event:
                 case DataReceived():
@@ -372,7 +373,7 @@ class Connection(asyncio.Protocol):
                     call = CallContext(self, event.stream_id, event.headers, whole=event.end_stream)
                     self.calls[event.stream_id] = call
                     self.server.calls += 1
-                    call.begin(self.server.refusal())
+                    new.append(call)
                 case TrailersReceived():
                     if (ended := self.calls.get(event.stream_id)) is not None:
                         ended.take(b"", whole=True)
@@ -381,6 +382,9 @@ class Connection(asyncio.Protocol):
                         self._end(ended)
                 case _:
                     pass
+        for call in new:
+            if call.stream in self.calls:  # else it was reset at once, and takes nothing any more
+                call.begin(self.server.refusal())
 
     def _end(self, call: CallContext) -> None:
         del self.calls[call.stream]

@@ -115,7 +115,8 @@ class CallContext:
         self._deserialize: Any = None
         self._serialize: Any = None
         self._held = 0
-        self._hold(sum(len(name) + len(value) for name, value in headers))
+        self._head_bytes = sum(len(name) + len(value) for name, value in headers)
+        self._hold(self._head_bytes)
 
     # For services
 
@@ -195,8 +196,8 @@ class CallContext:
         if refusal:
             self._finish(grpc.StatusCode.UNAVAILABLE, refusal)
             return
-        if self._held > LONGEST_HEAD_BYTES:
-            message = f"the metadata has {self._held} bytes, and {LONGEST_HEAD_BYTES} are allowed"
+        if self._head_bytes > LONGEST_HEAD_BYTES:
+            message = f"the metadata has {self._head_bytes} bytes, and {LONGEST_HEAD_BYTES} are allowed"
             self._finish(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
             return
         if (match := _TIMEOUT.fullmatch(self._headers.get(b"grpc-timeout", b"").decode("latin-1"))) is not None:

@@ -21,7 +21,7 @@ HEADERS, RESET, SETTINGS = 1, 3, 4
 END_HEADERS = 4
 CANCEL = (8).to_bytes(4, "big")
 CONNECTIONS, STREAMS = 6, 20_000
-MOST_GROWTH = 160 << 20  # thousands of calls come in one read of each connection, and end with it
+MOST_GROWTH = 60 << 20
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

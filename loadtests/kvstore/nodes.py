@@ -75,7 +75,13 @@ class StoreNode:
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    command, stdout=log, stderr=log, pass_fds=(theirs,), cwd=ROOT, env=environment()
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(theirs,),
+                    cwd=ROOT,
+                    env=environment(),
+                    process_group=0,  # a node that is stopped does not take the group of its starter along (SIGHUP)
                 )
         finally:
             os.close(theirs)

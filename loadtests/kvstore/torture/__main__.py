@@ -92,6 +92,7 @@ class Client:
                 stderr=output,
                 cwd=ROOT,
                 env=environment(),
+                process_group=0,  # where a group with a stopped member loses its shell, the kernel hangs up on all of it
             )
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()

@@ -40,7 +40,7 @@ SHORT = Drawn(
 )
 
 REFERENCES = {"short-4": 11_100, "short-64": 3_400}
-"""Of Dynamo's replay (rule 1), on a machine of the same kind."""
+"""Of Dynamo's replay (rule 1), on another machine with two cores of x86; how much faster that one is, is not known."""
 
 
 class Case(Struct, frozen=True, kw_only=True):

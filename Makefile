@@ -19,6 +19,8 @@ LOCK := $(shell cat constraints.txt constraints-kube.txt pyproject.toml | cksum 
 DEV := .venv/.dev-$(LOCK)
 VLLM := .venv/.vllm-$(LOCK)
 KUBE := .venv/.kube-$(LOCK)
+# What is built of these: an older build is passed over for numpy without a word.
+NATIVE := $(wildcard fleet/router/native/*.c kvstore/native/*.c)
 INSTALLED := $(if $(filter simulated,$(ENGINE)),$(DEV),$(VLLM))
 PROTOS = $(sort $(shell cd proto && find . -name '*.proto' | sed 's|^\./||'))
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
@@ -91,7 +93,7 @@ $(BIN)/python:
 	@"$(PYTHON)" -m venv .venv 2>/dev/null || { "$(PYTHON)" -m venv --without-pip .venv && "$(PYTHON)" -m pip -qq --python $(BIN)/python install pip; } || \
 	{ rm -rf .venv; echo "make: $(PYTHON) can make no virtual environment; install its venv and pip packages" >&2; exit 1; }
 
-$(DEV): | $(BIN)/python
+$(DEV): $(NATIVE) | $(BIN)/python
 	@$(call room,Fleet and the development tools,1450,300)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf .venv; $(MAKE) $(BIN)/python; }
 	@$(HALF_MADE)

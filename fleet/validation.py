@@ -32,6 +32,7 @@ from fleet.requests import (
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 1024  # they are kept as long as the request runs; a body has room for millions
 MAX_HINT_CHARACTERS = 256  # of a session or a tenant: they are keys in tables of the router
 MAX_PRIORITY = 100
 MAX_EXPECTED_TOKENS = 2**31 - 1
@@ -309,6 +310,10 @@ def _check_sampling(sampling: Sampling, vocab_size: int | None) -> None:
         number = getattr(sampling, name)
         if number is not None and number not in allowed:
             raise invalid(f"sampling.{name}", f"must be {allowed}, not {_short(number)}")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise invalid(
+            "sampling.stop_token_ids", f"has {len(sampling.stop_token_ids)} ids, and {MAX_STOP_TOKENS} are allowed"
+        )
     for index, token_id in enumerate(sampling.stop_token_ids):
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             raise invalid(f"sampling.stop_token_ids[{index}]", f"{_short(token_id)} is outside the model's vocabulary")

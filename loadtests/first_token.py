@@ -1,4 +1,4 @@
-"""From a fresh virtual environment to the first token (row T1).
+"""From a fresh virtual environment to the first token, with no service to install.
 
     python -m loadtests.first_token [--json]
 

@@ -38,6 +38,7 @@ import psutil
 
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.config import default_cache_dir
+from loadtests.kvstore.nodes import free_port
 
 ANSWER_TOKENS = 64
 VOCABULARY = range(64, 4000)
@@ -145,12 +146,6 @@ class Target:
             tpot_ms=(events[-1] - events[0]) * 1e3 / (ANSWER_TOKENS - 1),
             fleet=fleet,
         )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -15,22 +15,19 @@ Rules:
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
-from kubernetes.aio.client import ApiClient, Configuration
-from kubernetes.aio.config.config_exception import ConfigException
-from kubernetes.aio.config.incluster_config import load_incluster_config
-from kubernetes.aio.config.kube_config import load_kube_config
+from kubernetes.aio.client import ApiClient
 from msgspec import Struct
 
 from operators import kinds
 from operators.kinds import Kind, Served
+from operators.kubeconfig import api_configuration
 from operators.nesting import shallow
-from operators.ports import ClusterError, Denied, Listed, Manifest, Missing, Stale, Taken, Told, Unreachable
+from operators.ports import Denied, Listed, Manifest, Missing, Stale, Taken, Told, Unreachable
 from operators.refusals import Status, refuse
 from operators.views import Named, View
 
@@ -260,18 +257,7 @@ async def open_api_server(kubeconfig: str, agent: str, manager: str = MANAGER) -
     Raises:
         ClusterError: There is no such configuration, or it cannot be used.
     """
-    configuration = Configuration()
-    try:
-        if kubeconfig:
-            if not Path(kubeconfig).is_file():  # noqa: ASYNC240 - once, at the start
-                raise ClusterError(f"kubeconfig: {kubeconfig}: No such file")
-            await load_kube_config(  # type: ignore[no-untyped-call]
-                config_file=kubeconfig, client_configuration=configuration
-            )
-        else:
-            load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    except (ConfigException, OSError, ValueError, KeyError, TypeError) as error:
-        raise ClusterError(f"kubeconfig: {error}") from error
+    configuration = await api_configuration(kubeconfig)
     configuration.connection_pool_maxsize = MOST_CONNECTIONS
     async with ApiClient(configuration) as client:
         client.user_agent = agent

@@ -23,24 +23,15 @@ from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
 from tests.builders import MODEL, a_description
-from tests.gateways import a_gateway
-from tests.openai_servers import until
+from tests.fake_workers import Untouched
+from tests.gateways import a_completion, a_gateway
+from tests.waiting import until
 
 LONG = [number * number % 401 + 50 for number in range(1000)]
 EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
 
 
 a_codec = cache(load_codec)
-
-
-class Untouched:
-    """Workers that must not be asked for anything."""
-
-    def start(self, worker_id, start):
-        raise AssertionError("work was sent")
-
-    def cancel(self, worker_id, request_id):
-        raise AssertionError("work was cancelled that was never sent")
 
 
 class World:
@@ -55,6 +46,15 @@ class World:
 
     def request(self):
         return self.gateway.request()
+
+    async def one_behind_another(self):
+        """Two requests at a worker that takes one at a time: that which has it, and that which waits."""
+        first, waiting = self.request(), self.request()
+        await first.ask(a_completion())
+        await waiting.head()
+        await waiting.body(a_completion())
+        await until(lambda: self.router.status().queued == 1)
+        return first, waiting
 
     def booked(self):
         """Requests by worker; of the idle ones nothing."""
@@ -75,6 +75,7 @@ def joined(worker_id, address, role=Role.DECODE, **fields):
 
 D1 = joined("d1", "10.0.0.1:8000")
 D2 = joined("d2", "10.0.0.2:8000")
+ONE_AT_A_TIME = joined("d1", "10.0.0.1:8000", max_running=1)
 P1 = joined("p1", "10.0.1.1:8000", Role.PREFILL)
 
 

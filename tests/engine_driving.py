@@ -13,6 +13,7 @@ from fleet.requests import KvReport, Sampling, Source, TokenBytes
 from fleet.roles import KvPath, Phase
 from fleet.work import Handoff, KvCleared, KvRemoved, KvStored, Load, Progress, Rejected, Start
 from tests.builders import token_bytes
+from tests.waiting import until
 from workers.ports import Engine
 
 SECONDS = 60  # for anything that an engine does in a test
@@ -84,9 +85,7 @@ class Driven:
 
     async def idle(self) -> None:
         """Wait until nothing runs and no block is held; leases have to be given back, not to expire (30 s)."""
-        async with asyncio.timeout(20):
-            while self.engine.load() != IDLE:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.engine.load() == IDLE)
 
     async def read_outputs(self) -> None:
         async for outputs in self.engine.outputs():

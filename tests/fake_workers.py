@@ -110,3 +110,13 @@ class FakeWorkers:
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
         if (worker := self._up.get(worker_id)) is not None:
             worker.inbox.put_nowait(Cancel(request_id=request_id))
+
+
+class Untouched:
+    """Workers that must not be asked for anything."""
+
+    def start(self, worker_id: WorkerId, start: Start) -> None:
+        raise AssertionError("work was sent")
+
+    def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
+        raise AssertionError("work was cancelled that was never sent")

@@ -1,8 +1,9 @@
 """A gateway as an endpoint picker sees it, played by a test: Envoy's side of `ext_proc`."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 from google.protobuf.struct_pb2 import Struct as Fields
@@ -105,9 +106,13 @@ class HttpRequest:
     has_no_body = False
 
     async def ask(self, body: bytes, path: str = COMPLETIONS, **head) -> Picked:
+        """All of it is sent, unless it is answered before: a call that has ended takes nothing more."""
         await self.head(path, **head)
-        await self.body(body)
-        return await self.picked()
+        async with asyncio.TaskGroup() as tasks:
+            picked = tasks.create_task(self.picked())
+            with suppress(grpc.aio.AioRpcError):
+                await self.body(body)
+        return picked.result()
 
     async def answer_begins(
         self, content_type: str = "text/event-stream", *, served: str = "", whole: bool = False

@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -19,12 +18,13 @@ import numpy as np
 
 from kvstore.block import ChainHash
 from kvstore.buffers import crc32c
-from kvstore.clock import SECOND, Nanos
+from kvstore.clock import SECOND, Nanos, nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.extents import PAGE_BYTES
 from kvstore.layout import Namespace
 from kvstore.machine import BlockMachine
 from kvstore.messages import BlockKey, LeaseId, Slot, StoreEndpoints
+from kvstore.monotonic import MonotonicClock
 from kvstore.ports import BackingTier
 from kvstore.server import serve
 from kvstore.settings import StoreSettings
@@ -112,6 +112,20 @@ class Store:
         return slot
 
 
+def node_settings(folder: Path, **fields: Any) -> StoreSettings:
+    """Of a node that listens in that folder and on ports of this machine."""
+    return StoreSettings(
+        **{
+            "store_id": "s",
+            "listen": (f"unix:{folder}/c", "127.0.0.1:0"),
+            "shm_socket": f"{folder}/m",
+            "data_listen": "127.0.0.1:0",
+            "capacity_bytes": 1 << 20,
+            **fields,
+        }
+    )
+
+
 class NodeProcess:
     """A store node that can be killed, stopped and started again at the same addresses."""
 
@@ -181,17 +195,18 @@ def a_short_folder() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+def soon(seconds: float = 20) -> Nanos:
+    """A deadline of a store's call; as it is, one that nothing here comes near."""
+    return Nanos(MonotonicClock().now() + nanos(seconds))
+
+
+def empty(count: int = 4) -> list[np.ndarray]:
+    """What blocks are read into."""
+    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
+
+
 def names_in(folder: Path | str) -> set[str]:
     return {path.name for path in Path(folder).iterdir()}
-
-
-def eventually(condition, timeout_seconds: float = 10.0):
-    """Waits until the condition is true, and returns what it gave."""
-    deadline = time.monotonic() + timeout_seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "that never came true"
-        time.sleep(0.01)
-    return found
 
 
 def _run_node(settings: StoreSettings, ready: Connection) -> None:

@@ -6,6 +6,16 @@ from fleet.hardware.gpus import gpu
 from fleet.hardware.models import Model, read_model
 from fleet.hardware.placement import Parallelism, Placement, place
 
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
 LLAMA_70B: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 8192,

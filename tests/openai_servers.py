@@ -27,6 +27,7 @@ from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
+from tests.waiting import until
 
 MODEL = ModelName("mock")
 CHAT = "/v1/chat/completions"
@@ -199,6 +200,7 @@ class RelayWorld(Struct):
     workers: OpenAiWorkers
     registry: CollectorRegistry
     reader: PromptReader
+    tenants: Tenants
 
     @property
     def url(self) -> str:
@@ -229,9 +231,10 @@ async def a_relay(
     tenants: dict[str, TenantSettings] | None = None,
     limits: dict[str, object] | None = None,
     only: bool = True,
+    seconds: float = 30.0,
     **worker: object,
 ) -> AsyncIterator[RelayWorld]:
-    """A router in front of servers `w0`, `w1` and so on, all of which have joined."""
+    """A router in front of servers `w0`, `w1` and so on, all of which have joined, for so many seconds at most."""
     clock = SystemClock()
     fields = {"model": MODEL, "probe_seconds": 0.1, "tokenizer": str(model_dir or ""), **worker}
     settings = RouterSettings(
@@ -239,8 +242,7 @@ async def a_relay(
             OpenAiWorkerSettings(worker_id=f"w{index}", url=server.url, **fields)
             for index, server in enumerate(servers)
         ),
-        connect_timeout_seconds=1.0,
-        **(limits or {}),
+        **{"connect_timeout_seconds": 1.0, **(limits or {})},
     )
     machine = RouterMachine(settings, Random(1))
     codec = load_codec(model_dir) if model_dir else None
@@ -265,12 +267,12 @@ async def a_relay(
     generation = Generation(
         router, {}, clock=clock, tenants=shared, tenant_secret=b"", metrics=Metrics(registry), threads=threads
     )
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
         async with open_http_frontend(
             "127.0.0.1:0", http or HttpSettings(), generation, registry, clock, relay
         ) as front:
             running = [tasks.create_task(router.run()), tasks.create_task(workers.run(router.hear))]
-            world = RelayWorld(front, router, machine, workers, registry, reader)
+            world = RelayWorld(front, router, machine, workers, registry, reader, shared)
             await until(lambda: world.serving() == len(servers))
             yield world
         for task in running:
@@ -278,12 +280,6 @@ async def a_relay(
         with suppress(asyncio.CancelledError):
             await asyncio.wait(running)
     threads.close()
-
-
-async def until(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not what():
-            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from kvstore.layout import Namespace
 from tests.kv_builders import a_short_folder
+from tests.waiting import until
 from tests.worker_processes import WorkerProcess, a_worker_process
 from workers.engines import simulated as engine
 from workers.settings import SimulatedSettings, WorkerSettings
@@ -69,9 +70,7 @@ async def a_router_of(*processes: WorkerProcess, store: str, **fields) -> AsyncI
         server = RouterServer(RouterMachine(routing, random.Random(0)), workers, SystemClock())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         running = [tasks.create_task(workers.run(server.hear)), tasks.create_task(server.run())]
-        async with asyncio.timeout(20):
-            while sum(len(pool.workers) for pool in server.status().pools) < len(processes):
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(len(pool.workers) for pool in server.status().pools) == len(processes))
         yield server
         for task in running:
             task.cancel()

@@ -16,7 +16,7 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd.disk import Disk, File, Space, aligned, open_disk
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep, soon
 
 SEGMENT_BYTES = 256 << 10
 PER_SEGMENT = 20  # records of BLOCK_BYTES, three pages each, between a page of head and two of footer
@@ -182,10 +182,6 @@ def a_tier(
         score=score,
         **more,
     )
-
-
-def soon(seconds: float = 20) -> Nanos:
-    return Nanos(MonotonicClock().now() + round(seconds * SECOND))
 
 
 def keys_of(count: int, of: str = "a", first: int = 0) -> list[BlockKey]:

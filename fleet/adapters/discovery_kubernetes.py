@@ -23,13 +23,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import aiohttp
 import msgspec
-from kubernetes.aio import client, config
+from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
-from kubernetes.aio.config.config_exception import ConfigException
 from msgspec import Struct
 
 from fleet.adapters.clock import SystemClock, unix_milliseconds
@@ -43,6 +42,8 @@ from fleet.control.ports import DirectoryUnreachable
 from fleet.discovery import KubernetesDiscovery, Record
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, WorkerId
+from operators.kubeconfig import api_configuration
+from operators.ports import ClusterError
 from workers.ports import RegistryUnreachable, Superseded
 
 log = logging.getLogger(__name__)
@@ -338,17 +339,10 @@ async def _client(settings: KubernetesDiscovery) -> client.ApiClient:
     Raises:
         ConfigurationRefused: There is no service account, or no such file.
     """
-    loading: Any = config  # ships no types
-    configuration = client.Configuration()
     try:
-        if settings.kubeconfig:
-            await loading.load_kube_config(config_file=settings.kubeconfig, client_configuration=configuration)
-        else:
-            loading.load_incluster_config(client_configuration=configuration)
-    except (ConfigException, OSError) as error:
-        where = "discovery.kubeconfig" if settings.kubeconfig else "discovery"
-        hint = "" if settings.kubeconfig else " Outside of a pod, set discovery.kubeconfig."
-        raise ConfigurationRefused(f"{where}: {error}{hint}") from error
+        configuration = await api_configuration(settings.kubeconfig)
+    except ClusterError as error:
+        raise ConfigurationRefused(f"discovery.{error}") from error
     connected = client.ApiClient(configuration)
     connected.user_agent = AGENT
     return connected

@@ -1,4 +1,4 @@
-"""Golden prompts: what a worker makes of them, compared with what the router does, before it gets any work (row B10).
+"""Golden prompts: what a worker makes of them, compared with what the router does, before it gets any work.
 
 Rules:
 

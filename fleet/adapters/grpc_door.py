@@ -1,9 +1,16 @@
-"""What the gRPC fronts of a router have in common: when they take requests, and until when a client waits."""
+"""What the gRPC fronts of a router have in common: when they take requests, how much of them, and until when a client waits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fleet.adapters.grpc_calls import Context
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.errors import shutting_down
+from fleet.errors import Reason, Refused, shutting_down
 from fleet.router.generation import Generation
+from fleet.router.http_settings import ORDINARY_BODY_BYTES
+
+MOST_HELD_BYTES = 1 << 30  # as over HTTP
+RETRY_AFTER_MS = 1000
 
 
 class Door:
@@ -13,6 +20,7 @@ class Door:
         self._generation = generation
         self._clock = clock
         self._draining = False
+        self._held_bytes = 0
 
     def drain(self) -> None:
         """Take no more requests; running ones go on."""
@@ -30,6 +38,25 @@ class Door:
         """
         if self._draining:
             raise shutting_down()
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """While a request runs whose message stays in memory; what is in it that nobody asked for does as well.
+
+        Args:
+            size: Of the message, in bytes.
+
+        Raises:
+            Refused: QUEUE_FULL; it is a long one, and those that run take as much as they may.
+        """
+        if size > ORDINARY_BODY_BYTES and self._held_bytes + size > MOST_HELD_BYTES:
+            message = "too many long requests run at once; retry later"
+            raise Refused(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS)
+        self._held_bytes += size
+        try:
+            yield
+        finally:
+            self._held_bytes -= size
 
     def now(self) -> Nanos:
         return self._clock.now()

@@ -22,7 +22,9 @@ def grpc_status_of(refused: Refused) -> Any:
         else f"{refused.message[:MAX_MESSAGE_CHARACTERS]}…"
     )
     details: list[Message] = [
-        pb.ErrorDetail(reason=refused.reason, field=refused.field, retry_after_ms=refused.retry_after_ms)
+        pb.ErrorDetail(
+            reason=refused.reason, field=refused.field, retry_after_ms=refused.retry_after_ms, cause=refused.cause
+        )
     ]
     if refused.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=refused.field, description=message)

@@ -126,11 +126,12 @@ class GrpcFrontend:
             return self._generation.token_text(model, token_id)
 
         events = self._generation.generate(request, authorization(context))
-        async with writing(context) as writer, aclosing(events):
-            async for event in events:
-                if isinstance(event, Admitted):
-                    model = event.model
-                await writer.send(encode_event(event, token_text))
+        with self.door.holding(len(content)):
+            async with writing(context) as writer, aclosing(events):
+                async for event in events:
+                    if isinstance(event, Admitted):
+                        model = event.model
+                    await writer.send(encode_event(event, token_text))
 
     async def _list_models(self, content: bytes, context: Context) -> Message:
         parse(inference_pb2.ListModelsRequest, content)

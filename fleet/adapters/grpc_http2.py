@@ -404,9 +404,9 @@ class Connection(asyncio.Protocol):
 
 def _bound_to_host(listen: str, *, shared: bool) -> list[socket.socket]:
     host, _, port = listen.rpartition(":")
-    if not port.isdecimal() or int(port) > 0xFFFF:
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:  # a port alone would be open to everybody
         raise ValueError("must be host:port")
-    found = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
     missing: OSError | None = None
     try:

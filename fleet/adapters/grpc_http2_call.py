@@ -5,8 +5,8 @@ Rules:
 1. A call is a task. It is cancelled when its client resets it, when its connection ends, and when its deadline has come.
 2. A caller that does not read makes `CallContext.write` wait. One that leaves the last words unread is reset.
 3. A caller that sends more than its handler reads is not given room for more: windows open as messages are read.
-4. A message longer than the limit is refused by its length, before it has come; so is whatever is compressed; so is what has begun and
-   is not whole in time.
+4. A message longer than the limit is refused by its length, before it has come; so is what has begun and is not whole in time.
+5. What is compressed is unpacked when its handler reads it (`grpc_compression`): until then it takes no more room than it came with.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ from urllib.parse import quote
 import grpc
 import ngh2
 
+from fleet.adapters.grpc_compression import ENCODINGS, IDENTITY, UnpacksToTooMuch, unpack
+
 log = logging.getLogger(__name__)
 
 LONGEST_MESSAGE_BYTES = 9 << 20
@@ -38,7 +40,11 @@ UNREAD_MESSAGES = 4  # of a caller, from which on its window stays closed
 MESSAGE_BYTES = 64  # that each takes besides its content
 
 PREFIX = struct.Struct(">BI")
-OPENING = ((b":status", b"200"), (b"content-type", b"application/grpc"), (b"grpc-accept-encoding", b"identity"))
+OPENING = (
+    (b":status", b"200"),
+    (b"content-type", b"application/grpc"),
+    (b"grpc-accept-encoding", b",".join(ENCODINGS)),
+)
 INTERNAL_ERROR, CANCEL = 0x2, 0x8  # of HTTP/2
 _NOT_METADATA = ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
@@ -96,6 +102,7 @@ class CallContext:
         self._loop = line.loop
         self._headers = dict(headers)
         self._pairs = headers
+        self._encoding: bytes = self._headers.get(b"grpc-encoding", IDENTITY)
         self._metadata: Sequence[tuple[str, str | bytes]] = ()
         self._whole = whole  # nothing more comes
         self._begun = False
@@ -107,7 +114,7 @@ class CallContext:
         self._timer: asyncio.TimerHandle | None = None
         self._coming = bytearray()
         self._coming_since: float | None = None
-        self._messages: deque[bytes] = deque()
+        self._messages: deque[tuple[int, bytes]] = deque()  # whether each is compressed, and what it is
         self._untaken = 0  # bytes of the window that were used
         self._wrong: tuple[grpc.StatusCode, str] | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -270,8 +277,8 @@ class CallContext:
         """Messages out of what has come."""
         while len(self._coming) >= PREFIX.size:
             compressed, size = PREFIX.unpack_from(self._coming)
-            if compressed:
-                self._refuse(grpc.StatusCode.UNIMPLEMENTED, "messages must not be compressed")
+            if compressed > (self._encoding != IDENTITY):
+                self._refuse(grpc.StatusCode.INTERNAL, "a message is compressed in no way that grpc-encoding names")
                 return
             if size > LONGEST_MESSAGE_BYTES:
                 message = f"the message has {size} bytes, and {LONGEST_MESSAGE_BYTES} are allowed in one"
@@ -279,7 +286,7 @@ class CallContext:
                 return
             if len(self._coming) < PREFIX.size + size:
                 break
-            self._messages.append(bytes(self._coming[PREFIX.size : PREFIX.size + size]))
+            self._messages.append((compressed, bytes(self._coming[PREFIX.size : PREFIX.size + size])))
             del self._coming[: PREFIX.size + size]
             self._coming_since = None
             self._hold(MESSAGE_BYTES - PREFIX.size)
@@ -309,9 +316,16 @@ class CallContext:
                 return None
             self._reader = self._loop.create_future()
             await self._reader
-        message = self._messages.popleft()
+        compressed, message = self._messages.popleft()
         self._hold(-len(message) - MESSAGE_BYTES)
         self._give_room()
+        if compressed:
+            try:
+                message = unpack(message, self._encoding)
+            except UnpacksToTooMuch as error:
+                await self.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            except ValueError as error:
+                await self.abort(grpc.StatusCode.INTERNAL, f"the message cannot be unpacked: {error}")
         return (message if self._deserialize is None else self._deserialize(message),)
 
     async def _only(self) -> Any:
@@ -344,8 +358,9 @@ class CallContext:
         if headers.get(b":method") != b"POST" or not headers.get(b"content-type", b"").startswith(b"application/grpc"):
             self._say(((b":status", b"415"),))
             return
-        if headers.get(b"grpc-encoding", b"identity") != b"identity":
-            await self.abort(grpc.StatusCode.UNIMPLEMENTED, "grpc-encoding: only identity is supported")
+        if self._encoding not in ENCODINGS:
+            known = b", ".join(ENCODINGS).decode()
+            await self.abort(grpc.StatusCode.UNIMPLEMENTED, f"grpc-encoding: must be one of {known}")
         try:
             self._metadata = tuple(_metadata(self._pairs))
         except ValueError:

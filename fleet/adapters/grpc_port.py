@@ -74,7 +74,8 @@ def _bind(server: Server, listen: str) -> str:
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise ConfigurationRefused(f"cannot listen on {listen}: in use, or no address of this machine") from error
+        why = error.__cause__ or "in use, or no address of this machine"  # which is all that grpc.aio says
+        raise ConfigurationRefused(f"cannot listen on {listen}: {why}") from error
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
 
 

@@ -6,6 +6,7 @@ Rules:
    explained, and counts as load. Only the work is never sent: `SelectingWorkers` keeps it back.
 2. A booking is held by a lease. Whoever reports renews it; one that is not renewed ends as if its client had gone.
 3. When a worker of it is lost the booking ends: where the request really runs, only its proxy knows.
+4. A lease is of the router that gave it. Several of them are behind one port, so what is said here of another one's is passed on to them.
 """
 
 import asyncio
@@ -58,6 +59,14 @@ class Router(Protocol):
     def decision(self, request_id: RequestId) -> Decision | None: ...
 
     def address(self, worker_id: WorkerId) -> str: ...
+
+
+class Others(Protocol):
+    """What is needed of `fleet.adapters.replicas.Replicas`."""
+
+    async def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None: ...
+
+    async def released(self, release: pb.ReleaseRequest) -> None: ...
 
 
 class Booking:
@@ -146,6 +155,7 @@ class SelectionService:
         self._router = router
         self._bookings = workers.bookings
         self._tenant_secret = tenant_secret
+        self.others: Others | None = None  # routers of the cluster
 
     def add(self, server: Server) -> None:
         methods = {
@@ -244,6 +254,20 @@ class SelectionService:
         self._router.close(booking.request_id, booking)
         self._bookings.pop(booking.request_id, None)
 
+    def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None:
+        """What is answered to a report; None where this router has no such lease, or it has ended."""
+        booking = self._bookings.get(RequestId(report.lease_id))
+        if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
+            return None
+        return pb.ReportResponse(lease_ms=int(booking.lease_seconds * SECOND / MILLISECOND))
+
+    def released(self, release: pb.ReleaseRequest) -> bool:
+        """End a lease; False where this router has no such."""
+        if (booking := self._bookings.get(RequestId(release.lease_id))) is None:
+            return False
+        self.end(booking)
+        return True
+
     async def _select(self, content: bytes) -> Message:
         asked = parse(pb.SelectRequest, content)
         arrived = self._arrived(asked)
@@ -274,16 +298,18 @@ class SelectionService:
         report = parse(pb.ReportRequest, content)
         if report.answer_tokens > MAX_REPORTED:
             raise invalid("answer_tokens", f"must be at most {MAX_REPORTED} since the last report")
-        booking = self._bookings.get(RequestId(report.lease_id))
-        if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
+        response = self.reported(report)
+        if response is None and self.others is not None:
+            response = await self.others.reported(report)
+        if response is None:
             message = f"lease_id: {report.lease_id[:100]!r} has ended, or a worker of it was lost; select again"
             raise Refused(Reason.REQUEST_NOT_FOUND, message, field="lease_id")
-        return pb.ReportResponse(lease_ms=int(booking.lease_seconds * SECOND / MILLISECOND))
+        return response
 
     async def _release(self, content: bytes) -> Message:
-        lease_id = RequestId(parse(pb.ReleaseRequest, content).lease_id)
-        if (booking := self._bookings.get(lease_id)) is not None:
-            self.end(booking)
+        release = parse(pb.ReleaseRequest, content)
+        if not self.released(release) and self.others is not None:
+            await self.others.released(release)
         return pb.ReleaseResponse()
 
     def _arrived(self, asked: pb.SelectRequest) -> Arrived:

@@ -4,9 +4,9 @@ Values and their schema come from `fleet.adapters.helm_values`, custom resource 
 do from `operators.access`, dashboards from `fleet.adapters.dashboards`. A test holds the chart against what is made here.
 """
 
+import argparse
 import ast
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -196,5 +196,14 @@ def write(chart: Path) -> None:
         path.write_text(content)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fleet.adapters.helm_chart",
+        description="Write the parts of the Helm chart that are made from types.",
+    )
+    parser.add_argument("chart", type=Path, help="the chart's folder: deploy/helm/fleet")
+    write(parser.parse_args().chart)
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    main()

@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from fleet.adapters.allowances import what_is_left
 from fleet.adapters.clock import unix_seconds
 from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_messages import ClientGone, HeldBodies, KnownHeads
@@ -34,7 +35,7 @@ from fleet.adapters.status import renamed
 from fleet.clock import Clock, Nanos
 from fleet.errors import Reason, Refused, internal_error, shutting_down
 from fleet.ids import RequestId
-from fleet.requests import Admitted, Allowance, Delta, Finished, Logprobs, Remaining
+from fleet.requests import Admitted, Delta, Finished, Logprobs
 from fleet.router.generation import Generation
 from fleet.router.http_settings import HttpSettings
 
@@ -283,7 +284,7 @@ class HttpFrontend:
                 match item:
                     case Admitted():
                         shape = make(asked, item.model, self._generation.token_text, unix_seconds())
-                        headers += _what_is_left(item.allowance)
+                        headers += what_is_left(item.allowance)
                     case Delta():
                         assert shape is not None
                         if asked.return_token_ids:
@@ -307,7 +308,7 @@ class HttpFrontend:
                 match item:
                     case Admitted():
                         shape = make(asked, item.model, self._generation.token_text, unix_seconds())
-                        headers += _what_is_left(item.allowance)
+                        headers += what_is_left(item.allowance)
                     case Delta():
                         texts.append(item.text)
                         token_ids += item.token_ids
@@ -356,20 +357,6 @@ class HttpFrontend:
 def _authorization(exchange: Exchange) -> str:
     """What a client sent to prove its tenant; empty: nothing."""
     return exchange.request.headers.get(b"authorization", b"").decode("latin-1")
-
-
-def _what_is_left(allowance: Allowance | None) -> tuple[tuple[str, str], ...]:
-    """A tenant's limits, in the headers that OpenAI's clients know."""
-    headers: list[tuple[str, str]] = []
-    for name in () if allowance is None else ("requests", "tokens"):
-        bucket: Remaining | None = getattr(allowance, name)
-        if bucket is not None:
-            headers += [
-                (f"x-ratelimit-limit-{name}", str(bucket.limit)),
-                (f"x-ratelimit-remaining-{name}", str(bucket.remaining)),
-                (f"x-ratelimit-reset-{name}", f"{bucket.full_in_seconds:.3f}s"),
-            ]
-    return tuple(headers)
 
 
 def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:

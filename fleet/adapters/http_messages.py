@@ -10,7 +10,8 @@ LARGE_PIECE_BYTES = 4 << 10  # of a body; beside these what Python takes for an 
 
 MAX_KNOWN_HEADS = 1024
 MAX_KNOWN_BYTES = 1024  # of one: some 300 are usual; more than a MiB is never held
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,12})\r\n", re.IGNORECASE)
+MAX_LENGTH_DIGITS = 12
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,%d})\r\n" % MAX_LENGTH_DIGITS, re.IGNORECASE)
 
 _PHRASES = {int(status): status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}
 
@@ -52,6 +53,7 @@ class KnownHeads:
 
     def __init__(self) -> None:
         self._known: dict[bytes, HttpHead] = {}
+        self._latest: tuple[bytes, bytes, HttpHead] | None = None  # found: what is before the digits and behind them
 
     def find(self, content: bytes) -> tuple[HttpHead, int] | None:
         """A head that was added, whatever the length of its body was, and the length that this one says.
@@ -59,11 +61,20 @@ class KnownHeads:
         Args:
             content: Up to and with the empty line.
         """
+        if self._latest is not None:
+            before, behind, latest = self._latest
+            if content.startswith(before) and content.endswith(behind):
+                digits = content[len(before) : -len(behind)]
+                if digits.isdigit() and len(digits) <= MAX_LENGTH_DIGITS:
+                    return latest, int(digits)
         if not self._known or (length := _LENGTH.search(content)) is None:
             return None
         begin, end = length.span(1)
-        head = self._known.get(content[:begin] + content[end:])
-        return None if head is None else (head, int(length[1]))
+        before, behind = content[:begin], content[end:]
+        if (head := self._known.get(before + behind)) is None:
+            return None
+        self._latest = before, behind, head
+        return head, int(length[1])
 
     def add(self, content: bytes, head: HttpHead, body_bytes: int) -> None:
         """Note a head that a parser has accepted, with the length of the body that it found; it takes no second length."""

@@ -84,6 +84,7 @@ class Connection(asyncio.Protocol):
         self._held_bytes = 0  # of it, by this connection
         self._parser = httptools.HttpRequestParser(self)
         self._stage = Stage.IDLE
+        self._idle_nanos = int(settings.idle_timeout_seconds * SECOND)
         self._deadline = self._in(settings.idle_timeout_seconds)
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
@@ -472,7 +473,7 @@ class Connection(asyncio.Protocol):
             self._hang_up()
             return
         if self._stage is Stage.IDLE:
-            self._deadline = self._in(self._settings.idle_timeout_seconds)
+            self._deadline = Nanos(self._clock.now() + self._idle_nanos)
         if (self._waiting or self._unparsed) and not self._beginning:  # else `_advance` goes on by itself
             self._advance()
 

@@ -145,7 +145,8 @@ class KserveFrontend:
             assert final
             last = response
 
-        await self._serve(inference, authorization(context), keep)
+        with self.door.holding(len(content)):
+            await self._serve(inference, authorization(context), keep)
         assert last is not None
         return last
 
@@ -183,7 +184,8 @@ class KserveFrontend:
         with suppress(CallerGone):  # the library cancels the call as soon as it knows
             try:
                 message = parse(pb.ModelInferRequest, content)
-                await self._serve(self._read(message, context), authorization(context), send_one)
+                with self.door.holding(len(content)):
+                    await self._serve(self._read(message, context), authorization(context), send_one)
             except Refused as refused:
                 await write(encode_refusal(refused, message.id, message.model_name))
             except CallerGone:

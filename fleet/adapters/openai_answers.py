@@ -32,12 +32,14 @@ class TokenText(Protocol):
 
 def error_object(refused: Refused) -> bytes:
     """The body of a failed call; `refused` names the field as the client wrote it."""
-    error = {
+    error: Json = {
         "message": refused.message,
         "type": APPEARANCES[refused.reason].openai,
         "param": refused.field or None,
         "code": refused.reason,
     }
+    if refused.cause:
+        error["cause"] = refused.cause
     return encode({"error": error})
 
 

@@ -33,6 +33,7 @@ from fleet.adapters.openai_answers import UNLIMITED
 from fleet.adapters.openai_questions import STARVED, ServerAddress, Starved, Unreachable, ask, cause_of
 from fleet.adapters.relay import Relayed
 from fleet.adapters.relay_requests import PATHS
+from fleet.adapters.turn_end import TurnEnd
 from fleet.adapters.upstream import AnswerHeads, Upstream, Usage
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.errors import Reason, Refused
@@ -85,6 +86,7 @@ class OpenAiWorker:
         clock: Clock,
         codec: TextCodec | None = None,
         can_spare: "Callable[[OpenAiWorker], bool]" = lambda _: True,
+        turn_end: TurnEnd | None = None,
     ) -> None:
         self._codec = codec
         self._can_spare = can_spare
@@ -92,6 +94,7 @@ class OpenAiWorker:
         self.worker_id = WorkerId(settings.worker_id)
         self.settings = settings
         self.heads = AnswerHeads()
+        self.turn_end = turn_end or TurnEnd()
         self._compared_tokens = settings.compared_tokens
         self.joined = False
         self._connect_timeout_seconds = connect_timeout_seconds
@@ -106,6 +109,7 @@ class OpenAiWorker:
         self._failures = 0  # in a row
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
+        self._silence = ""  # why it is not healthy
         self._look = asyncio.Event()  # now, and not at the next turn
         self._cache = FollowedCache(settings, clock)
         self._tells_cached = False
@@ -293,6 +297,9 @@ class OpenAiWorker:
                 misses += 1
                 if self.joined and misses >= MISSES:
                     self._lose()
+                elif misses == MISSES:  # once: it may be started later than this router, or its url be wrong
+                    told = {"worker": self.worker_id, "url": self.settings.url, "cause": self._silence}
+                    log.warning("worker does not answer; it joins when it does", extra=told)
             if self.joined:
                 self._hear(CacheAged(worker_id=self.worker_id))
             if self._cache.followed:
@@ -402,8 +409,9 @@ class OpenAiWorker:
         except Starved:
             return None
         except Unreachable as error:
-            log.debug("no answer", extra={"worker": self.worker_id, "cause": str(error)})
+            self._silence = str(error)
             return False
+        self._silence = f"it answered with status {status}"
         return status < FIRST_SERVER_ERROR
 
     async def _compare_tokenizers(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from fleet.adapters.golden import GoldenCheck, Tokenises
 from fleet.adapters.openai_worker import Hear, OpenAiWorker
 from fleet.adapters.relay import Relayed
+from fleet.adapters.turn_end import TurnEnd
 from fleet.clock import Clock
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined, request_of
@@ -38,9 +39,10 @@ class OpenAiWorkers:
             codecs: The tokenizers that the settings name, by model; what servers make of texts is compared with theirs.
         """
         codecs = codecs or {}
+        turn_end = TurnEnd()
         self._workers = {
             WorkerId(each.worker_id): OpenAiWorker(
-                each, connect_timeout_seconds, clock, codecs.get(ModelName(each.model)), self._can_spare
+                each, connect_timeout_seconds, clock, codecs.get(ModelName(each.model)), self._can_spare, turn_end
             )
             for each in settings
         }

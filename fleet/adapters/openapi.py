@@ -19,6 +19,7 @@ ERROR = {
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
                 "code": {"type": "string"},
+                "cause": {"type": "string"},
             },
         }
     },

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from msgspec import structs
 
+from fleet.adapters.allowances import what_is_left
 from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_messages import ClientGone
 from fleet.adapters.openai_bodies import NAMES
@@ -64,6 +65,10 @@ class Router(Protocol):
 class Flow(Protocol):
     """An answer on its way: the connection to the server that gives it."""
 
+    def flush(self) -> None:
+        """Pass on what waits for the end of the turn, so that something else may be said."""
+        ...
+
     def at_boundary(self) -> bool:
         """Whether what was passed on so far ends with a whole event, so that another one may follow."""
         ...
@@ -98,21 +103,14 @@ class Relayed:
         self.tenant = tenant
         self.flow: Flow | None = None  # while an answer comes
         self.answer_tokens = 0  # passed on, roughly
+        self.keeps_alive = exchange.keeps_alive  # whether the client takes another answer on its connection
+        self.chunks = head.chunked_answer  # whether the client understands chunks
+        self.limits = b""  # what is left of the tenant's, as headers
 
     @property
     def began(self) -> bool:
         """Whether a byte of an answer was passed on, so that no other server can give one."""
         return self._began
-
-    @property
-    def keeps_alive(self) -> bool:
-        """Whether the client takes another answer on its connection."""
-        return self._exchange.keeps_alive
-
-    @property
-    def chunks(self) -> bool:
-        """Whether the client understands chunks."""
-        return self._exchange.request.head.chunked_answer
 
     # From the worker
 
@@ -155,6 +153,8 @@ class Relayed:
             return
         self._stage = Stage.OVER
         self._relay.ended(self, refused)
+        if self.flow is not None:
+            self.flow.flush()
         if self._began and (self.flow is None or not self.flow.at_boundary()):
             self._exchange.relayed(keep_alive=False)
             return
@@ -301,7 +301,9 @@ class Relay:
             read = await self._threads.run(partial(read_prompt, body, reader, path), prompt_bytes(body))
         else:
             read = read_prompt(body, reader, path)
-        arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
+        now = self._clock.now()
+        self._tenants.admit(tenant, len(read.tokens) // TOKEN_BYTES, now)
+        arrived = self._arrived(request_id, tenant, now, body, read)
         return structs.replace(arrived, second_hand=True)
 
     # From requests
@@ -343,9 +345,12 @@ class Relay:
         """Have it placed, which begins it.
 
         Raises:
-            Refused: The router takes no requests.
+            Refused: The tenant may not have it, the object ``fleet`` is wrong, or the router takes no requests.
         """
         relayed.keys = read.keys
+        allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
+        if allowance is not None:
+            relayed.limits = b"".join(f"\r\n{name}: {value}".encode() for name, value in what_is_left(allowance))
         arrived = self._arrived(relayed.request_id, relayed.tenant, relayed.began_at, body, read)
         self._workers.expect(relayed)
         relayed.submitted()
@@ -354,12 +359,11 @@ class Relay:
     def _arrived(
         self, request_id: RequestId, tenant: str, began_at: Nanos, body: TextBody | AnyBody, read: Read
     ) -> Arrived:
-        """A request as the router hears of it, let in.
+        """A request as the router hears of it.
 
         Raises:
-            Refused: The tenant may not have it, or the object ``fleet`` is wrong.
+            Refused: The object ``fleet`` is wrong.
         """
-        self._tenants.admit(tenant, len(read.tokens) // TOKEN_BYTES, began_at)
         arrived = Arrived(
             request_id=request_id,
             model=read.model,

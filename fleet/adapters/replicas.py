@@ -7,18 +7,21 @@ Rules:
 2. What is told is a whole: all bookings as they are. Whatever was missed, the next message repairs it.
 3. Bookings are told `TELL_SECONDS` after they began to change, since many change at once, and anyway every `ANYWAY_SECONDS`.
    The longer they wait, the more routers send their next requests to one and the same worker: told only after a quarter of
-   the running requests has changed, it helps as little as not being told at all.
+   the running requests has changed, it helps as little as not being told at all. What is as it was told is not told before
+   that: to hear of another router is an event too, and two idle ones would go on answering each other.
 4. A router that was not heard for `SILENCE_SECONDS`, or whose connection broke, has left, and its bookings with it.
 5. A worker registers with one router, as often as its lease demands; that one passes it on, and so all know it.
 6. What an operator asks of one router is asked of all: why a request went where it went, which only the one knows that placed
-   it, and, of the processes behind one port, their metrics. Who does not answer within `ANSWER_SECONDS` is left out.
+   it, and, of the processes behind one port, their metrics. So is what a proxy says of a lease (`fleet.adapters.grpc_selection`).
+   Who does not answer within `ANSWER_SECONDS` is left out.
 7. Thresholds that were set are told to all, and to who is reached later: of what was set by several the latest counts.
+8. Where sessions go is told with the bookings (`fleet.router.sessions`), and to who is reached later.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from math import inf
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Never, Protocol
 
 from google.protobuf.message import DecodeError
@@ -29,10 +32,11 @@ from fleet.adapters.grpc_cluster import checked_thresholds, encode_explanation
 from fleet.control.messages import Deregister, Register
 from fleet.errors import Refused
 from fleet.ids import Incarnation, RequestId, WorkerId
-from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLeft
+from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLeft, SessionsBound
+from fleet.router.sessions import SessionBinding, Sessions
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Explanation
-from fleet.v1 import control_pb2
+from fleet.v1 import control_pb2, selection_pb2
 from fleet.v1 import replica_pb2 as pb
 from kvstore.frames import FrameConnection, SendBufferFull, connect, open_server
 
@@ -44,6 +48,8 @@ SILENCE_SECONDS = 2.0
 DIAL_SECONDS = 1.0  # for an answer, and between two attempts
 ANSWER_SECONDS = 1.0  # of a router to what an operator asks
 MAX_MESSAGE_BYTES = 16 << 20  # a worker has about 50 bytes
+BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
+MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
 MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # to be taken by a router that does not listen; then it is dialled anew
 
 
@@ -51,6 +57,9 @@ class Router(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
     on_change: Callable[[], None] | None
+
+    @property
+    def sessions(self) -> Sessions: ...
 
     def booked(self) -> Mapping[WorkerId, Booked]: ...
 
@@ -69,6 +78,14 @@ class Registry(Protocol):
     def deregister(self, event: Deregister) -> None: ...
 
 
+class Leases(Protocol):
+    """What is needed of `fleet.adapters.grpc_selection.SelectionService`."""
+
+    def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None: ...
+
+    def released(self, release: selection_pb2.ReleaseRequest) -> bool: ...
+
+
 class Tuned(Struct, frozen=True):
     """Thresholds that an operator has set."""
 
@@ -84,6 +101,7 @@ class Replicas:
         settings: RouterSettings,
         router: Router,
         registry: Registry,
+        leases: Leases,
         metrics: Callable[[], str],
         now_unix_ms: Callable[[], int] = unix_milliseconds,
     ) -> None:
@@ -93,17 +111,20 @@ class Replicas:
             settings: Of this router; they name the others.
             router: This one.
             registry: Of workers.
+            leases: That this router has given.
             metrics: All of this router, as Prometheus reads them.
             now_unix_ms: Tells which of two thresholds was set last.
         """
         self._settings = settings
         self._router = router
         self._registry = registry
+        self._leases = leases
         self._metrics = metrics
         self._now_unix_ms = now_unix_ms
         self._tuned: Tuned | None = None  # the latest
         self._links: dict[str, _Link] = {}  # by address
         self._timer: asyncio.TimerHandle | None = None
+        self._told: Mapping[WorkerId, Booked] = {}
         router.on_change = self._changed
 
     async def run(self) -> Never:
@@ -120,7 +141,8 @@ class Replicas:
                 tasks.create_task(self._keep_up(address), name=f"replica {address}")
             while True:
                 await asyncio.sleep(ANYWAY_SECONDS)
-                self._tell()
+                self._tell_bookings()
+                self._tell_sessions()
         raise AssertionError("its tasks never end")
 
     def registered(self, event: Register) -> None:
@@ -138,10 +160,17 @@ class Replicas:
     async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None:
         """Why a request went where it went, which another router has placed; None if none knows it."""
         question = pb.ReplicaQuestion(explain=control_pb2.ExplainRequest(request_id=request_id))
-        for answer in await self._ask(list(self._links.values()), question):
-            if answer.WhichOneof("answer") == "explained":
-                return answer.explained
-        return None
+        answer = await self._first(question)
+        return None if answer is None else answer.explained
+
+    async def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None:
+        """What the router answers that has this lease; None if none has it."""
+        answer = await self._first(pb.ReplicaQuestion(report=report))
+        return None if answer is None else answer.reported
+
+    async def released(self, release: selection_pb2.ReleaseRequest) -> None:
+        """End a lease that another router has given."""
+        await self._first(pb.ReplicaQuestion(release=release))
 
     @property
     def share_a_port(self) -> bool:
@@ -175,12 +204,18 @@ class Replicas:
                     answer.explained.CopyFrom(encode_explanation(explanation))
             case "metrics":
                 answer.metrics = self._metrics()
+            case "report":
+                if (reported := self._leases.reported(question.report)) is not None:
+                    answer.reported.CopyFrom(reported)
+            case "release":
+                if self._leases.released(question.release):
+                    answer.released.SetInParent()
             case None:
                 """Of a later version."""
         return answer
 
     async def _ask(self, links: "list[_Link]", question: pb.ReplicaQuestion) -> list[pb.ReplicaAnswer]:
-        """The answers of those who give one in time."""
+        """The answers of those who are asked and give one in time."""
         asked = [link.ask(question) for link in links]
         if not asked:
             return []
@@ -189,27 +224,41 @@ class Replicas:
             each.cancel()
         return [each.result() for each in asked if each in done and not each.cancelled()]
 
+    async def _first(self, question: pb.ReplicaQuestion) -> pb.ReplicaAnswer | None:
+        """The answer of the first of all who knows something; None if nobody does in time."""
+        asked = {link.ask(question) for link in self._links.values()}
+        waiting = asked
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    while waiting:
+                        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                        answers = [each.result() for each in done if not each.cancelled()]
+                        for answer in answers:
+                            if answer.WhichOneof("answer") is not None:
+                                return answer
+        finally:
+            for each in asked:
+                each.cancel()
+        return None
+
     def _changed(self) -> None:
         if self._timer is None and self._links:
-            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell)
+            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_changes)
 
-    def _tell(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._send(self._bookings())
+    def _tell_changes(self) -> None:
+        self._timer = None
+        if self._router.booked() != self._told:
+            self._tell_bookings()
+        self._tell_sessions()
 
-    def _bookings(self) -> pb.ReplicaMessage:
-        workers = [
-            pb.WorkerBookings(
-                worker_id=worker_id,
-                requests=booked.requests,
-                prefill_tokens=booked.prefill_tokens,
-                blocks=booked.blocks,
-            )
-            for worker_id, booked in self._router.booked().items()
-        ]
-        return pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers))
+    def _tell_bookings(self) -> None:
+        self._told = self._router.booked()
+        self._send(_bookings(self._told))
+
+    def _tell_sessions(self) -> None:
+        for message in _sessions(self._router.sessions.news()):
+            self._send(message)
 
     def _send(self, message: pb.ReplicaMessage) -> None:
         payload = message.SerializeToString()
@@ -230,7 +279,9 @@ class Replicas:
                 continue
             log.info("reached another router", extra={"address": address})
             link.send(pb.ReplicaMessage(hello=pb.ReplicaHello(router_id=self._settings.router_id)).SerializeToString())
-            link.send(self._bookings().SerializeToString())
+            link.send(_bookings(self._router.booked()).SerializeToString())
+            for message in _sessions(self._router.sessions.latest()):
+                link.send(message.SerializeToString())
             if self._tuned is not None:
                 link.send(_tuned_message(self._tuned).SerializeToString())
             self._links[address] = link
@@ -337,6 +388,8 @@ class _Heard:
                 )
             case "question":
                 self._connection.send(self._replicas.answer(message.question).SerializeToString())
+            case "sessions":
+                self._router.hear(SessionsBound(bindings=tuple(map(_binding, message.sessions.bindings))))
             case "tuned":
                 self._replicas.tuned_elsewhere(_tuned(message.tuned))
             case None:
@@ -365,6 +418,31 @@ def _tuned_message(tuned: Tuned) -> pb.ReplicaMessage:
     return pb.ReplicaMessage(tuned=pb.ReplicaTuned(thresholds=thresholds, at_unix_ms=tuned.at_unix_ms))
 
 
+def _bookings(booked: Mapping[WorkerId, Booked]) -> pb.ReplicaMessage:
+    workers = [
+        pb.WorkerBookings(
+            worker_id=worker_id, requests=each.requests, prefill_tokens=each.prefill_tokens, blocks=each.blocks
+        )
+        for worker_id, each in booked.items()
+    ]
+    return pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers))
+
+
+def _sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]:
+    """That tell all of them."""
+    for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
+        told = [
+            pb.SessionBinding(tenant=each.key[0], session=each.key[1], worker_id=each.worker_id or "")
+            for each in bindings[first : first + BINDINGS_A_MESSAGE]
+        ]
+        yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))
+
+
+def _binding(told: pb.SessionBinding) -> SessionBinding:
+    worker_id = WorkerId(told.worker_id) if told.worker_id else None
+    return SessionBinding(key=(told.tenant, told.session), worker_id=worker_id)
+
+
 def _tuned(told: pb.ReplicaTuned) -> Tuned:
     """Thresholds that another router tells.
 
@@ -386,7 +464,7 @@ def _booked(told: pb.ReplicaBookings) -> dict[WorkerId, Booked]:
     """
     booked = {}
     for each in told.workers:
-        if not 0 <= each.blocks < inf:
+        if not 0 <= each.blocks <= MOST_BLOCKS:
             raise ConnectionError(f"another router has booked {each.blocks} blocks on {each.worker_id[:100]!r}")
         booked[WorkerId(each.worker_id)] = Booked(each.prefill_tokens, each.blocks, each.requests)
     return booked

@@ -6,6 +6,8 @@ Rules:
    their parameters (`fleet.router.policies.ports`). A name of ours keeps its meaning.
 2. What is not ours decides in a thread of its own and on copies. When it has not decided within its budget, raises, or names
    nobody, the default policy decides, and that is counted; until a late one comes to an end, it is not asked again.
+3. Asked what its costs are made of it has no more time, since the whole router waits for that too. Without an answer that is a
+   number for each candidate, the explanation goes without terms.
 """
 
 import logging
@@ -17,6 +19,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
@@ -28,8 +31,6 @@ from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
-
-EXPLAINING_SECONDS = 1.0  # for the terms of one decision, which nobody's request waits for
 
 
 def catalogue() -> Catalogue:
@@ -116,10 +117,10 @@ class GuardedPolicy:
         copied = candidates.copy()
         luck = Random(chance.randrange(1 << 63))  # a late one must not draw from ours
         chosen, cause = self._ask(lambda: self._guarded.choose(asked, copied, phase, luck)[0], self._budget)
-        if not cause and not (isinstance(chosen, int) and 0 <= chosen < len(candidates)):
+        if not cause and not (isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(candidates)):
             cause = "nobody"
         if not cause:
-            return chosen, self
+            return int(chosen), self
         if cause not in self.fallbacks:
             log.warning("a policy did not decide; the default did", extra={"policy": self.name, "cause": cause})
         self.fallbacks[cause] = self.fallbacks.get(cause, 0) + 1
@@ -127,7 +128,7 @@ class GuardedPolicy:
 
     def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         copied = candidates.copy()
-        found, cause = self._ask(lambda: dict(self._guarded.costs(asked, copied, phase)), EXPLAINING_SECONDS)
+        found, cause = self._ask(lambda: _numbers(self._guarded.costs(asked, copied, phase), len(copied)), self._budget)
         return {} if cause else found
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> tuple[Any, str]:
@@ -152,3 +153,15 @@ class GuardedPolicy:
                 answer = None, error
             self._busy.clear()
             answers.put(answer)
+
+
+def _numbers(costs: Mapping[str, Floats], count: int) -> dict[str, Floats]:
+    """Costs by name, of so many candidates.
+
+    Raises:
+        ValueError: They are not.
+    """
+    numbers = {str(name): np.array(each, dtype=np.float64) for name, each in costs.items()}
+    if not all(each.shape == (count,) and np.isfinite(each).all() for each in numbers.values()):
+        raise ValueError("costs: must be a finite number for each candidate")
+    return numbers

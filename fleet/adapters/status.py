@@ -37,15 +37,17 @@ APPEARANCES: Mapping[Reason, Appearance] = {
 def renamed(refused: Refused, names: Mapping[str, str]) -> Refused:
     """The same refusal with the field called what the client called it.
 
+    Always another exception: it is raised from `refused`, and one that is its own cause would stay in memory, with the whole
+    request, until the collector of cycles comes.
+
     `names` maps field paths of the public protocol, without indices. What follows a known path is kept, so that with
     ``{"chat.messages": "messages"}`` the field ``chat.messages[1].role`` becomes ``messages[1].role``.
     """
-    path = refused.field
-    known = path if path in names else path.partition("[")[0]
-    if known not in names:
-        return refused
-    field = names[known] + path[len(known) :]
+    path = field = refused.field
     message = refused.message
+    known = path if path in names else path.partition("[")[0]
+    if known in names:
+        field = names[known] + path[len(known) :]
     if message.startswith(f"{path}: "):
         message = field + message[len(path) :]
-    return Refused(refused.reason, message, field=field, retry_after_ms=refused.retry_after_ms)
+    return Refused(refused.reason, message, field=field, retry_after_ms=refused.retry_after_ms, cause=refused.cause)

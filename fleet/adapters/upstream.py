@@ -9,9 +9,12 @@ Rules:
    between costs nothing but time. What concerns this connection alone is taken out of it.
 4. An answer whose status is 500 or more, or below 200, is none; neither is one that is cut off. Whether another server may
    give one instead is not decided here.
-5. Tokens are not looked at. Events are counted, which is near enough to know how long an answer has become.
-6. What an answer brings about here (bookings, counters, the connection's next use) waits until what was read in the same turn is
-   sent: transports send when the turn ends, and a client should not wait for books to be kept.
+5. Tokens are not looked at. Events are counted, which is near enough to know how long an answer has become; a tenant is charged for
+   what the server says at the end, if it says it.
+6. A request, and an answer's head with what came with it, leave at the end of the turn, and what an answer brings about here
+   (bookings, counters, the connection's next use) comes after that (`fleet.adapters.turn_end`). Whatever else is said to a client
+   (an error, the end) goes behind what it is still to get. What follows in later turns is passed on at once: there is nothing to
+   decide in between.
 """
 
 import asyncio
@@ -24,6 +27,7 @@ from msgspec import Struct
 
 from fleet.adapters.http_messages import ClientGone
 from fleet.adapters.relay import Relayed
+from fleet.adapters.turn_end import TurnEnd
 from fleet.clock import Nanos
 from fleet.errors import Reason
 from fleet.ids import RequestId
@@ -37,6 +41,7 @@ UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 USAGE_BYTES = 4096  # at the end of an answer, where usage is
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # of more digits it is no count
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
@@ -52,6 +57,8 @@ class AnswerHead(Struct, frozen=True):
     until_close: bool  # the answer ends with the connection
     streams: bool  # events
     reusable: bool  # the connection
+    named: bool  # the server has a name of its own for the request
+    limits: bool  # it tells what is left of limits of its own
 
 
 class AnswerHeads:
@@ -72,6 +79,7 @@ class Owner(Protocol):
     """The worker that a connection leads to."""
 
     heads: AnswerHeads
+    turn_end: TurnEnd
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
         """So many tokens more were passed on."""
@@ -115,6 +123,7 @@ class Upstream(asyncio.Protocol):
         self._complete = False  # the answer was, and that is about to be told
         self._head: AnswerHead | None = None
         self._held = b""  # of the head
+        self._unsent: list[bytes] = []  # until the turn ends: the request, or of the answer once there is a client
         self._latest = b""
         self._earlier = b""
         self._served = 0  # requests
@@ -159,19 +168,19 @@ class Upstream(asyncio.Protocol):
             self._bodies = []
             self._parser = httptools.HttpResponseParser(_DueWithBodies(self._due, self._bodies))
         body = relayed.body
-        if len(body) <= SMALL_BODY_BYTES:
-            self._transport.write(opening + body)
-        else:
-            self._transport.writelines((opening, body))
+        self._unsent = [opening + body] if len(body) <= SMALL_BODY_BYTES else [opening, body]
+        self._owner.turn_end.send(self.flush)
 
     def drop(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Nobody waits for the rest of the answer any more."""
+        self._send_answer()
         self._relayed = None
         self._transport.abort()
 
     def fail(self, message: str, reason: Reason = Reason.WORKER_LOST) -> None:
         """Give the answer up."""
         assert self._relayed is not None
+        self._send_answer()
         self._relayed = None
         self._transport.abort()
         self._owner.failed(self._work_id, reason, message)
@@ -184,7 +193,7 @@ class Upstream(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        if self._relayed is None or self._complete:  # nothing was asked
+        if self._relayed is None or self._complete or (self._unsent and self._client is None):  # nothing was asked yet
             self._transport.abort()
             return
         self.quiet = False
@@ -197,19 +206,20 @@ class Upstream(asyncio.Protocol):
         if client is None:
             self._open(data)
             return
-        if self._bodies is None:
+        if self._bodies is None and not self._unsent:
             client.write(data)
         else:
-            self._write_plain(client)
+            self._pass_on(data if self._bodies is None else self._unpacked(self._bodies))
         self._earlier, self._latest = self._latest, data
         self._events += data.count(b"data:")
         if not self._due.end:
             self._complete = True
-            asyncio.get_running_loop().call_soon(self._finish)
+            self._owner.turn_end.afterwards(self._finish)
         elif self._events >= self._report_every:
-            asyncio.get_running_loop().call_soon(self._tell)
+            self._owner.turn_end.afterwards(self._tell)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._send_answer()
         relayed, self._relayed = self._relayed, None
         del self._parser  # the two hold each other
         if relayed is None:
@@ -225,8 +235,14 @@ class Upstream(asyncio.Protocol):
 
     def usage(self) -> "Usage | None":
         """What the end of the answer that has just come says of its prompt; None if it says nothing."""
+        return read_usage(self._end())
+
+    def _end(self) -> bytes:
+        """Of an answer: where its usage is, if it has one; it may have come in two pieces."""
         latest = self._latest
-        return read_usage(latest[-USAGE_BYTES:] if b'"prompt_tokens"' in latest else self._earlier[-USAGE_BYTES:])
+        if len(latest) < USAGE_BYTES:
+            latest = self._earlier[-USAGE_BYTES:] + latest
+        return latest[-USAGE_BYTES:]
 
     @property
     def _ends_with_connection(self) -> bool:
@@ -234,6 +250,19 @@ class Upstream(asyncio.Protocol):
         return self._client is not None and self._head is not None and self._head.until_close
 
     # From whoever passes the answer on
+
+    def flush(self) -> None:
+        """Send what waits for the end of the turn."""
+        if not (unsent := self._unsent):
+            return
+        self._unsent = []
+        receiver = self._client or self._transport
+        if receiver.is_closing():
+            return  # whoever it is for hears of that by itself
+        if len(unsent) == 1:
+            receiver.write(unsent[0])
+        else:
+            receiver.writelines(unsent)
 
     def at_boundary(self) -> bool:
         head = self._head
@@ -265,7 +294,7 @@ class Upstream(asyncio.Protocol):
         assert relayed is not None
         head = self._head = self._owner.heads.find(data[:end])
         try:
-            client = self._client = relayed.begin(self._transport, self)
+            self._client = relayed.begin(self._transport, self)
         except ClientGone:
             self._held = data  # until the request hears of it, from its connection
             return
@@ -273,23 +302,23 @@ class Upstream(asyncio.Protocol):
         plain = self._bodies is not None
         keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or plain)
         request_id = relayed.request_id.encode()
-        client.write(
+        self._pass_on(
             b"".join(
                 (
                     head.plain_start if plain else head.start,
                     b"x-fleet-request-id: ",
                     request_id,
+                    b"" if head.named else b"\r\nx-request-id: " + request_id,
+                    b"" if head.limits else relayed.limits,
                     b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n",
-                    b"" if plain else data[end:],
+                    data[end:] if self._bodies is None else self._unpacked(self._bodies),
                 )
             )
         )
-        if plain:
-            self._write_plain(client)
         self._earlier, self._latest = b"", data
         self._events = max(1, data.count(b"data:", end))
         self._complete = complete
-        asyncio.get_running_loop().call_soon(self._finish if complete else self._tell)
+        self._owner.turn_end.afterwards(self._finish if complete else self._tell)
 
     def _tell(self) -> None:
         """Of the events since it was told last."""
@@ -300,10 +329,21 @@ class Upstream(asyncio.Protocol):
         relayed.answer_tokens += events
         self._owner.advanced(self._work_id, events)
 
-    def _write_plain(self, client: asyncio.Transport) -> None:
-        assert self._bodies is not None
-        client.write(b"".join(self._bodies))
-        self._bodies.clear()
+    def _unpacked(self, bodies: list[bytes]) -> bytes:
+        """What has come, for a client that does not understand chunks."""
+        content = b"".join(bodies)
+        bodies.clear()
+        return content
+
+    def _pass_on(self, data: bytes) -> None:
+        self._unsent.append(data)
+        if len(self._unsent) == 1:
+            self._owner.turn_end.send(self.flush)
+
+    def _send_answer(self) -> None:
+        """Whatever is left of it. A request is not sent any more once its connection is closed."""
+        if self._client is not None:
+            self.flush()
 
     def _finish(self) -> None:
         relayed, self._relayed = self._relayed, None
@@ -315,6 +355,8 @@ class Upstream(asyncio.Protocol):
         if not reusable:
             self._transport.close()
         relayed.answer_tokens += self._events
+        if relayed.tenant and (told := _COMPLETION_TOKENS.findall(self._end())):  # who is charged for them
+            relayed.answer_tokens = int(told[-1])
         self._owner.finished(self, self._work_id, self._events, reusable=reusable)
         relayed.end(keep_alive=keep_alive)
 
@@ -368,7 +410,7 @@ def read_head(content: bytes) -> AnswerHead:
     version, _, status = status_line.partition(b" ")
     keep_alive = version == b"HTTP/1.1"
     kept, plain = [b"HTTP/1.1 " + status], [b"HTTP/1.1 " + status]
-    chunked = sized = streams = False
+    chunked = sized = streams = named = limits = False
     for line in lines:
         name, _, value = line.partition(b":")
         name = name.lower()
@@ -382,6 +424,8 @@ def read_head(content: bytes) -> AnswerHead:
             continue
         plain.append(line)
         sized = sized or name == b"content-length"
+        named = named or name == b"x-request-id"
+        limits = limits or name.startswith(b"x-ratelimit-")
         streams = streams or (name == b"content-type" and b"event-stream" in value.lower())
     empty = status[:3] in (b"204", b"304")
     until_close = not (chunked or sized or empty)
@@ -392,4 +436,6 @@ def read_head(content: bytes) -> AnswerHead:
         until_close=until_close,
         streams=streams,
         reusable=keep_alive and not until_close,
+        named=named,
+        limits=limits,
     )

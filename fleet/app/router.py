@@ -204,6 +204,11 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     if settings.tenants_redis:
         limits = _shared_limits(settings.tenants_redis, tenants, clock)
         metrics.registry.register(limits)
+    selection = SelectionService(router, selecting, tenant_secret=tenant_secret)
+    replicas = None
+    if settings.replicas_listen:
+        replicas = Replicas(settings, router, members, selection, lambda: generate_latest(metrics.registry).decode())
+        selection.others = replicas
     return _RouterParts(
         clock=clock,
         metrics=metrics,
@@ -214,13 +219,11 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
         workers=workers,
         router=router,
         recorder=recorder,
-        selection=SelectionService(router, selecting, tenant_secret=tenant_secret),
+        selection=selection,
         generation=generation,
         threads=threads,
         relay=relay,
-        replicas=Replicas(settings, router, members, lambda: generate_latest(metrics.registry).decode())
-        if settings.replicas_listen
-        else None,
+        replicas=replicas,
         limits=limits,
     )
 

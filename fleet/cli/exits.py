@@ -3,4 +3,4 @@
 DONE = 0
 FAILED = 1
 MISUSED = 2  # a command line
-REFUSED = 3  # a configuration
+REFUSED = 3  # a configuration, or another file that was to be read

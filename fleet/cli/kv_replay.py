@@ -12,12 +12,12 @@ Rules:
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleet.cli.exits import DONE, MISUSED
+from fleet.cli.exits import DONE
+from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
     from fleet.adapters.traces import Trace
@@ -81,6 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigurationRefused: a trace cannot be read, or a row of it is wrong."""
     import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
 
     from fleet.adapters.traces import TraceRefused, read_trace  # noqa: PLC0415
@@ -89,8 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         trace = read_trace(arguments.trace, live_sessions=arguments.live_sessions)
         beside = read_trace(arguments.beside) if arguments.beside is not None else None
     except TraceRefused as error:
-        print(f"fleet: {error}", file=sys.stderr)
-        return MISUSED
+        raise ConfigurationRefused(str(error)) from error
     answer = _answer(trace, arguments.policy, arguments.capacity_blocks, arguments.admission, arguments.token_bytes)
     if arguments.pauses is not None:
         answer["pauses"] = _pauses(trace, beside, arguments)

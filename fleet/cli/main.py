@@ -1,8 +1,8 @@
 """The command `fleet`.
 
 Rules: data goes to standard output, everything else to standard error. Exit status 0: done; 1: failed; 2: misused (argparse's
-own); 3: a configuration was refused. Whatever goes wrong is one line. Only the module of the sub-command that was asked for
-is imported.
+own); 3: a configuration was refused, or another file that was to be read. Whatever goes wrong is one line. Only the module of
+the sub-command that was asked for is imported.
 """
 
 import argparse

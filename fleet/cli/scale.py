@@ -6,20 +6,20 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from fleet.adapters.clock import SystemClock, unix_milliseconds
 from fleet.adapters.connectors import connector_of
 from fleet.adapters.local_runs import local_plans, local_runs
 from fleet.cli.exits import DONE, FAILED
+from fleet.cli.pools import line_of, table, unfinished
 from fleet.cli.seconds import seconds
 from fleet.cli.stopping import STOPPING
 from fleet.clock import SECOND, Nanos
 from fleet.config import load
 from fleet.errors import ConfigurationRefused
 from fleet.planner.execution import PlanOutcome
-from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PoolName, PoolSeen, Writer
+from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PoolName, Writer
 from fleet.planner.ports import Connector, ConnectorError
 from fleet.planner.server import carry_out
 from fleet.planner.settings import ConnectorSettings, FolderTarget, KubernetesTarget, Target
@@ -79,30 +79,12 @@ async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: fl
         outcome, seen = PlanOutcome.SETTLED, before
         if wishes:
             outcome, seen = await _change(connector, wishes, before, within_seconds)
-    for line in _table(seen):
+    for line in table(seen):
         print(line)
     if outcome is PlanOutcome.SETTLED:
         for line in unfinished(seen, place):
             _say(line)
     return DONE if outcome is PlanOutcome.SETTLED else FAILED
-
-
-def unfinished(seen: Observation, place: str) -> Iterator[str]:
-    """Of each pool that has not come to what a plan wants: how it stands, and how to wait for it or go back.
-
-    Args:
-        seen: What there is.
-        place: The options that say where that is, with a blank before them.
-    """
-    for pool in seen.pools:
-        if not pool.unfinished:
-            continue
-        line = f"{pool.name}: not finished: {pool.wanted} wanted, {pool.ready} there"
-        line += f", {pool.draining} on the way out" if pool.draining else ""
-        line += f"; it goes on by itself: fleet scale {pool.name}={pool.wanted}{place} waits for it"
-        if pool.before is not None and pool.before != pool.wanted:
-            line += f", fleet scale {pool.name}={pool.before}{place} goes back"
-        yield line
 
 
 async def _change(
@@ -117,7 +99,7 @@ async def _change(
     def tell(seen: Observation) -> None:
         for each in seen.pools:
             if each.name in wishes and not each.settled:
-                _say(_line(each))
+                _say(line_of(each))
 
     outcome, seen = await carry_out(
         connector, plan, before, SystemClock(), tell, lambda cause: _say(f"{cause}; trying again")
@@ -167,20 +149,6 @@ def _only_local() -> Path:
             f"several clusters run on this machine: --plans names one of {', '.join(map(str, found))}"
         )
     return found[0]
-
-
-def _table(seen: Observation) -> Iterator[str]:
-    width = max((len(each.name) for each in seen.pools), default=0)
-    return (_line(each, width) for each in seen.pools)
-
-
-def _line(pool: PoolSeen, width: int = 0) -> str:
-    parts = [f"{pool.name:{width}}  wanted {pool.wanted}  ready {pool.ready}"]
-    if pool.draining:
-        parts.append(f"draining {pool.draining}")
-    if pool.why is not None:
-        parts.append(pool.why.replace("_", " ") + (f": {pool.message}" if pool.message else ""))
-    return "  ".join(parts)
 
 
 def _say(line: str) -> None:

@@ -11,7 +11,7 @@ from fleet.adapters.connectors import connector_of
 from fleet.adapters.local_runs import run_at
 from fleet.cli.address import add_address, said
 from fleet.cli.exits import DONE, FAILED
-from fleet.cli.scale import unfinished
+from fleet.cli.pools import unfinished
 from fleet.client import Client, ClusterStatus, FleetError
 from fleet.planner.messages import Writer
 from fleet.planner.ports import ConnectorError

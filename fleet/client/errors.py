@@ -17,12 +17,14 @@ class FleetError(Exception):
     Attributes:
         message: One sentence for a person.
         reason: The server's machine-readable reason; None when the server did not say, or was not reached.
+        cause: Why no worker could be chosen, finer than the reason (`fleet.router.impossible.Cause`); empty if that is not why.
     """
 
     def __init__(self, message: str, reason: Reason | None = None):
         super().__init__(message)
         self.message = message
         self.reason = reason
+        self.cause = ""
 
 
 class InvalidRequest(FleetError):
@@ -115,12 +117,16 @@ def error_of(call: grpc.RpcError) -> FleetError:
     detail = _detail(call)
     reason = _REASON_VALUES.get(detail.reason)
     kind = _CODES.get(call.code(), ServerError) if reason is None else _REASONS[reason]
+    error: FleetError
     if issubclass(kind, InvalidRequest):
-        return kind(message, reason, field=detail.field)
-    if issubclass(kind, Unavailable):
+        error = kind(message, reason, field=detail.field)
+    elif issubclass(kind, Unavailable):
         seconds = detail.retry_after_ms / 1000 if detail.retry_after_ms else None
-        return kind(message, reason, retry_after_seconds=seconds)
-    return kind(message, reason)
+        error = kind(message, reason, retry_after_seconds=seconds)
+    else:
+        error = kind(message, reason)
+    error.cause = detail.cause
+    return error
 
 
 _REASON_VALUES: Mapping[str, Reason] = {reason.value: reason for reason in Reason}

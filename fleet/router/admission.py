@@ -32,28 +32,33 @@ class Admission:
 
     def enqueue(self, live: LiveRequest, now: Nanos) -> None:
         """It waits from now on; where it stands is by its arrival, so one that comes back goes before all newer ones."""
-        arrived, settings, tokens = live.arrived, self.settings, live.prompt_tokens
-        place = rank(
-            live.since,
-            arrived.priority,
-            tokens,
-            priority_seconds=settings.priority_seconds,
-            size_seconds=settings.size_seconds,
-        )
+        arrived = live.arrived
         waiting = Waiting(
             request_id=live.id,
             model=arrived.model,
             tenant=arrived.tenant,
-            rank=place,
+            rank=self._rank(live),
             seq=live.seq,
-            tokens=tokens,
+            tokens=live.prompt_tokens,
+            wish=live.wish(keeps_session=self.settings.session_affinity == "hard"),
             stays=live.failures > 0,
         )
         self.room.add(waiting, now)
 
-    def too_long(self, arrived: Arrived, now: Nanos) -> str | None:
+    def _rank(self, live: LiveRequest) -> int:
+        settings = self.settings
+        return rank(
+            live.since,
+            live.arrived.priority,
+            live.prompt_tokens,
+            priority_seconds=settings.priority_seconds,
+            size_seconds=settings.size_seconds,
+        )
+
+    def too_long(self, live: LiveRequest, now: Nanos) -> str | None:
         """Why a request is better refused at once (rule 1); None: it is not."""
-        seconds = self.room.seconds_to_wait(arrived.model, arrived.tenant, now)
+        arrived = live.arrived
+        seconds = self.room.seconds_to_wait(arrived.model, arrived.tenant, now, self._rank(live))
         if seconds is None:
             return None
         if seconds > self.settings.max_queue_seconds:

@@ -8,13 +8,15 @@ Rules:
    the middle of a piece divides it. Most prompts are a beginning that many have and an end that nobody else has: two pieces,
    however long they are, and what is asked or changed costs as much as there are pieces.
 3. Pieces go when the last chain through them does; so there are never more than blocks. Those that no chain tells apart any more are
-   put together when a chain that goes through many pieces is removed: what was divided long ago costs nothing for ever.
-4. Two prompts whose keys collide, which somebody may bring about, make numbers wrong by some blocks and nothing else: a chain
+   put together when a chain is added that goes through many of them: what was divided long ago costs nothing for ever.
+4. What goes on from a piece is counted there, and not what goes through it: who comes or goes changes the pieces that nobody else of
+   its holder goes through, and the one before them, however many there are above.
+5. Two prompts whose keys collide, which somebody may bring about, make numbers wrong by some blocks and nothing else: a chain
    that runs into a piece which belongs elsewhere is noted until there.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain as one_after_another
 
 from msgspec import Struct
@@ -23,7 +25,7 @@ from fleet.clock import Nanos
 
 Keys = Sequence[int]
 
-MANY = 16  # pieces; a path of fewer costs less to follow than to put together, and to divide again
+MANY = 16  # pieces that could be one; fewer cost less to follow than to put together, and to divide again
 
 
 class ChainHolder:
@@ -53,8 +55,8 @@ class Piece(Struct, eq=False):
     keys: Keys  # its own
     mask: int  # the holders' bits
     chain: Chain | None  # the one that it was made for, if that ends here
-    through: dict[ChainHolder, int] | None = None  # chains, by holder; None, as mostly: that one alone
-    count: int = 1  # of those chains
+    on: dict[ChainHolder, int] | None = None  # chains that end here and next pieces, by holder; None: that chain alone
+    count: int = 1  # of both, whoever has them
 
     @property
     def end(self) -> int:
@@ -75,39 +77,46 @@ class Chains:
     def add(self, holder: ChainHolder, keys: Keys) -> Chain:
         """Note a chain; one that has the same keys as another is another all the same."""
         chain = Chain(holder, keys)
-        pieces, above, depth = self._pieces, None, 0
-        while depth < len(keys):
+        pieces, depth, total = self._pieces, 0, len(keys)
+        above: Piece | None = None
+        whole = 0  # pieces that go on in one way only, as far as they are known
+        while depth < total:
             piece = pieces.get(keys[depth])
             if piece is None:
-                pieces[keys[depth]] = above = Piece(above, depth, keys[depth:], holder.bit, chain)
-                self._blocks += len(above.keys)
-                holder.blocks += len(above.keys)
+                chain.last = pieces[keys[depth]] = Piece(above, depth, keys[depth:], holder.bit, chain)
+                self._blocks += total - depth
+                holder.blocks += total - depth
                 break
             if piece.above is not above:
-                break  # rule 4
-            common = _common(piece, keys)
-            if common < len(piece.keys) and (piece := self._divide(piece, common)) is None:
-                break  # rule 4
-            through = _through(piece)
-            piece.count += 1
-            if holder in through:
-                through[holder] += 1
-            else:
-                through[holder] = 1
-                piece.mask |= holder.bit
-                holder.blocks += len(piece.keys)
-            above = piece
+                break  # rule 5
+            if above is not None and above.count == 1:
+                whole += 1
             depth += len(piece.keys)
-        chain.last = above
+            if depth > total or piece.keys[-1] != keys[depth - 1]:  # it does not have all of them
+                common = _common(piece, keys)
+                depth = piece.start + common
+                if (piece := self._divide(piece, common)) is None:
+                    break  # rule 5
+            above = piece
+        if chain.last is None:
+            chain.last = above
+        if above is not None:
+            above.count += 1
+            _enter(above, holder)
+            if whole > MANY:
+                self._join(above)
         return chain
 
     def continued(self, holder: ChainHolder, keys: Keys) -> Chain | None:
         """The holder's chain that `keys` begins with, if nobody has its end too."""
+        pieces, total = self._pieces, len(keys)
         last: Piece | None = None
-        for piece, common in self._along(keys):
-            if common < len(piece.keys):
+        depth = 0
+        while depth < total and (piece := pieces.get(keys[depth])) is not None and piece.above is last:
+            if _common(piece, keys) < len(piece.keys):
                 return None
             last = piece
+            depth = piece.end
         if last is None or last.mask != holder.bit or last.count > 1:
             return None
         return last.chain
@@ -127,66 +136,57 @@ class Chains:
         holder, piece = chain.holder, chain.last
         if piece is not None and piece.chain is chain:
             piece.chain = None  # they are not to hold each other
-            if piece.through is None:  # it goes with the chain
+            if piece.on is None:  # it goes with the chain
                 del self._pieces[piece.keys[0]]
                 self._blocks -= len(piece.keys)
                 holder.blocks -= len(piece.keys)
                 piece = piece.above
-        stays: Piece | None = None  # the last piece that does
-        followed = 0
+        fewer = True  # chains that end in the piece, or next pieces
         while piece is not None:
-            through = _through(piece)
-            piece.count -= 1
-            if through[holder] > 1:
-                through[holder] -= 1
-            else:
-                del through[holder]
-                holder.blocks -= len(piece.keys)
-                piece.mask &= ~holder.bit
-                if not through:
-                    del self._pieces[piece.keys[0]]
-                    self._blocks -= len(piece.keys)
-            if stays is None and through:
-                stays = piece
-            followed += 1
+            on = _on(piece)
+            if fewer:
+                piece.count -= 1
+            if on[holder] > 1:
+                on[holder] -= 1
+                return
+            del on[holder]
+            holder.blocks -= len(piece.keys)
+            piece.mask &= ~holder.bit
+            if fewer := not on:
+                del self._pieces[piece.keys[0]]
+                self._blocks -= len(piece.keys)
             piece = piece.above
-        if followed > MANY and stays is not None:
-            self._join(stays)
 
     def runs(self, keys: Keys) -> list[tuple[int, int]]:
         """Whose leading blocks of a prompt end where, as `fleet.router.index.runs` has it."""
         if not keys or keys[0] not in self._pieces:
             return []
+        pieces, total = self._pieces, len(keys)
         found: list[tuple[int, int]] = []
+        above: Piece | None = None
         depth = mask = 0
-        for piece, common in self._along(keys):
-            if gone := mask & ~piece.mask:
-                found.append((depth, gone))
-            mask = piece.mask
-            depth += common
+        while depth < total and (piece := pieces.get(keys[depth])) is not None and piece.above is above:
+            if piece.mask != mask:
+                if gone := mask & ~piece.mask:
+                    found.append((depth, gone))
+                mask = piece.mask
+            end = depth + len(piece.keys)
+            if end > total or piece.keys[-1] != keys[end - 1]:  # it does not have all of them
+                depth += _common(piece, keys)
+                break
+            above = piece
+            depth = end
         if mask:
             found.append((depth, mask))
         return found
-
-    def _along(self, keys: Keys) -> Iterator[tuple[Piece, int]]:
-        """The pieces that a prompt goes through, with the number of blocks that they have in common."""
-        above, depth = None, 0
-        while depth < len(keys) and (piece := self._pieces.get(keys[depth])) is not None and piece.above is above:
-            common = _common(piece, keys)
-            yield piece, common
-            if common < len(piece.keys):
-                return
-            above = piece
-            depth += common
 
     def _divide(self, piece: Piece, length: int) -> Piece | None:
         """Divide a piece; returns the beginning, which is new, so that chains still end where they did. None: keys collide."""
         begins = piece.keys[0]
         if piece.keys[length] in self._pieces:
             return None
-        first = Piece(
-            piece.above, piece.start, piece.keys[:length], piece.mask, None, dict(_through(piece)), piece.count
-        )
+        on = dict.fromkeys(_on(piece), 1)
+        first = Piece(piece.above, piece.start, piece.keys[:length], piece.mask, None, on)
         piece.above = first
         piece.start += length
         piece.keys = piece.keys[length:]
@@ -195,11 +195,11 @@ class Chains:
         return first
 
     def _join(self, piece: Piece) -> None:
-        """Put together, on the way to a piece, what the same chains go through: as many, since all that go on have come that way."""
+        """Put together, on the way to a piece, those that go on in one way only."""
         last: Piece | None = piece
         while last is not None:
             parts, above = [last], last.above
-            while above is not None and above.count == last.count:
+            while above is not None and above.count == 1:
                 parts.append(above)
                 above = above.above
             if len(parts) > 1:  # the last one stays, so that chains still end where they did
@@ -212,15 +212,18 @@ class Chains:
 
     def check(self, chains: Sequence[Chain]) -> None:
         """Assert that these are all chains, and that what is noted follows from them."""
-        through: dict[int, dict[int, int]] = {}
+        ends: dict[int, dict[int, int]] = {}
+        through: dict[int, set[int]] = {}
         pieces: dict[int, Piece] = {}
         held: dict[int, set[int]] = {}
         for chain in chains:
             keys: list[int] = []
             piece = chain.last
-            while piece is not None:
-                counts = through.setdefault(id(piece), {})
+            if piece is not None:
+                counts = ends.setdefault(id(piece), {})
                 counts[id(chain.holder)] = counts.get(id(chain.holder), 0) + 1
+            while piece is not None:
+                through.setdefault(id(piece), set()).add(id(chain.holder))
                 pieces[id(piece)] = piece
                 keys[:0] = piece.keys
                 assert piece.start == (0 if piece.above is None else piece.above.end)
@@ -230,22 +233,44 @@ class Chains:
         assert {piece.keys[0]: id(piece) for piece in pieces.values()} == {
             key: id(piece) for key, piece in self._pieces.items()
         }
-        for piece in pieces.values():
-            assert through[id(piece)] == {id(holder): count for holder, count in _through(piece).items()}
-            assert piece.mask == sum(holder.bit for holder in _through(piece))
-            assert piece.count == sum(_through(piece).values())
+        expected = {place: ends.get(place, {}) for place in pieces}
+        counted = {place: sum(counts.values()) for place, counts in expected.items()}
+        for place, piece in pieces.items():
+            if piece.above is not None:
+                counted[id(piece.above)] += 1
+                before = expected[id(piece.above)]
+                for holder in through[place]:
+                    before[holder] = before.get(holder, 0) + 1
+        for place, piece in pieces.items():
+            assert expected[place] == {id(holder): count for holder, count in _on(piece).items()}
+            assert piece.mask == sum(holder.bit for holder in _on(piece))
+            assert piece.count == counted[place]
             assert piece.chain is None or piece.chain.last is piece
         for chain in chains:
             assert chain.holder.blocks == len(held[id(chain.holder)])
         assert self._blocks == sum(len(piece.keys) for piece in pieces.values())
 
 
-def _through(piece: Piece) -> dict[ChainHolder, int]:
-    """What counts the chains through a piece from now on."""
-    if piece.through is None:
+def _on(piece: Piece) -> dict[ChainHolder, int]:
+    """What counts how chains go on from a piece, from now on."""
+    if piece.on is None:
         assert piece.chain is not None
-        piece.through = {piece.chain.holder: 1}
-    return piece.through
+        piece.on = {piece.chain.holder: 1}
+    return piece.on
+
+
+def _enter(first: Piece, holder: ChainHolder) -> None:
+    """One more of a holder's chains goes on from a piece, or ends there."""
+    piece: Piece | None = first
+    while piece is not None:
+        on = _on(piece)
+        if holder in on:
+            on[holder] += 1
+            return
+        on[holder] = 1
+        piece.mask |= holder.bit
+        holder.blocks += len(piece.keys)
+        piece = piece.above
 
 
 def _common(piece: Piece, keys: Keys) -> int:

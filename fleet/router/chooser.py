@@ -44,7 +44,9 @@ class Chooser:
         self.settings = settings
         self._policy = policy
         self._chance = chance
-        self._sessions = Sessions(settings.session_ttl_seconds, settings.max_sessions)
+        self.sessions = Sessions(
+            settings.session_ttl_seconds, settings.max_sessions, telling=bool(settings.replicas_listen)
+        )
         self._crossover = Crossover()
 
     def choose(self, live: LiveRequest, standings: Standings, now: Nanos) -> Decision | Wait | Impossible:
@@ -61,7 +63,7 @@ class Chooser:
                 message = f"its worker was lost; {outcome.message}"
                 outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
         if isinstance(outcome, Impossible) and outcome.cause is Cause.SESSION_LOST:
-            self._sessions.forget(live.session_key)
+            self.sessions.forget(live.session_key)
         return outcome
 
     def choose_decode(
@@ -73,7 +75,7 @@ class Chooser:
     def taken(self, live: LiveRequest, decision: Decision, now: Nanos) -> None:
         """A request goes where it was decided."""
         if live.arrived.session and self.settings.session_affinity != "off":
-            self._sessions.bind(live.session_key, decision.decode, now)
+            self.sessions.bind(live.session_key, decision.decode, now)
 
     def handed_over(self, live: LiveRequest, now: Nanos) -> None:
         """The decode worker has begun to answer with what it was handed."""
@@ -107,5 +109,5 @@ class Chooser:
         affinity = self.settings.session_affinity
         if affinity == "off" or not live.arrived.session:
             return live.asked(now)
-        bound = self._sessions.bound(live.session_key, now)
+        bound = self.sessions.bound(live.session_key, now)
         return live.asked(now, bound=bound, must_keep=affinity == "hard" and bound is not None)

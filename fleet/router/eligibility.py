@@ -37,6 +37,9 @@ class Unfit(StrEnum):
     NO_PAIR = "no_pair"  # a pair was asked for, and nobody pairs with it
 
 
+_PAIR = Placement.DISAGGREGATED  # looked up in its enum it takes ten times as long
+
+
 def eligible(asked: Asked, standings: Standings) -> Rows:
     """Who could serve it now."""
     fits = standings.members.all_fit(asked.prompt_tokens, asked.answer_tokens)
@@ -54,7 +57,7 @@ def _anybody_will_do(asked: Asked) -> bool:
         and asked.adapter is None
         and not asked.form
         and not asked.must_keep
-        and asked.placement is not Placement.DISAGGREGATED
+        and asked.placement is not _PAIR
     )
 
 

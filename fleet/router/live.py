@@ -9,7 +9,7 @@ QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
 A request is in exactly one stage; the table below is the whole truth about what may follow what.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from enum import IntEnum, auto
 
 from msgspec import Struct, structs
@@ -129,6 +129,29 @@ class LiveRequest(Struct):
         """That the answer may still have."""
         return self.arrived.sampling.max_tokens - len(self.sent)
 
+    def wish(self, *, keeps_session: bool) -> Hashable:
+        """Who may serve it, as far as that depends on the request: of two with the same wish, none has room where the other has not.
+
+        But for lengths, of which there is a wish for each power of two: the longer of two may fit fewer workers.
+
+        Args:
+            keeps_session: Whether a session has to stay where it is.
+        """
+        arrived = self.arrived
+        return (
+            arrived.pin,
+            arrived.labels,
+            arrived.among,
+            arrived.adapter,
+            arrived.sampling.form is not None,
+            arrived.placement,
+            arrived.kv_path,
+            self.session_key if keeps_session and arrived.session else None,
+            frozenset(self.failed_on),
+            self.prompt_tokens.bit_length(),
+            (self.prompt_tokens + self.remaining_tokens).bit_length(),
+        )
+
     @property
     def may_continue(self) -> bool:
         """Whether another worker would go on exactly as the lost one would have, as far as anybody can tell."""
@@ -168,10 +191,10 @@ class LiveRequest(Struct):
             bound: Where this session's last request went.
             must_keep: Whether it has to go there too.
         """
-        arrived = self.arrived
+        arrived, sent = self.arrived, len(self.sent)
         return Asked(
-            prompt_tokens=self.prompt_tokens,
-            answer_tokens=self.remaining_tokens,
+            prompt_tokens=self.own_tokens + sent,
+            answer_tokens=arrived.sampling.max_tokens - sent,
             placement=arrived.placement,
             kv_path=arrived.kv_path,
             session=arrived.session,

@@ -48,6 +48,7 @@ from fleet.router.messages import (
     ReplicaBooked,
     ReplicaLeft,
     RouterEvent,
+    SessionsBound,
     Stepped,
     StoreChanged,
     Ticked,
@@ -65,8 +66,10 @@ from fleet.router.policies.ports import Policy
 from fleet.router.pool import KnownWorker
 from fleet.router.ranked import Ranked
 from fleet.router.roster import Roster
+from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Explanation, RemotePrefill, RouterSnapshot
+from fleet.router.waiting import Search
 from fleet.router.works import Works
 from fleet.work import Handoff, Progress, Rejected
 
@@ -81,6 +84,14 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
     }
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
+
+MOST_PASSED = 32  # wishes that are tried in vain after an event: each is a placement, 35 us with 64 workers
+
+# Requests need some ten of these each: a member takes 65 ns to look up in its enum, and 5 here.
+_AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
+_QUEUED, _HANDED_OVER, _DECODING = Stage.QUEUED, Stage.HANDED_OVER, Stage.DECODING
+_DISPATCHED, _FIRST_TOKEN = Turn.DISPATCHED, Turn.FIRST_TOKEN
+_GIVEN_UP = Finish.CANCELLED
 
 
 class RouterMachine:
@@ -109,66 +120,72 @@ class RouterMachine:
         self._hasher = hasher
         self._chooser = Chooser(settings, self._policy, chance)
         self._roster = Roster(settings)
+        self._workers = self._roster.workers
         self._live: dict[RequestId, LiveRequest] = {}
         self._works = Works(settings)
         self._admission = Admission(settings)
         self._waiting = self._admission.room
         self._deadlines = Ranked()
         self._seq = 0
-        self._freed: dict[ModelName, None] = {}  # models whose queue may move since room was made
+        self._freed: dict[ModelName, bool] = {}  # models whose queue may move; True: since somebody is gone
         self._account = Account(settings.explained_requests)
         self._counters = self._account.counters
 
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
         """Take in what happened; returns what to do about it, in order."""
         out: list[Command] = []
-        match event:
-            case Stepped():
-                self._stepped(event, now, out)
-            case Arrived():
-                self._arrived(event, now, out)
-            case KvChanged():
-                if self._roster.get(event.worker_id) is not None:
-                    self._roster.cache_changed(event.worker_id, event.events)
-            case CacheAssumed():
-                if self._roster.get(event.worker_id) is not None:
-                    self._roster.cache_assumed(event.worker_id, event.stored, event.removed)
-            case CacheAged():
-                if (worker := self._roster.get(event.worker_id)) is not None:
-                    worker.assumed.expire(now)
-            case CacheReported():
-                self._cache_reported(event, out)
-            case StoreChanged():
-                self._roster.store_changed(event)
-            case LoadReported():
-                if (worker := self._roster.get(event.worker_id)) is not None:
-                    worker.load = event.load
-            case Cancelled():
-                self._cancelled(event.request_id, out)
-            case Ticked():
-                self._ticked(now, out)
-            case Tuned():
-                self._tuned(event.thresholds)
-            case ReplicaBooked():
-                self._roster.share(event.replica, event.booked)
-                self._freed.update(dict.fromkeys(self._waiting.models()))
-            case ReplicaLeft():
-                self._roster.share(event.replica, {})
-                self._freed.update(dict.fromkeys(self._waiting.models()))
-            case WorkerJoined():
-                self._joined(event, now, out)
-            case WorkerLeft():
-                self._left(event.worker_id, now, out)
-            case WorkerDraining():
-                if (worker := self._roster.get(event.worker_id)) is not None:
-                    self._roster.drain(event.worker_id)
-                    self._freed[worker.description.model] = None  # who waited for nobody else is refused now
-            case WorkRejected():
-                self._rejected(event, now, out)
-            case Undelivered():
-                self._undelivered(event, now, out)
-            case _:
-                assert_never(event)
+        # Most are one of these two, and a pattern of a class takes 70 ns, whether it fits or not.
+        if type(event) is Stepped:
+            self._stepped(event, now, out)
+        elif type(event) is Arrived:
+            self._arrived(event, now, out)
+        else:
+            match event:
+                case KvChanged():
+                    if self._roster.get(event.worker_id) is not None:
+                        self._roster.cache_changed(event.worker_id, event.events)
+                case CacheAssumed():
+                    if self._roster.get(event.worker_id) is not None:
+                        self._roster.cache_assumed(event.worker_id, event.stored, event.removed)
+                case CacheAged():
+                    if (worker := self._roster.get(event.worker_id)) is not None:
+                        worker.assumed.expire(now)
+                case CacheReported():
+                    self._cache_reported(event, out)
+                case StoreChanged():
+                    self._roster.store_changed(event)
+                case LoadReported():
+                    if (worker := self._roster.get(event.worker_id)) is not None:
+                        worker.load = event.load
+                case Cancelled():
+                    self._cancelled(event.request_id, out)
+                case Ticked():
+                    self._ticked(now, out)
+                case Tuned():
+                    self._tuned(event.thresholds)
+                case ReplicaBooked():
+                    self._roster.share(event.replica, event.booked)
+                    self._freed.update(dict.fromkeys(self._waiting.models(), False))
+                case ReplicaLeft():
+                    self._roster.share(event.replica, {})
+                    self._freed.update(dict.fromkeys(self._waiting.models(), False))
+                case SessionsBound():
+                    for binding in event.bindings:
+                        self._chooser.sessions.heard(binding, now)
+                case WorkerJoined():
+                    self._joined(event, now, out)
+                case WorkerLeft():
+                    self._left(event.worker_id, now, out)
+                case WorkerDraining():
+                    if (worker := self._roster.get(event.worker_id)) is not None:
+                        self._roster.drain(event.worker_id)
+                        self._freed[worker.description.model] = True  # who waited for nobody else is refused now
+                case WorkRejected():
+                    self._rejected(event, now, out)
+                case Undelivered():
+                    self._undelivered(event, now, out)
+                case _:
+                    assert_never(event)
         if self._freed:
             if len(self._waiting):
                 self._move_queues(now, out)
@@ -196,28 +213,40 @@ class RouterMachine:
             if event.deadline <= now:
                 self._refuse(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
                 return
-        if self._waiting.first(event.model) is not None:
-            self._freed[event.model] = None  # a higher priority may go first
-        elif not isinstance(self._place(live, now, out), Wait):
+        # Where somebody has room, those who wait do so for others.
+        tried = self._waiting.first(event.model) is None or self._roster.worth_trying(event.model)
+        if tried and not isinstance(self._place(live, now, out), Wait):
             return
         admission = self._admission
-        if (cause := admission.too_long(event, now)) is not None:
+        if (cause := admission.too_long(live, now)) is not None:
             self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=admission.retry_after_ms(event, now))
             return
         admission.enqueue(live, now)
         if (last := admission.too_many()) is not None:
             message = "all workers are busy and the queue is full; retry later"
-            retry_after_ms = admission.retry_after_ms(event, now)
+            retry_after_ms = admission.retry_after_ms(self._live[last].arrived, now)
             self._refuse(self._live[last], Reason.QUEUE_FULL, message, out, retry_after_ms=retry_after_ms)
 
     def _move_queues(self, now: Nanos, out: list[Command]) -> None:
         """Place what can be placed since room was made."""
         while self._freed:
             model = next(iter(self._freed))
-            del self._freed[model]
-            while (first := self._waiting.first(model)) is not None and self._roster.worth_trying(model):
-                if isinstance(self._place(self._live[first], now, out), Wait):
-                    break
+            gone = self._freed.pop(model)
+            # Who waited for nobody else than who is gone is refused now, so then all are tried.
+            search = self._waiting.search(model, None if gone else MOST_PASSED)
+            while (
+                self._waiting.first(model) is not None
+                and (gone or self._roster.worth_trying(model))
+                and self._move_next(search, now, out)
+            ):
+                pass
+
+    def _move_next(self, search: Search, now: Nanos, out: list[Command]) -> bool:
+        """Place or refuse the next one that does not have to wait on; whether there was one."""
+        for waiting in search.candidates():
+            if not isinstance(self._place(self._live[waiting.request_id], now, out), Wait):
+                return True
+        return False
 
     # Placement.
 
@@ -227,11 +256,11 @@ class RouterMachine:
         match outcome:
             case Decision():
                 if len(self._waiting):
-                    self._waiting.served(live.id, outcome.prefill_tokens, now)
+                    self._waiting.served(live.id, live.arrived.model, live.prompt_tokens, outcome.prefill_tokens, now)
                 self._dispatch(live, outcome, now, out)
             case Impossible():
                 self._account.impossible(outcome.cause)
-                self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field)
+                self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field, cause=outcome.cause)
             case Wait():
                 pass
             case _:
@@ -241,39 +270,41 @@ class RouterMachine:
     def _dispatch(self, live: LiveRequest, placed: Decision, now: Nanos, out: list[Command]) -> None:
         self._account.placed(live, placed, self._policy)
         live.placed = placed
-        live.stage = advance(live.stage, Turn.DISPATCHED)
+        live.stage = advance(live.stage, _DISPATCHED)
         self._chooser.taken(live, placed, now)
         if placed.prefill is None:
-            self._book(live, placed.decode, placed.prefill_tokens, now)
-            self._roster[placed.decode].assume(live, now)
-            self._works.begin(live, placed.decode, Phase.AGGREGATED, now, out)
+            self._book(live, placed.decode, placed.prefill_tokens, now).assume(live, now)
+            self._works.begin(live, placed.decode, _AGGREGATED, now, out)
         else:
             self._book(live, placed.decode, 0, now)
             self._book(live, placed.prefill, placed.prefill_tokens, now)
-            self._works.begin(live, placed.prefill, Phase.PREFILL, now, out)
+            self._works.begin(live, placed.prefill, _PREFILL, now, out)
 
-    def _book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> None:
-        worker = self._roster[worker_id]
+    def _book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> KnownWorker:
+        worker = self._workers[worker_id]
         keys = live.keys(worker.description.block_tokens)
-        expected = live.arrived.expected_tokens - len(live.sent)
-        worker.bookings.book(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=max(0, expected))
+        expected = live.arrived.expected_tokens
+        if expected:
+            expected = max(0, expected - len(live.sent))
+        worker.bookings.book(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=expected)
         if live.arrived.adapter is not None:
             worker.book_adapter(live.arrived.adapter.name)
         live.booked_on.append(worker_id)
+        return worker
 
     def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
-        worker = self._roster[worker_id]
+        worker = self._workers[worker_id]
         worker.bookings.release(live.id)
         if live.arrived.adapter is not None:
             worker.release_adapter(live.arrived.adapter.name)
         live.booked_on.remove(worker_id)
-        self._freed[live.arrived.model] = None
+        self._freed.setdefault(live.arrived.model, False)
 
     def _tuned(self, thresholds: Thresholds) -> None:
         self._settings = structs.replace(self._settings, **structs.asdict(thresholds))
         self._roster.tune(self._settings)
         self._works.settings = self._admission.settings = self._chooser.settings = self._settings
-        self._freed.update(dict.fromkeys(self._waiting.models()))  # there may be room now
+        self._freed.update(dict.fromkeys(self._waiting.models(), False))  # there may be room now
 
     # Progress.
 
@@ -285,12 +316,12 @@ class RouterMachine:
                 continue
             live = self._live[work.request_id]
             if progress.kv is not None:
-                if work.id not in live.told and work.phase is not Phase.DECODE:
+                if work.id not in live.told and work.phase is not _DECODE:
                     self._compare(live, work, progress.kv.cached_tokens, out)
                 live.heard(work, progress.kv)
-            if progress.finish is Finish.CANCELLED:  # not by us: work that we cancel is forgotten at once
+            if progress.finish is _GIVEN_UP:  # not by us: work that we cancel is forgotten at once
                 self._failed(live, Reason.WORKER_LOST, "the worker gave the request up", now, out)
-            elif work.phase is Phase.PREFILL:
+            elif work.phase is _PREFILL:
                 self._prefilled(live, work, progress, now, out)
             else:
                 self._answered(live, work, progress, now, out)
@@ -312,13 +343,15 @@ class RouterMachine:
 
     def _answered(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.token_ids:
-            if live.stage is not Stage.DECODING:
-                if live.stage is Stage.HANDED_OVER:
+            if live.stage is not _DECODING:
+                if live.stage is _HANDED_OVER:
                     self._chooser.handed_over(live, now)
-                live.stage = advance(live.stage, Turn.FIRST_TOKEN)
-                self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
+                live.stage = advance(live.stage, _FIRST_TOKEN)
+                self._workers[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
                 self._works.computed(live)
-            self._emit(live, work.worker_id, progress, out)
+            # Of the last tokens nobody hears who is told of the end only, and what they would book goes with it.
+            if progress.finish is None or not live.arrived.only_end:
+                self._emit(live, work.worker_id, progress, out)
         if progress.finish is not None:
             self._complete(live, progress.finish, out)
 
@@ -368,7 +401,7 @@ class RouterMachine:
         if not progress.token_ids:
             return
         live.sent.extend(progress.token_ids)
-        self._roster[worker_id].bookings.grown(live.id, len(progress.token_ids))
+        self._workers[worker_id].bookings.grown(live.id, len(progress.token_ids))
         if live.arrived.only_end:
             return
         told = Progress(request_id=live.id, token_ids=progress.token_ids, logprobs=progress.logprobs)
@@ -380,7 +413,7 @@ class RouterMachine:
         if self._roster.get(event.description.worker_id) is not None:  # a new incarnation voids the old one
             self._left(event.description.worker_id, now, out)
         self._roster.join(event.description, event.address, event.knowledge, event.believed_for)
-        self._freed[event.description.model] = None
+        self._freed.setdefault(event.description.model, False)
 
     def _left(self, worker_id: WorkerId, now: Nanos, out: list[Command]) -> None:
         worker = self._roster.get(worker_id)
@@ -394,7 +427,7 @@ class RouterMachine:
         for live in booked:
             if live.work is not None and live.work.worker_id == worker_id:
                 self._failed(live, Reason.WORKER_LOST, f"worker {worker_id} was lost", now, out)
-        self._freed[worker.description.model] = None  # with nobody left, those who wait are refused
+        self._freed[worker.description.model] = True  # those who waited for nobody else are refused
 
     def _rejected(self, event: WorkRejected, now: Nanos, out: list[Command]) -> None:
         rejected = event.rejected
@@ -488,17 +521,25 @@ class RouterMachine:
         *,
         field: str = "",
         retry_after_ms: int = 0,
+        cause: str = "",
     ) -> None:
         self._end(live)
         self._account.refused(reason)
         if not retry_after_ms and reason in _WORTH_A_RETRY:
             retry_after_ms = self._settings.retry_after_ms
         out.append(
-            Refuse(request_id=live.id, reason=reason, message=message, field=field, retry_after_ms=retry_after_ms)
+            Refuse(
+                request_id=live.id,
+                reason=reason,
+                message=message,
+                field=field,
+                retry_after_ms=retry_after_ms,
+                cause=cause,
+            )
         )
 
     def _end(self, live: LiveRequest) -> None:
-        if live.stage is Stage.QUEUED:
+        if live.stage is _QUEUED:
             self._waiting.discard(live.id)
         self._withdraw(live)
         if live.arrived.deadline is not None:
@@ -527,6 +568,11 @@ class RouterMachine:
     def booked(self) -> dict[WorkerId, Booked]:
         """What this router has booked by itself, for the others."""
         return self._roster.booked()
+
+    @property
+    def sessions(self) -> Sessions:
+        """Where those went that this router and the others have served."""
+        return self._chooser.sessions
 
     def decision(self, request_id: RequestId) -> Decision | None:
         """Where a request goes that has not ended; None for one that has, or is not placed."""

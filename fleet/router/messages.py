@@ -6,6 +6,7 @@ the id of the work; `Arrived`, `Cancelled`, `Emit`, `Complete` and `Refuse` that
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import final
 
 from msgspec import Struct
 
@@ -14,6 +15,7 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.requests import Finish, KvPhase, Sampling, TokenBytes
 from fleet.roles import KvPath, Placement
+from fleet.router.sessions import SessionBinding
 from fleet.router.settings import Thresholds
 from fleet.router.truth import Knowledge
 from fleet.work import Adapter, Description, KvEvent, Load, Progress, Rejected, Start
@@ -83,6 +85,7 @@ class StoreChanged(Struct, frozen=True, kw_only=True):
     reset: bool = False
 
 
+@final
 class Stepped(Struct, frozen=True, kw_only=True):
     """One decode step of one worker."""
 
@@ -111,7 +114,13 @@ class ReplicaLeft(Struct, frozen=True, kw_only=True):
     replica: str
 
 
-ReplicaEvent = ReplicaBooked | ReplicaLeft
+class SessionsBound(Struct, frozen=True, kw_only=True):
+    """Another router has bound or forgotten sessions."""
+
+    bindings: tuple[SessionBinding, ...]
+
+
+ReplicaEvent = ReplicaBooked | ReplicaLeft | SessionsBound
 
 
 class WorkRejected(Struct, frozen=True, kw_only=True):
@@ -134,6 +143,7 @@ WorkerEvent = (
 )
 
 
+@final
 class Arrived(Struct, frozen=True, kw_only=True):
     """A validated, tokenised request."""
 
@@ -186,6 +196,7 @@ class Tuned(Struct, frozen=True, kw_only=True):
 RouterEvent = WorkerEvent | ReplicaEvent | Arrived | Cancelled | Undelivered | Ticked | Tuned
 
 
+@final
 class Dispatch(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     start: Start
@@ -196,6 +207,7 @@ class CancelWork(Struct, frozen=True, kw_only=True):
     request_id: RequestId
 
 
+@final
 class Emit(Struct, frozen=True, kw_only=True):
     """Tokens for the client, and where its blocks came from as far as workers have told."""
 
@@ -205,6 +217,7 @@ class Emit(Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
+@final
 class Complete(Struct, frozen=True, kw_only=True):
     """The request is over; nothing follows."""
 
@@ -222,6 +235,7 @@ class Refuse(Struct, frozen=True, kw_only=True):
     message: str
     field: str = ""
     retry_after_ms: int = 0
+    cause: str = ""  # a `fleet.router.impossible.Cause`, where that is why
 
 
 class CacheDrifts(Struct, frozen=True, kw_only=True):

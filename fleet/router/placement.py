@@ -62,6 +62,10 @@ class Why(StrEnum):
     ASKED_BY_CLIENT = "asked_by_client"
 
 
+# Looked up in their enums these take ten times as long, and every decision needs them.
+_WHOLE, _AUTO, _SHORT = Phase.AGGREGATED, Placement.AUTO, Why.SHORT_UNCACHED_PROMPT
+
+
 class Terms(Struct, frozen=True, kw_only=True):
     """A candidate's cost, and the terms that add up to it."""
 
@@ -155,22 +159,23 @@ def decide(
     rows = eligible(asked, standings)
     if len(rows) == 0:
         return nobody(asked, standings)
-    place, by = policy.choose(asked, standings.candidates(rows), Phase.AGGREGATED, chance)
-    row = int(rows[place])
+    place, by = policy.choose(asked, standings.candidates(rows), _WHOLE, chance)
+    row: int = rows.item(place)
     uncached, to_compute = _uncached(asked, standings, row)
 
     min_tokens = settings.remote_prefill_min_tokens
     if crossover is not None:
         min_tokens = crossover.min_tokens(token_seconds(columns, row), int(columns[REQUESTS, row]), min_tokens)
-    if asked.placement is Placement.AUTO and uncached < min_tokens:
-        splitting, why = False, Why.SHORT_UNCACHED_PROMPT
+    if asked.placement is _AUTO and uncached < min_tokens:
+        splitting, why = False, _SHORT
     elif asked.placement is Placement.AGGREGATED:
         splitting, why = False, Why.ASKED_BY_CLIENT
     else:
         partners = members.partners(row, asked.placement, asked.kv_path)
         pairing = paired(asked, standings, row) if len(partners.pool) else partners.rows
-        prefill_rows = pairing[columns[REQUESTS, pairing] < columns[LIMIT, pairing]] if len(pairing) else pairing
-        prefill_rows = at_home(standings, prefill_rows)
+        prefill_rows = pairing
+        if len(pairing):
+            prefill_rows = at_home(standings, pairing[columns[REQUESTS, pairing] < columns[LIMIT, pairing]])
         splitting, why = split(
             asked.placement,
             uncached,

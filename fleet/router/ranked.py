@@ -1,8 +1,12 @@
 """Requests in an order: those that wait, deadlines."""
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
 
 from fleet.ids import RequestId
+
+Place = tuple[int, int, RequestId]
+"""Rank, order of arrival, and whose place it is."""
 
 
 class Ranked:
@@ -13,10 +17,19 @@ class Ranked:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int, RequestId]] = []
+        self._entries: list[Place] = []
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __iter__(self) -> Iterator[RequestId]:
+        """Lowest first; until somebody comes or leaves."""
+        return (request_id for _, _, request_id in self._entries)
+
+    def behind(self, place: Place | None) -> Iterator[Place]:
+        """Of those behind a place, or of all, lowest first; until somebody comes or leaves."""
+        first = 0 if place is None else bisect_right(self._entries, place)
+        return (self._entries[each] for each in range(first, len(self._entries)))
 
     def add(self, rank: int, seq: int, request_id: RequestId) -> None:
         insort(self._entries, (rank, seq, request_id))
@@ -39,5 +52,9 @@ class Ranked:
         """Rank of the first."""
         return self._entries[0][0] if self._entries else None
 
+    def before(self, rank: int) -> int:
+        """How many would go before a new one of this rank."""
+        return bisect_left(self._entries, (rank + 1,))
+
     def ids(self) -> list[RequestId]:
-        return [request_id for _, _, request_id in self._entries]
+        return list(self)

@@ -26,7 +26,7 @@ class Roster:
 
     def __init__(self, settings: RouterSettings):
         self._settings = settings
-        self._workers: dict[WorkerId, KnownWorker] = {}
+        self.workers: dict[WorkerId, KnownWorker] = {}  # others look up in it, and leave it as it is
         self._pools: dict[ModelName, WorkerPool] = {}
         self._stores: dict[Namespace, list[str]] = {}  # tiers that hold something
         self._replicas: dict[str, Mapping[WorkerId, Booked]] = {}  # other routers' bookings
@@ -35,15 +35,14 @@ class Roster:
         )
         self.index = PrefixIndex()
         self._nobody = WorkerPool(settings, self.index)
+        self.get = self.workers.get
+        """The worker of this id, if it is known."""
 
     def __iter__(self) -> Iterator[KnownWorker]:
-        return iter(self._workers.values())
-
-    def get(self, worker_id: WorkerId) -> KnownWorker | None:
-        return self._workers.get(worker_id)
+        return iter(self.workers.values())
 
     def __getitem__(self, worker_id: WorkerId) -> KnownWorker:
-        return self._workers[worker_id]
+        return self.workers[worker_id]
 
     def serving(self, model: ModelName) -> list[KnownWorker]:
         return list(self._pools.get(model, self._nobody).workers.values())
@@ -56,19 +55,19 @@ class Roster:
         believed_for: Nanos | None = None,
     ) -> None:
         worker_id = description.worker_id
-        assert worker_id not in self._workers, worker_id
+        assert worker_id not in self.workers, worker_id
         self.index.add(engine_cache(worker_id), capacity=description.kv_blocks)
         if (pool := self._pools.get(description.model)) is None:
             pool = self._pools[description.model] = WorkerPool(self._settings, self.index)
             pool.share(list(self._replicas.values()))
         worker = KnownWorker(description, address, pool, limit(description, self._settings), knowledge, believed_for)
-        self._workers[worker_id] = worker
+        self.workers[worker_id] = worker
         pool.join(worker)
         self._cards = None
 
     def leave(self, worker_id: WorkerId) -> None:
         """Forget a worker, with its bookings and blocks."""
-        model = self._workers.pop(worker_id).description.model
+        model = self.workers.pop(worker_id).description.model
         self._cards = None
         pool = self._pools[model]
         pool.leave(worker_id)
@@ -85,7 +84,7 @@ class Roster:
     def drain(self, worker_id: WorkerId) -> None:
         """A worker takes no more work."""
         self._cards = None
-        self._pools[self._workers[worker_id].description.model].drain(worker_id)
+        self._pools[self.workers[worker_id].description.model].drain(worker_id)
 
     def cache_changed(self, worker_id: WorkerId, events: Iterable[KvEvent]) -> None:
         holder = engine_cache(worker_id)
@@ -145,7 +144,7 @@ class Roster:
         """What this router has booked, on workers where that is anything."""
         return {
             worker_id: Booked(worker.bookings.prefill_tokens, worker.bookings.blocks, len(worker.bookings))
-            for worker_id, worker in self._workers.items()
+            for worker_id, worker in self.workers.items()
             if len(worker.bookings)
         }
 

@@ -39,6 +39,7 @@ from fleet.router.messages import (
 )
 from fleet.router.placement import Decision
 from fleet.router.ports import Workers, WorkerUnreachable
+from fleet.router.sessions import Sessions
 from fleet.router.settings import Thresholds
 from fleet.router.snapshot import Explanation, RemotePrefill, RouterSnapshot
 from fleet.work import Progress
@@ -163,6 +164,10 @@ class RouterServer:
     def booked(self) -> dict[WorkerId, Booked]:
         return self._machine.booked()
 
+    @property
+    def sessions(self) -> Sessions:
+        return self._machine.sessions
+
     def decision(self, request_id: RequestId) -> Decision | None:
         return self._machine.decision(request_id)
 
@@ -262,18 +267,21 @@ class RouterServer:
             self._sooner.set()
 
     def _perform(self, command: Command) -> Undelivered | None:
+        # What every request has comes first, compared by type: a pattern of a class takes 70 ns, whether it fits or not.
+        if type(command) is Emit:
+            if (stream := self._streams.get(command.request_id)) is not None:
+                stream.put(command)
+            return None
+        if type(command) is Dispatch:
+            return self._dispatch(command)
+        if type(command) is Complete:
+            if (stream := self._streams.get(command.request_id)) is not None:
+                self._forget(command.request_id)
+                stream.put(command)
+            return None
         match command:
-            case Emit():
-                if (stream := self._streams.get(command.request_id)) is not None:
-                    stream.put(command)
-            case Dispatch():
-                return self._dispatch(command)
             case CancelWork():
                 self._workers.cancel(command.worker_id, command.request_id)
-            case Complete():
-                if (stream := self._streams.get(command.request_id)) is not None:
-                    self._forget(command.request_id)
-                    stream.put(command)
             case Refuse():
                 if (stream := self._streams.get(command.request_id)) is not None:
                     self._forget(command.request_id)
@@ -316,4 +324,10 @@ def _going_away() -> Refused:
 
 
 def _refused(command: Refuse) -> Refused:
-    return Refused(command.reason, command.message, field=command.field, retry_after_ms=command.retry_after_ms)
+    return Refused(
+        command.reason,
+        command.message,
+        field=command.field,
+        retry_after_ms=command.retry_after_ms,
+        cause=command.cause,
+    )

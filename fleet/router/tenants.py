@@ -66,7 +66,7 @@ class Bucket:
         self.settle(self.level(now) - amount, now)
 
     def settle(self, level: float, now: Nanos) -> None:
-        self._level, self._at = min(self.per_minute, level), now
+        self._level, self._at = min(self.per_minute, level), max(self._at, now)
 
     def seconds_until(self, level: float, now: Nanos) -> float:
         return max(0.0, level - self.level(now)) * MINUTE_SECONDS / self.per_minute

@@ -2,7 +2,9 @@
 
 Rules:
 
-1. Requests wait by model: busy workers of one model hold nobody up who wants another.
+1. Requests wait by model: busy workers of one model hold nobody up who wants another. Nor does who asks for particular workers, by
+   its *wish*, hold up those who ask for others: where its own are busy, it is passed over until something has changed. Where there are
+   more wishes than can be tried at once, those further back have their turns one after the other (`Search`).
 2. Between tenants: who was served least is next, in prompt tokens computed over the tenant's weight (start-time fair
    queueing, Goyal, Vin and Cheng, SIGCOMM 1996). A tenant that begins to wait starts where the one served last stands:
    idleness earns nothing. When nobody waits all debts are forgotten.
@@ -10,19 +12,19 @@ Rules:
    had to arrive, so nobody is overtaken for ever.
 4. When the room is full the lowest ranked request goes of the tenant that has most tokens waiting over its weight. That
    may be the newcomer. A request that had been placed before stays: somebody has begun to read its answer.
-5. How long a request will wait is what waits before it over the pace at which requests have been leaving. Without
-   enough evidence nothing is said.
+5. How long a request will wait is what waits before it, by rules 2 and 3, over the pace at which requests have been leaving: both in
+   prompt tokens, whatever of them was cached. Without enough evidence nothing is said.
 """
 
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from math import exp, inf
 
 from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import ModelName, RequestId
-from fleet.router.ranked import Ranked
+from fleet.router.ranked import Place, Ranked
 
 PACE_SECONDS = 10.0  # memory of the pace; a burst is over in less, a change of load is noticed in a few of them
 EVIDENCE = 8  # departures before a pace is believed
@@ -39,6 +41,7 @@ class Waiting(Struct, frozen=True, kw_only=True):
     rank: int  # nanoseconds; lower is first
     seq: int  # order of arrival, for equal ranks
     tokens: int  # of the prompt
+    wish: Hashable = None  # who may serve it, as far as that is not anybody; equal ones wait for the same
     stays: bool = False  # rule 4
 
 
@@ -58,7 +61,7 @@ def rank(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float,
 
 
 class Pace:
-    """Tokens a second that leave while somebody waits, recent ones counting more."""
+    """Prompt tokens a second that leave while somebody waits, recent ones counting more."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -151,8 +154,19 @@ class FairQueue:
                 self._clock = 0.0
                 self._pace.idle()
 
-    def charge(self, name: str, tokens: int, now: Nanos) -> None:
-        """A request that waited here has left for a worker, which has to compute so many tokens of it."""
+    def in_order(self, behind: dict[str, Place]) -> Iterator[RequestId]:
+        """All that wait behind these places of their tenants, the next one first; whoever was passed over is noted there."""
+        for _, _, name in self._order:
+            for place in self._tenants[name].ranked.behind(behind.get(name)):
+                yield place[-1]
+                behind[name] = place
+
+    def left(self, tokens: int, now: Nanos) -> None:
+        """A prompt of so many tokens has left for a worker, whether it waited or found one that nobody waits for."""
+        self._pace.left(tokens, now)
+
+    def charge(self, name: str, tokens: int) -> None:
+        """A tenant's request has left for a worker, which has to compute so many tokens of it."""
         clock = max(self._clock, self._clocks.get(name, -inf))
         self._clock = clock
         after = clock + tokens / self.weight(name)
@@ -160,7 +174,6 @@ class FairQueue:
             self._order.remove((self._clocks[name], tenant.seq, name))
             insort(self._order, (after, tenant.seq, name))
         self._clocks[name] = after
-        self._pace.left(tokens, now)
         if len(self._clocks) > len(self._tenants) + LAGGARDS:
             self._clocks = {
                 other: clock for other, clock in self._clocks.items() if other in self._tenants or clock > self._clock
@@ -177,16 +190,20 @@ class FairQueue:
         """A tenant's requests, last first."""
         return reversed(self._tenants[name].ranked.ids())
 
-    def seconds_to_wait(self, name: str, now: Nanos) -> float | None:
-        """About how long a new request of this tenant would wait.
+    def seconds_to_wait(self, name: str, now: Nanos, place: int | None = None) -> float | None:
+        """About how long a new request of this tenant would wait, at a rank or, with None, behind all others.
 
-        It has its share of the pace for its own backlog, but never waits longer than everybody's backlog takes.
+        It has its share of the pace for what its tenant has before it, but never waits longer than everybody's backlog takes.
         """
         if (pace := self._pace.tokens_per_second(now)) is None:
             return None
+        own = 0.0
+        if (tenant := self._tenants.get(name)) is not None:
+            own = tenant.tokens * (1.0 if place is None else tenant.ranked.before(place) / len(tenant.ranked))
+        if own == 0:
+            return 0.0
         if pace <= 0:
             return inf
-        own = self._tenants[name].tokens if name in self._tenants else 0
         weights = sum(map(self.weight, self._tenants.keys() | {name}))
         return min(float(self._tokens), own * weights / self.weight(name)) / pace
 
@@ -200,6 +217,50 @@ class FairQueue:
         assert self._tokens == sum(tenant.tokens for tenant in self._tenants.values())
 
 
+class Search:
+    """For those of one model who need not wait on, after something has changed; the next one first.
+
+    Each try takes time, so only `most` wishes are tried in vain after a change. Half of these are the foremost. The others are those
+    that were not tried since all had their turn last: however many ask in vain before it, a wish is not passed over for ever.
+    """
+
+    def __init__(self, room: "WaitingRoom", model: ModelName, turn: set[Hashable], most: int | None) -> None:
+        """Nobody was tried.
+
+        Args:
+            room: Where they wait.
+            model: The one.
+            turn: Wishes that had their turn; is kept from search to search, empty at first.
+            most: Wishes that are tried in vain; None: all.
+        """
+        self._room = room
+        self._model = model
+        self._turn = turn
+        self._most = inf if most is None else most
+        self._vain: set[Hashable] = set()
+        self._behind: dict[str, Place] = {}
+
+    def candidates(self) -> Iterator[Waiting]:
+        """Whom to try, until somebody leaves; then ask anew. Who is tried and stays has asked in vain."""
+        vain, turn = self._vain, self._turn
+        while True:
+            for waiting in self._room.in_order(self._model, self._behind):
+                wish = waiting.wish
+                further = 2 * len(vain) >= self._most
+                if wish in vain or (further and wish in turn):
+                    continue
+                if len(vain) >= self._most:
+                    return
+                yield waiting
+                vain.add(wish)
+                if further:
+                    turn.add(wish)
+            if not turn:
+                return
+            turn.clear()  # all had theirs
+            self._behind.clear()
+
+
 class WaitingRoom:
     """All that wait at one router. Weights may be changed in place; who is not named weighs 1."""
 
@@ -207,6 +268,7 @@ class WaitingRoom:
         self._weights = weights
         self._queues: dict[ModelName, FairQueue] = {}  # one a model that ever had to wait
         self._waiting: dict[RequestId, Waiting] = {}
+        self._turns: dict[ModelName, set[Hashable]] = {}  # of each one's latest searches
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -218,6 +280,18 @@ class WaitingRoom:
         """Who is next; None when nobody waits for this model."""
         queue = self._queues.get(model)
         return None if queue is None else queue.first
+
+    def in_order(self, model: ModelName, behind: dict[str, Place]) -> Iterator[Waiting]:
+        """All that wait for a model, the next one first; until somebody comes or leaves.
+
+        Args:
+            model: Of the room.
+            behind: Places, by tenant, up to which nobody is looked at; is moved behind each that was passed over. So who looks
+                again after somebody has left does not look at the same ones again.
+        """
+        if (queue := self._queues.get(model)) is not None:
+            for request_id in queue.in_order(behind):
+                yield self._waiting[request_id]
 
     def add(self, waiting: Waiting, now: Nanos) -> None:
         assert waiting.request_id not in self._waiting, waiting.request_id
@@ -233,14 +307,14 @@ class WaitingRoom:
             self._queues[waiting.model].remove(waiting)
         return waiting
 
-    def served(self, request_id: RequestId, tokens: int, now: Nanos) -> None:
-        """If it waited, it waits no more: a worker computes `tokens` tokens for it."""
-        waiting = self._waiting.get(request_id)
-        if waiting is None:
+    def served(self, request_id: RequestId, model: ModelName, tokens: int, computed: int, now: Nanos) -> None:
+        """A worker gets a prompt of so many tokens, and has to compute some of them; if the request waited, it waits no more."""
+        if (queue := self._queues.get(model)) is None:
             return
-        queue = self._queues[waiting.model]
-        queue.charge(waiting.tenant, tokens, now)
-        self.discard(request_id)
+        queue.left(tokens, now)
+        if (waiting := self._waiting.get(request_id)) is not None:
+            queue.charge(waiting.tenant, computed)
+            self.discard(request_id)
 
     def supernumerary(self) -> RequestId | None:
         """Who has to go when one is too many (rule 4); None when all have to stay."""
@@ -253,10 +327,22 @@ class WaitingRoom:
                     return request_id
         return None
 
-    def seconds_to_wait(self, model: ModelName, tenant: str, now: Nanos) -> float | None:
-        """About how long a new request would wait (rule 5); None when nobody can say."""
+    def seconds_to_wait(self, model: ModelName, tenant: str, now: Nanos, place: int | None = None) -> float | None:
+        """About how long a new request would wait (rule 5), by its rank or behind all others; None when nobody can say."""
         queue = self._queues.get(model)
-        return None if queue is None else queue.seconds_to_wait(tenant, now)
+        return None if queue is None else queue.seconds_to_wait(tenant, now, place)
+
+    def search(self, model: ModelName, most: int | None) -> Search:
+        """For those who need not wait on, now that something has changed.
+
+        Args:
+            model: Of which somebody has room, or is gone.
+            most: Wishes that are tried in vain; None: all.
+        """
+        turn = self._turns.setdefault(model, set())
+        if len(turn) > len(self._waiting):  # most of these are over
+            turn.clear()
+        return Search(self, model, turn, most)
 
     def models(self) -> list[ModelName]:
         """That somebody waits for."""

@@ -19,6 +19,8 @@ from fleet.router.settings import RouterSettings
 from fleet.router.waiting import rank
 from fleet.work import Handoff, Start
 
+_PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE  # looked up in the enum they take ten times as long
+
 
 class Works:
     """Those of one router."""
@@ -56,7 +58,7 @@ class Works:
         work = Work(id=work_id(live.id, self._begun), request_id=live.id, worker_id=worker_id, phase=phase)
         live.work = work
         self._works[work.id] = work
-        if phase is Phase.DECODE or self._goes_at_once(live, worker_id):
+        if phase is _DECODE or self._goes_at_once(live, worker_id):
             self._send(live, work, now, out, handoff)
 
     def computed(self, live: LiveRequest) -> None:
@@ -117,14 +119,15 @@ class Works:
     ) -> None:
         arrived, phase, placed = live.arrived, work.phase, live.placed
         assert placed is not None
+        prefills = phase is _PREFILL
         start = Start(
             request_id=work.id,
             phase=phase,
             tokens=live.prompt,
-            sampling=live.sampling(max_tokens=1 if phase is Phase.PREFILL else live.remaining_tokens),
+            sampling=live.sampling(max_tokens=1 if prefills else live.remaining_tokens),
             salt=arrived.salt,
             handoff=handoff,
-            kv_path=placed.kv_path if phase is Phase.PREFILL else None,
+            kv_path=placed.kv_path if prefills else None,
             priority=arrived.priority,
             timeout_ms=0 if arrived.deadline is None else max(1, (arrived.deadline - now) // MILLISECOND),
             session=arrived.session,

@@ -304,7 +304,7 @@ class Sampling(_message.Message):
     """log probabilities of this many alternatives per token, 0 to 20 [none]"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """end after any of these tokens"""
+        """end after any of these tokens; 1024 at most"""
 
     @_builtins.property
     def form(self) -> Global___Form:
@@ -808,22 +808,26 @@ class ErrorDetail(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Machine-readable, stable: see fleet/errors.py."""
     field: _builtins.str
     """Path of the offending field, as in "sampling.temperature"; empty when no field is at fault."""
     retry_after_ms: _builtins.int
     """Milliseconds after which a retry may succeed; 0: unknown."""
+    cause: _builtins.str
+    """Why no worker could be chosen, finer than the reason; stable: see fleet/router/impossible.py. Empty when that is not why."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         field: _builtins.str = ...,
         retry_after_ms: _builtins.int = ...,
+        cause: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "reason", b"reason", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "field", b"field", "reason", b"reason", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ a `ReplicaAnswer` to each question.
 
 from collections import abc as _abc
 from fleet.v1 import control_pb2 as _control_pb2
+from fleet.v1 import selection_pb2 as _selection_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -31,6 +32,7 @@ class ReplicaMessage(_message.Message):
     DEREGISTERED_FIELD_NUMBER: _builtins.int
     QUESTION_FIELD_NUMBER: _builtins.int
     TUNED_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___ReplicaHello: ...
     @_builtins.property
@@ -47,6 +49,10 @@ class ReplicaMessage(_message.Message):
     def tuned(self) -> Global___ReplicaTuned:
         """also said to a router that is reached later"""
 
+    @_builtins.property
+    def sessions(self) -> Global___ReplicaSessions:
+        """likewise, the latest of them"""
+
     def __init__(
         self,
         *,
@@ -56,12 +62,13 @@ class ReplicaMessage(_message.Message):
         deregistered: _control_pb2.DeregisterRequest | None = ...,
         question: Global___ReplicaQuestion | None = ...,
         tuned: Global___ReplicaTuned | None = ...,
+        sessions: Global___ReplicaSessions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "question", b"question", "registered", b"registered", "tuned", b"tuned"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "question", b"question", "registered", b"registered", "tuned", b"tuned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned", "sessions"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -164,30 +171,90 @@ class ReplicaTuned(_message.Message):
 Global___ReplicaTuned: _TypeAlias = ReplicaTuned  # noqa: Y015
 
 @_typing.final
+class ReplicaSessions(_message.Message):
+    """Where sessions go that the sender has placed a request of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BINDINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bindings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionBinding]: ...
+    def __init__(
+        self,
+        *,
+        bindings: _abc.Iterable[Global___SessionBinding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bindings", b"bindings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaSessions: _TypeAlias = ReplicaSessions  # noqa: Y015
+
+@_typing.final
+class SessionBinding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    session: _builtins.str
+    worker_id: _builtins.str
+    """empty: it has been forgotten"""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionBinding: _TypeAlias = SessionBinding  # noqa: Y015
+
+@_typing.final
 class ReplicaQuestion(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """of the connection's questions"""
     @_builtins.property
     def explain(self) -> _control_pb2.ExplainRequest: ...
     @_builtins.property
     def metrics(self) -> Global___MetricsRequest: ...
+    @_builtins.property
+    def report(self) -> _selection_pb2.ReportRequest:
+        """on a lease that is not the sender's"""
+
+    @_builtins.property
+    def release(self) -> _selection_pb2.ReleaseRequest:
+        """likewise"""
+
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         explain: _control_pb2.ExplainRequest | None = ...,
         metrics: Global___MetricsRequest | None = ...,
+        report: _selection_pb2.ReportRequest | None = ...,
+        release: _selection_pb2.ReleaseRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "metrics", b"metrics", "question", b"question"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "metrics", b"metrics", "question", b"question", "release", b"release", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "metrics", b"metrics", "number", b"number", "question", b"question"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "metrics", b"metrics", "number", b"number", "question", b"question", "release", b"release", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_question: _TypeAlias = _typing.Literal["explain", "metrics"]  # noqa: Y015
+    _WhichOneofReturnType_question: _TypeAlias = _typing.Literal["explain", "metrics", "report", "release"]  # noqa: Y015
     _WhichOneofArgType_question: _TypeAlias = _typing.Literal["question", b"question"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_question) -> _WhichOneofReturnType_question | None: ...
 
@@ -216,6 +283,8 @@ class ReplicaAnswer(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     EXPLAINED_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    REPORTED_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """of the question"""
     router_id: _builtins.str
@@ -224,6 +293,10 @@ class ReplicaAnswer(_message.Message):
     """all of a router, as Prometheus reads them"""
     @_builtins.property
     def explained(self) -> _control_pb2.ExplainResponse: ...
+    @_builtins.property
+    def reported(self) -> _selection_pb2.ReportResponse: ...
+    @_builtins.property
+    def released(self) -> _selection_pb2.ReleaseResponse: ...
     def __init__(
         self,
         *,
@@ -231,12 +304,14 @@ class ReplicaAnswer(_message.Message):
         router_id: _builtins.str = ...,
         explained: _control_pb2.ExplainResponse | None = ...,
         metrics: _builtins.str = ...,
+        reported: _selection_pb2.ReportResponse | None = ...,
+        released: _selection_pb2.ReleaseResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "explained", b"explained", "metrics", b"metrics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "explained", b"explained", "metrics", b"metrics", "released", b"released", "reported", b"reported"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "explained", b"explained", "metrics", b"metrics", "number", b"number", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "explained", b"explained", "metrics", b"metrics", "number", b"number", "released", b"released", "reported", b"reported", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["explained", "metrics"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["explained", "metrics", "reported", "released"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class SelectionStub:
-    """Missing associated documentation comment in .proto file."""
+    """Whichever router of a cluster is told of a lease, the one that has it hears of it.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -52,7 +53,8 @@ class SelectionStub:
 
 
 class SelectionServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Whichever router of a cluster is told of a lease, the one that has it hears of it.
+    """
 
     def Select(self, request, context):
         """Places a prompt and books it, in one step. The booking ends with `Release`, or by itself when nothing was reported for
@@ -103,7 +105,8 @@ def add_SelectionServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Selection:
-    """Missing associated documentation comment in .proto file."""
+    """Whichever router of a cluster is told of a lease, the one that has it hears of it.
+    """
 
     @staticmethod
     def Select(request,

@@ -27,6 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SelectionStub:
+    """Whichever router of a cluster is told of a lease, the one that has it hears of it."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -42,6 +44,8 @@ class SelectionStub:
 
 @_typing.type_check_only
 class SelectionAsyncStub(SelectionStub):
+    """Whichever router of a cluster is told of a lease, the one that has it hears of it."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Select: _aio.UnaryUnaryMultiCallable[_selection_pb2.SelectRequest, _selection_pb2.SelectResponse]  # type: ignore[assignment]
     """Places a prompt and books it, in one step. The booking ends with `Release`, or by itself when nothing was reported for
@@ -53,6 +57,8 @@ class SelectionAsyncStub(SelectionStub):
     """The request is over, however it went. Releasing twice is no error."""
 
 class SelectionServicer(metaclass=_abc_1.ABCMeta):
+    """Whichever router of a cluster is told of a lease, the one that has it hears of it."""
+
     @_abc_1.abstractmethod
     def Select(
         self,

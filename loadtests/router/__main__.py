@@ -67,9 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         machine = host.facts(folder, PACKAGES)
         for scenario in scenarios:
             setting = Setting(
-                workers=(),
-                cache_blocks=0,
-                gap_seconds=0.0,
                 model_dir=model_dir,
                 folder=folder / scenario,
                 cache=(arguments.cache or default_cache_dir() / "bench").resolve(),

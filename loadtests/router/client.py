@@ -45,18 +45,18 @@ class Window(Struct, frozen=True, kw_only=True):
     complaint: str = ""  # the first failure's
 
 
-class Slot(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One connection: the next request goes out as soon as an answer has ended."""
 
-    def __init__(self, following: Next, until: "Until", prompt: socket.socket | None):
+    def __init__(self, following: Next, until: "Until", acknowledging: socket.socket | None):
         """Connects nothing.
 
         Args:
             following: What to ask.
             until: When not to ask any more.
-            prompt: The connection's socket if it is to acknowledge at once; None leaves that to the system.
+            acknowledging: The connection's socket if it is to acknowledge at once; None leaves that to the system.
         """
-        self._prompt = prompt
+        self._acknowledging = acknowledging
         self.following = following
         self._until = until
         self._tail = b""
@@ -90,8 +90,8 @@ class Slot(asyncio.Protocol):
         self._begun = False
         self._sent_at = now
         self._transport.write(request)
-        if self._prompt is not None:
-            self._prompt.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # until the next answer is over
+        if self._acknowledging is not None:
+            self._acknowledging.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # until the next answer is over
 
     def data_received(self, data: bytes) -> None:
         if not self._begun:
@@ -134,7 +134,12 @@ class Until:
 
 
 def round_of(
-    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: Meter, *, ordinary: bool = False
+    ports: Sequence[int],
+    following: Sequence[Next],
+    seconds: float,
+    meter: Meter,
+    *,
+    delayed_acknowledgements: bool = False,
 ) -> Window:
     """Ask until nothing is left to ask or the time is over, and wait for what is on its way.
 
@@ -143,42 +148,67 @@ def round_of(
         following: One connection each, and where it gets its requests from.
         seconds: After which no connection asks anything more.
         meter: Started when everybody is connected and nothing was asked yet, stopped after the last answer.
-        ordinary: Let the system put acknowledgements off.
+        delayed_acknowledgements: Let the system put TCP's acknowledgements off.
 
     Raises:
         Absent: Nobody answers, or hardly ever.
     """
-    return uvloop.run(_round_of(ports, following, seconds, meter, ordinary=ordinary))
+    return uvloop.run(_round_of(ports, following, seconds, meter, delayed_acknowledgements=delayed_acknowledgements))
+
+
+class _Dialler:
+    """Opens a round's connections; what it has opened is closed when the stack is."""
+
+    def __init__(self, opened: ExitStack, *, delayed_acknowledgements: bool):
+        self.until = Until()
+        self._opened = opened
+        self._delayed_acknowledgements = delayed_acknowledgements
+
+    async def connect(self, port: int, following: Next) -> Connection:
+        sock = socket.create_connection(("127.0.0.1", port), START_SECONDS)
+        sock.setblocking(False)
+        acknowledging = None if self._delayed_acknowledgements else sock
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: Connection(following, self.until, acknowledging), sock=sock
+        )
+        self._opened.callback(connection.close)
+        return connection
+
+    async def keep_asking(self, port: int, connection: Connection) -> list[Connection]:
+        """One connection after the other, as long as they fail: everybody keeps asking."""
+        tried = [connection]
+        while True:
+            connection.send()
+            await connection.ended
+            connection.close()
+            if not connection.complaint or len(tried) > FAILURES:
+                return tried
+            connection = await self.connect(port, connection.following)
+            tried.append(connection)
 
 
 async def _round_of(
-    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: Meter, *, ordinary: bool
+    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: Meter, *, delayed_acknowledgements: bool
 ) -> Window:
-    with ExitStack() as connections:  # all closed at the end: the event loop may wait for ever for one that is not
-        return await _asked(connections, ports, following, seconds, meter, ordinary=ordinary)
+    with ExitStack() as opened:  # all closed at the end: the event loop may wait for ever for one that is not
+        dialler = _Dialler(opened, delayed_acknowledgements=delayed_acknowledgements)
+        return await _asked(dialler, ports, following, seconds, meter)
 
 
 async def _asked(
-    connections: ExitStack,
-    ports: Sequence[int],
-    following: Sequence[Next],
-    seconds: float,
-    meter: Meter,
-    *,
-    ordinary: bool,
+    dialler: _Dialler, ports: Sequence[int], following: Sequence[Next], seconds: float, meter: Meter
 ) -> Window:
-    until = Until()
     try:
         async with asyncio.timeout(START_SECONDS):
             dealt = list(zip(cycle(ports), following, strict=False))
-            slots = [await _connect(connections, port, each, until, ordinary=ordinary) for port, each in dealt]
+            first = [await dialler.connect(port, each) for port, each in dealt]
         meter.start()
         started, cpu = time.perf_counter(), time.process_time()
-        until.at = started + seconds
+        dialler.until.at = started + seconds
         async with asyncio.timeout(seconds + WAIT_SECONDS), asyncio.TaskGroup() as tasks:
-            lives = [
-                tasks.create_task(_live(connections, port, slot, until, ordinary=ordinary))
-                for (port, _), slot in zip(dealt, slots, strict=True)
+            asking = [
+                tasks.create_task(dialler.keep_asking(port, connection))
+                for (port, _), connection in zip(dealt, first, strict=True)
             ]
         ended, cpu = time.perf_counter(), time.process_time() - cpu
         meter.stop()
@@ -186,14 +216,14 @@ async def _asked(
         raise Absent(f"does not answer within {seconds + WAIT_SECONDS:.0f} s") from None
     except OSError as error:
         raise Absent(f"refuses connections: {error}") from error
-    slots = [slot for life in lives for slot in life.result()]
-    latencies = [latency for slot in slots for latency in slot.latencies]
-    gaps = [gap for slot in slots for gap in slot.gaps]
-    complaints = [slot.complaint for slot in slots if slot.complaint]
+    asked = [connection for each in asking for connection in each.result()]
+    latencies = [latency for each in asked for latency in each.latencies]
+    gaps = [gap for each in asked for gap in each.gaps]
+    complaints = [each.complaint for each in asked if each.complaint]
     if not latencies:
         raise Absent(f"answers nothing: {' '.join(complaints[0].split()) if complaints else 'no reason was given'}")
     return Window(
-        requests=sum(slot.completed for slot in slots),
+        requests=sum(each.completed for each in asked),
         failures=len(complaints),
         seconds=ended - started,
         ttft_seconds=statistics.median(latencies),
@@ -201,25 +231,3 @@ async def _asked(
         gap_seconds_p99=statistics.quantiles(gaps, n=100)[98] if len(gaps) > 1 else None,
         complaint=complaints[0] if complaints else "",
     )
-
-
-async def _connect(connections: ExitStack, port: int, following: Next, until: Until, *, ordinary: bool) -> Slot:
-    loop = asyncio.get_running_loop()
-    sock = socket.create_connection(("127.0.0.1", port), START_SECONDS)
-    sock.setblocking(False)
-    _, slot = await loop.create_connection(lambda: Slot(following, until, None if ordinary else sock), sock=sock)
-    connections.callback(slot.close)
-    return slot
-
-
-async def _live(connections: ExitStack, port: int, slot: Slot, until: Until, *, ordinary: bool) -> list[Slot]:
-    """One after the other, as long as they fail: everybody keeps asking."""
-    lived = [slot]
-    while True:
-        slot.send()
-        await slot.ended
-        slot.close()
-        if not slot.complaint or len(lived) > FAILURES:
-            return lived
-        slot = await _connect(connections, port, slot.following, until, ordinary=ordinary)
-        lived.append(slot)

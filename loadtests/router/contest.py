@@ -161,7 +161,9 @@ class _Meter:
 
 def _round(scenario: Scenario, router: Running, ports: Sequence[int], following: Sequence[Next]) -> Round:
     meter = _Meter(router, ports)
-    window = round_of(router.ports, following, scenario.seconds, meter, ordinary=scenario.ordinary_acknowledgements)
+    window = round_of(
+        router.ports, following, scenario.seconds, meter, delayed_acknowledgements=scenario.delayed_acknowledgements
+    )
     server = router.server
     if window.failures:
         print(f"{server.name if server else DIRECT}: {window.failures} failures: {window.complaint}", file=sys.stderr)

@@ -113,13 +113,13 @@ def _keys(chain: Sequence[int]) -> Iterator[int]:
             yield ((name * PIECES + piece + 1) * GOLDEN) % 2**64
 
 
-def replay(index: Index, done: Sequence[Operation], workers: int, capacity: int) -> tuple[list[int], int]:
+def replay(index: Index, work: Sequence[Operation], workers: int, capacity: int) -> tuple[list[int], int]:
     """Do all that; returns nanoseconds of each question, and of all changes together."""
     for number in range(workers):
         index.add(Holder(f"worker/{number}"), capacity)
     clock = time.thread_time_ns
     questions, changes = [], 0
-    for each in done:
+    for each in work:
         began = clock()
         index.longest(each.asked)
         answered = clock()
@@ -132,11 +132,11 @@ def replay(index: Index, done: Sequence[Operation], workers: int, capacity: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--trace", type=Path, required=True, help="of a format of `fleet kv replay`")
+    parser.add_argument("--requests", type=int, default=1500, help="from its beginning")
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--capacity", type=int, default=20_000, help="blocks of 16 tokens, of each worker")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of both, in turn")
     asked = parser.parse_args()
     done = operations(asked.trace, requests=asked.requests, workers=asked.workers, capacity=asked.capacity)
     blocks = sum(len(each.stored) + len(each.removed) for each in done)

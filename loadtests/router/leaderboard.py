@@ -4,8 +4,8 @@
         [--seeds N] [--requests N] [--trace NAME=FILE]... [--half 0|1] [--json FILE]
 
 A load of 1 is what engines would just keep up with that had one cache together and no imbalance, so nobody reaches it. Seeds are
-paired: all policies get the same requests at the same times, and what is told of one beside the best of the others is
-the mean of the differences. Of a trace (formats of `fleet kv replay`) the first half is for tuning and the second for reporting.
+paired: all policies get the same requests at the same times, and what is told of one beside another is the mean of the
+differences. Of a trace (formats of `fleet kv replay`) the first half is for tuning and the second for reporting.
 See `loadtests.router.cluster` for what is real here and what is not.
 """
 
@@ -40,6 +40,8 @@ WORKERS = (4, 16, 64)
 LOADS = (0.5, 0.7, 0.9, 1.1)
 REQUESTS = 250  # a worker
 NEVER = 1e9  # times longer
+LEVEL = 0.01  # of all requests: policies that are no further apart are as good as each other
+TITLE = "workload         wrk load  policy            goodput in time   hits imbal. TTFT ms      p99   TPOT"
 
 TIGHT = Device(kv_tokens=100_000)
 """Room for a few prompts beside those that run: shared prefixes have to be kept where they are, or they are lost."""
@@ -78,19 +80,20 @@ def fitted(name: str, device: Device) -> dict[str, Any]:
     Mooncake's instances fetch prefixes from each other; these engines do not, so its rule must not count on it.
     """
     latency = device.latency
-    if name == "preble":
-        return {
-            "prefill_seconds_per_token": latency.prefill_ms_per_token / 1000,
-            "quadratic_seconds": latency.prefill_ms_per_token_and_context / 2 / 1000,
-            "decode_seconds_per_token": (latency.step_base_ms + latency.step_ms_per_sequence) / 1000,
-        }
-    if name != "mooncake":
-        return {}
-    return {
-        "balancing_threshold": NEVER,
+    prefill = {
         "prefill_seconds_per_token": latency.prefill_ms_per_token / 1000,
         "quadratic_seconds": latency.prefill_ms_per_token_and_context / 2 / 1000,
     }
+    match name:
+        case "preble":
+            return {
+                **prefill,
+                "decode_seconds_per_token": (latency.step_base_ms + latency.step_ms_per_sequence) / 1000,
+            }
+        case "mooncake":
+            return {**prefill, "balancing_threshold": NEVER}
+        case _:
+            return {}
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -175,11 +178,8 @@ def line(row: Row, best: bool) -> str:
     )
 
 
-TITLE = "workload         wrk load  policy            goodput in time   hits imbal. TTFT ms      p99   TPOT"
-
-
 def verdict(found: Sequence[Sequence[Row]], chosen: str = DEFAULT) -> list[str]:
-    """How one policy stands beside the best of the others: paired differences, contest by contest."""
+    """How one policy stands beside each of the others: paired differences, contest by contest."""
     told = []
     for name in sorted({row.policy for each in found for row in each} - {chosen}):
         ahead = level = behind = 0
@@ -200,9 +200,6 @@ def verdict(found: Sequence[Sequence[Row]], chosen: str = DEFAULT) -> list[str]:
             f"{statistics.fmean(in_time):+.3f}, hits {statistics.fmean(hits):+.3f}, TTFT × {statistics.geometric_mean(ttfts):.2f}"
         )
     return told
-
-
-LEVEL = 0.01  # of all requests: less is luck
 
 
 def _cut(trace: Workload, requests: int) -> Workload:
@@ -241,8 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", default=",".join(POLICIES), help="all by default")
     parser.add_argument("--workloads", default="", help=f"of {', '.join(MADE)} and the traces; all by default")
-    parser.add_argument("--workers", default=",".join(map(str, WORKERS)))
-    parser.add_argument("--loads", default=",".join(map(str, LOADS)))
+    parser.add_argument("--workers", default=",".join(map(str, WORKERS)), help="how many; default: %(default)s")
+    parser.add_argument("--loads", default=",".join(map(str, LOADS)), help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="of made-up workloads")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="for each worker")
     parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE")

@@ -39,21 +39,26 @@ DYNAMO = Distribution(
 
 
 def sglang_command(python: Path, port: int, workers: Sequence[str], policy: str) -> Sequence[str]:
-    command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", *workers, "--policy", policy, "--log-level", "error"]
-    return [*command, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    return [str(python), "-m", "sglang_router.launch_router", *_options(port, workers, policy)]
 
 
 def smg_command(python: Path, port: int, workers: Sequence[str], policy: str) -> Sequence[str]:
-    command = [str(python.with_name("smg")), "launch", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", *workers, "--policy", policy, "--log-level", "error"]
-    return [*command, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    return [str(python.with_name("smg")), "launch", *_options(port, workers, policy)]
 
 
 def vllm_command(python: Path, port: int, workers: Sequence[str], policy: str) -> Sequence[str]:
-    command = [str(python), "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", *workers, "--policy", policy, "--log-level", "error"]
-    return [*command, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    return [str(python), "-m", "vllm_router.launch_router", *_options(port, workers, policy)]
+
+
+def _options(port: int, workers: Sequence[str], policy: str) -> Sequence[str]:
+    """Of these three, which have one origin."""
+    return [
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--worker-urls", *workers),
+        *("--policy", policy),
+        *("--log-level", "error"),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+    ]
 
 
 def dynamo_environment(folder: Path) -> dict[str, str]:

@@ -34,8 +34,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     requests: int = 1_000_000
     seconds: float = 1.5
-    ordinary_acknowledgements: bool = False
-    """Whether the client's system may put them off, as it does unless told otherwise. A router that writes the head of an
+    delayed_acknowledgements: bool = False
+    """Whether the client's system may put TCP's acknowledgements off, as it does unless told otherwise. A router that writes the head of an
     answer apart from its first event then waits up to 40 ms, idly: that is told by the scenario of the latency, and would
     leave nothing to measure in the others."""
 
@@ -64,7 +64,7 @@ SCENARIOS = {
             requests=64,
             seconds=30,
         ),
-        Scenario(name="ttft-1", prompt_tokens=128, concurrency=1, seconds=1.0, ordinary_acknowledgements=True),
+        Scenario(name="ttft-1", prompt_tokens=128, concurrency=1, seconds=1.0, delayed_acknowledgements=True),
         # Four workers remember a quarter of all openings each, and the conversations that run: whoever spreads openings
         # over all workers loses them, and whoever sends too much to one makes it the busiest.
         Scenario(

@@ -29,13 +29,13 @@ DYNAMO_PACED = 0.007  # seconds a token at speed 1
 class Setting(Struct, frozen=True, kw_only=True):
     """Where a router is started."""
 
-    workers: tuple[int, ...]
-    """Ports."""
+    workers: tuple[int, ...] = ()
+    """Their ports. They, and what follows of them, are a scenario's."""
 
-    cache_blocks: int
+    cache_blocks: int = 0
     """What a worker remembers, in blocks of about 64 tokens; 0: it was not told."""
 
-    gap_seconds: float
+    gap_seconds: float = 0.0
     """Between the tokens of an answer; 0: there is none."""
 
     model_dir: Path

@@ -18,6 +18,7 @@ from operators.resources.parts import (
     Seconds,
     Text,
     Topology,
+    keyed_by,
     rules,
 )
 
@@ -217,7 +218,7 @@ _ROLES = rules(
         "oldSelf.all(o, o.type == 'router' || o.replicas == 0 || self.exists(r, r.name == o.name))",
         "scale a role to 0 before removing it, so that its requests are finished",
     ),
-    **{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    **keyed_by("name"),
 )
 
 DEPLOYMENT_RULES = rules(
@@ -280,10 +281,7 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     update_revision: Annotated[str, Meta(max_length=63)] = ""
     roles: Annotated[
         tuple[RoleStatus, ...],
-        Meta(
-            max_length=16,
-            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
-        ),
+        Meta(max_length=16, extra_json_schema=keyed_by("name")),
     ] = ()
     ratio: Annotated[str, Meta(max_length=16)] = ""
     gpus: int = 0

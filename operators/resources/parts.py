@@ -13,6 +13,11 @@ class Resource(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown
     """Spelt as Kubernetes spells: `gpu_budget` is `gpuBudget`."""
 
 
+def keyed_by(field: str) -> dict[str, Any]:
+    """Of the schema of a list: no two entries have the same value of that field, and appliers own entries one by one."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [field]}
+
+
 def rules(*pairs: tuple[str, str], **schema: Any) -> Meta:
     """CEL rules, as (rule, message), beside other parts of a schema."""
     validations = [{"rule": rule, "message": message} for rule, message in pairs]
@@ -87,10 +92,7 @@ class Condition(Resource, frozen=True):
 
 Conditions = Annotated[
     tuple[Condition, ...],
-    Meta(
-        max_length=16,
-        extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
-    ),
+    Meta(max_length=16, extra_json_schema=keyed_by("type")),
 ]
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from operators.resources.parts import UNCHANGED, Conditions, Count, Name, Objective, Resource, Seconds, rules
+from operators.resources.parts import UNCHANGED, Conditions, Count, Name, Objective, Resource, Seconds, keyed_by, rules
 
 
 class PlanMode(StrEnum):
@@ -31,10 +31,7 @@ class ServingPlanSpec(Resource, frozen=True):
     interval_seconds: Seconds = 60
     roles: Annotated[
         tuple[Annotated[RoleBounds, _BOUNDS], ...],
-        Meta(
-            max_length=16,
-            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["role"]},
-        ),
+        Meta(max_length=16, extra_json_schema=keyed_by("role")),
     ] = ()
 
 

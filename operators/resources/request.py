@@ -14,6 +14,7 @@ from operators.resources.parts import (
     Resource,
     Text,
     Topology,
+    keyed_by,
     rules,
 )
 
@@ -120,10 +121,7 @@ class ServingRequestStatus(Resource, frozen=True):
 
     figures: Annotated[
         tuple[Figure, ...],
-        Meta(
-            max_length=8,
-            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["goal"]},
-        ),
+        Meta(max_length=8, extra_json_schema=keyed_by("goal")),
     ] = ()
     basis: Text = ""
     """What the predictions rest on."""

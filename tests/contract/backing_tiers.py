@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.clock import SECOND, Nanos
 from kvstore.codecs.plain import PlainCodec
 from kvstore.messages import BlockKey
 from kvstore.monotonic import MonotonicClock
@@ -38,11 +37,6 @@ class Case:
 
 def clock() -> MonotonicClock:
     return MonotonicClock()
-
-
-def soon(seconds: float = 10) -> Nanos:
-    """A deadline that nothing here comes near."""
-    return Nanos(MonotonicClock().now() + round(seconds * SECOND))
 
 
 def plain(digest: bytes) -> Codec:

@@ -14,6 +14,7 @@ from fleet.control.server import RegistryServer
 from fleet.control.settings import ControlSettings
 from fleet.ids import Incarnation, WorkerId
 from tests.kv_builders import HandClock
+from tests.waiting import until
 from workers.ports import RegistryUnreachable, Superseded
 
 SECONDS = 20
@@ -69,9 +70,7 @@ class Router:
         return self.registry._machine._members[worker_id].lease_end
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(SECONDS):
-            while not condition(self.addresses()):
-                await asyncio.sleep(0.005)
+        await until(lambda: condition(self.addresses()))
 
     async def has(self, **addresses: str) -> None:
         await self.until(lambda found: found == {name.replace("_", "-"): value for name, value in addresses.items()})

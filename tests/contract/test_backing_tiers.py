@@ -12,8 +12,8 @@ from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import NamespaceUnknown, TierFailed, UndecodableBlock
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import BlockKey, BlockOutcome, Fetched
-from tests.contract.backing_tiers import CASES, Case, plain, soon
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep
+from tests.contract.backing_tiers import CASES, Case, plain
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep, soon
 
 DIGEST = b"namespace-digest"
 OTHER = b"another-digest.."

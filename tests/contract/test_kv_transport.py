@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvstore.buffers import crc32c, pieces
-from kvstore.clock import Nanos, nanos
+from kvstore.clock import Nanos
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import GONE, BlockOutcome, Claim, Fetched, Slot
 from kvstore.monotonic import MonotonicClock
@@ -29,16 +29,12 @@ from kvstore.transports.nixl_node import NixlNode
 from kvstore.transports.shared_memory import MemoryHandout, SharedMemoryTransport
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_server import DataPlane
-from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_block, a_chain, a_short_folder
+from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_block, a_chain, a_short_folder, empty, soon
 
 BLOCKS = 2 * WINDOW + 5
 CLOCK = MonotonicClock()
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-
-
-def soon(seconds: float = 5) -> Nanos:
-    return Nanos(CLOCK.now() + nanos(seconds))
 
 
 class Loop:
@@ -222,10 +218,6 @@ def put_and_publish(node, transport, chain, blocks) -> list[Slot]:
     assert transport.put(slots, blocks, soon()) == [BlockOutcome.MOVED] * len(blocks)
     node.publish(reservation_id, slots)
     return slots
-
-
-def empty(count: int) -> list[np.ndarray]:
-    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, WINDOW, BLOCKS])

@@ -1,4 +1,4 @@
-"""Adapters end to end: simulated engines in processes of their own, a router in front of them, OpenAI's client (row E6).
+"""Adapters end to end: simulated engines in processes of their own, a router in front of them, OpenAI's client.
 
 The simulated engine's tokens depend on its adapter and on every byte of KV before them: blocks that two adapters shared would
 show in the answer.
@@ -30,6 +30,7 @@ from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
 from tests.kv_builders import a_node, a_short_folder
+from tests.waiting import until
 from tests.worker_processes import a_worker_process
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -59,15 +60,11 @@ class World(Struct):
 
     async def home_of(self, adapter: str) -> str:
         """The worker that has it; the first, if several have."""
-        async with asyncio.timeout(10):
-            while not (homes := [worker for worker, held in self.loaded().items() if adapter in held]):
-                await asyncio.sleep(0.01)
+        homes = await until(lambda: [worker for worker, held in self.loaded().items() if adapter in held])
         return homes[0]
 
     async def until_loaded(self, expected: dict[str, set[str]]) -> None:
-        async with asyncio.timeout(10):
-            while self.loaded() != expected:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.loaded() == expected)
 
 
 def a_worker(worker_id: str, store: str = "", **fields) -> WorkerSettings:
@@ -119,9 +116,7 @@ async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") ->
         http = await stack.enter_async_context(
             open_http_frontend("127.0.0.1:0", HttpSettings(), generation, registry, clock)
         )
-        async with asyncio.timeout(20):
-            while sum(len(pool.workers) for pool in router.status().pools) < len(workers):
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(len(pool.workers) for pool in router.status().pools) == len(workers))
         async with openai.AsyncOpenAI(
             base_url=f"http://{http.address}/v1", api_key="none", max_retries=0, timeout=20
         ) as client:

@@ -29,18 +29,11 @@ from fleet.client.errors import _CODES, _REASONS
 from fleet.errors import Reason, Refused
 from fleet.requests import ChatMessage, Logprobs
 from tests.builders import token_ids
-from tests.fronts import open_fronts
 from tests.text_model import EOS
 
 pytestmark = pytest.mark.integration
 
 TEXT = "the quick brown fox: Größe 漢字 🎉!"
-
-
-@pytest.fixture
-async def fronts(model_dir):
-    async with asyncio.timeout(60), open_fronts(model_dir) as fronts:
-        yield fronts
 
 
 @pytest.fixture
@@ -136,7 +129,7 @@ async def test_text_held_back_to_the_end_is_a_delta_too(fronts, client):
     assert text == stream.result.text == "the fox"
 
 
-async def test_models_and_status(fronts, client):
+async def test_models_and_status_are_those_of_the_router(fronts, client):
     assert [model.name for model in await client.models()] == ["tiny"]
     status = await client.status()
     assert (status.router.models, status.store) == (("tiny",), None)
@@ -215,6 +208,15 @@ async def test_what_may_be_tried_again_says_when(fronts, client):
         await client.complete("once")
 
     assert (raised.value.reason, raised.value.retry_after_seconds) == (Reason.QUEUE_FULL, 1.5)
+
+
+async def test_a_client_reads_why_no_worker_could_be_chosen(fronts, client):
+    fronts.router.refuse = Refused(Reason.NO_WORKER, "no", cause="no_label")
+
+    with pytest.raises(Unavailable) as raised:
+        await client.complete("once")
+
+    assert (raised.value.reason, raised.value.cause) == (Reason.NO_WORKER, "no_label")
 
 
 async def test_a_stream_that_breaks_raises_after_its_deltas(fronts, client):

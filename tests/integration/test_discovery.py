@@ -13,6 +13,7 @@ from fleet.discovery import FileDiscovery
 from fleet.ids import ModelName, WorkerId
 from fleet.router.settings import RouterSettings
 from tests.kv_builders import a_short_folder
+from tests.waiting import until_answered
 from tests.worker_processes import SECONDS, a_worker_process
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -39,13 +40,6 @@ def a_worker(folder, name: str) -> WorkerSettings:
         discovery=discovery(folder),
         simulated=SimulatedSettings(speedup=20, kv_blocks=64),
     )
-
-
-async def until(look, seconds: float = SECONDS):
-    async with asyncio.timeout(seconds):
-        while not (found := await look()):
-            await asyncio.sleep(0.02)
-        return found
 
 
 async def test_a_router_that_starts_cold_finds_workers_drops_the_killed_and_takes_it_back(folder, model_dir):
@@ -85,14 +79,14 @@ async def test_a_router_that_starts_cold_finds_workers_drops_the_killed_and_take
                     asked = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
                     return (await client.post("/v1/completions", json=asked)).status_code == 200
 
-                await until(both)
+                await until_answered(both)
                 worker.kill()
                 await worker.ended()
-                await until(only_one, 2)
+                await until_answered(only_one, 2)
                 assert all([await served() for _ in range(8)])
                 (folder / "one.sock").unlink(missing_ok=True)
                 await worker.start()
-                await until(both)
+                await until_answered(both)
         finally:
             router.send_signal(signal.SIGTERM)
             async with asyncio.timeout(SECONDS):

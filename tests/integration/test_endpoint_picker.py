@@ -3,8 +3,6 @@
 import asyncio
 import hashlib
 import json
-import os
-import subprocess
 
 import grpc
 import pytest
@@ -17,10 +15,10 @@ from fleet.ids import WorkerId
 from fleet.router.messages import WorkerDraining
 from fleet.router.tenants import TenantSettings
 from fleet.v1 import ext_proc_pb2 as pb
-from tests.endpoint_pickers import D1, D2, EVENT, LONG, P1, a_world, joined
+from tests.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_world, joined
+from tests.fleet_processes import serve
 from tests.gateways import CHAT, a_completion, a_gateway, a_header_map
-from tests.integration.test_replicas import FLEET
-from tests.openai_servers import OpenAiServer, until
+from tests.openai_servers import OpenAiServer
 
 pytestmark = pytest.mark.integration
 
@@ -149,9 +147,8 @@ async def test_503_when_nothing_is_ready_that_a_gateway_can_reach(model_dir, wor
 
 
 async def test_429_with_a_hint_when_a_request_is_shed(model_dir):
-    small = joined("d1", "10.0.0.1:8000", max_running=1)
     limits = {"wait_seconds": 0.05, "retry_after_ms": 2500}
-    async with a_world(model_dir, small, picker=limits, oversubscribe=1.0) as world:
+    async with a_world(model_dir, ONE_AT_A_TIME, picker=limits, oversubscribe=1.0) as world:
         await world.request().ask(a_completion())
         shed = await world.request().ask(a_completion())
 
@@ -162,36 +159,25 @@ async def test_429_with_a_hint_when_a_request_is_shed(model_dir):
 
 
 async def test_a_full_queue_sheds_at_once(model_dir):
-    small = joined("d1", "10.0.0.1:8000", max_running=1)
-    async with a_world(model_dir, small, oversubscribe=1.0, max_queued=0) as world:
+    async with a_world(model_dir, ONE_AT_A_TIME, oversubscribe=1.0, max_queued=0) as world:
         await world.request().ask(a_completion())
         shed = await world.request().ask(a_completion())
         assert (shed.status, shed.headers["retry-after"]) == (429, "1")
 
 
 async def test_a_waiting_request_gets_the_place_of_one_that_ends(model_dir):
-    small = joined("d1", "10.0.0.1:8000", max_running=1)
-    async with a_world(model_dir, small, oversubscribe=1.0) as world:
-        first, second = world.request(), world.request()
-        await first.ask(a_completion())
-        await second.head()
-        await second.body(a_completion())
-        await until(lambda: world.router.status().queued == 1)
+    async with a_world(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
+        first, waiting = await world.one_behind_another()
         await first.over()
-        assert (await second.picked()).endpoints == ["10.0.0.1:8000"]
+        assert (await waiting.picked()).endpoints == ["10.0.0.1:8000"]
 
 
 @pytest.mark.parametrize(("address", "endpoints"), [("10.0.0.2:8000", ["10.0.0.2:8000"]), ("unix:/run/d2", [])])
 async def test_a_waiting_request_gets_a_worker_that_joins_if_gateways_can_reach_it(model_dir, address, endpoints):
-    small = joined("d1", "10.0.0.1:8000", max_running=1)
-    async with a_world(model_dir, small, oversubscribe=1.0) as world:
-        first, second = world.request(), world.request()
-        await first.ask(a_completion())
-        await second.head()
-        await second.body(a_completion())
-        await until(lambda: world.router.status().queued == 1)
+    async with a_world(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
+        _, waiting = await world.one_behind_another()
         world.router.hear(joined("d2", address))
-        picked = await second.picked()
+        picked = await waiting.picked()
         assert (picked.endpoints, picked.status) == (endpoints, 0 if endpoints else 503)
         assert world.booked() == {"d1": 1} | ({"d2": 1} if endpoints else {})
 
@@ -422,14 +408,9 @@ async def test_servers_that_know_nothing_of_fleet_are_picked_by_what_they_were_s
             {"worker_id": f"w{number}", "url": server.url, "model": "mock"} for number, server in enumerate(servers)
         ],
     }
-    (tmp_path / "router.json").write_text(json.dumps(config))
-    reading, writing = os.pipe()
-    command = [*FLEET, "serve", "router", "--config", f"{tmp_path / 'router.json'}", "--ready-fd", f"{writing}"]
-    process = subprocess.Popen(command, pass_fds=[writing])
-    os.close(writing)
+    process, endpoints = await asyncio.to_thread(serve, "router", config, tmp_path / "router.json")
     try:
-        with os.fdopen(reading) as ready:
-            address = json.loads(await asyncio.to_thread(ready.readline))["endpoint_picker"]
+        address = endpoints["endpoint_picker"]
         prompts = [f"{letter} prompt of its own, " * 40 for letter in "ABCDEF"]
         async with a_gateway(address) as gateway:
 

@@ -9,9 +9,9 @@ import pytest
 from fleet.ids import WorkerId
 from fleet.router.messages import WorkerLeft
 from fleet.v1 import ext_proc_pb2 as pb
-from tests.endpoint_pickers import D1, D2, EVENT, LONG, P1, a_world, joined
+from tests.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_world, joined
 from tests.gateways import FULL_DUPLEX, a_completion, a_header_map
-from tests.openai_servers import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -79,13 +79,8 @@ async def test_a_call_that_ends_leaves_nothing_booked_at_whichever_phase(model_d
 
 
 async def test_a_call_that_is_cancelled_while_its_request_waits_leaves_the_queue(model_dir):
-    small = joined("d1", "10.0.0.1:8000", max_running=1)
-    async with a_world(model_dir, small, oversubscribe=1.0) as world:
-        first, waiting = world.request(), world.request()
-        await first.ask(a_completion())
-        await waiting.head()
-        await waiting.body(a_completion())
-        await until(lambda: world.router.status().queued == 1)
+    async with a_world(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
+        first, waiting = await world.one_behind_another()
         waiting.call.cancel()
         await until(lambda: world.router.status().queued == 0)
         assert world.booked() == {"d1": 1}

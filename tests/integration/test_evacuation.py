@@ -26,9 +26,10 @@ from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.builders import token_bytes
 from tests.engine_driving import blocks_from, driven, fresh_prompt, work
-from tests.kv_builders import NodeProcess, a_node, a_short_folder, eventually
+from tests.kv_builders import NodeProcess, a_node, a_short_folder
 from tests.servers import RedisServer, a_redis, shared_redis
 from tests.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, namespace, simulated
+from tests.waiting import eventually, until
 from tests.worker_processes import a_stream, a_worker_process
 from workers.engines.simulated import open_engine
 from workers.evacuation import MOST_FAILURES, StoreEvacuator, open_evacuator
@@ -359,11 +360,6 @@ async def test_a_server_that_hangs_delays_no_answer_and_the_drain_by_its_deadlin
     assert said
 
 
-async def failed_once(evacuator: StoreEvacuator) -> None:
-    while not evacuator.brought.failed:
-        await asyncio.sleep(0.01)
-
-
 async def test_a_server_that_is_away_is_tried_a_few_times_and_then_ends_it_before_its_deadline(caplog):
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
@@ -386,7 +382,7 @@ async def test_a_server_that_was_away_when_it_began_gets_all_of_it_once_it_is_ba
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             server.kill()
             going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(20 * SECOND)))
-            await failed_once(evacuator)
+            await until(lambda: evacuator.brought.failed)
             server.start()
             brought = await going
             assert (brought.tier, brought.moved, brought.left) == ("redis", BLOCKS, 0)
@@ -413,7 +409,7 @@ async def test_a_call_that_the_node_does_not_answer_is_one_failure_and_it_goes_o
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             node.freeze()
             going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(20 * SECOND)))
-            await failed_once(evacuator)
+            await until(lambda: evacuator.brought.failed)
             node.thaw()
             brought = await going
     assert (brought.tier, brought.moved, brought.left) == ("redis", BLOCKS, 0)

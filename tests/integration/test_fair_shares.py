@@ -1,4 +1,4 @@
-"""Tenants that flood a router share what is computed by their weights, over real sockets on both sides (row R10)."""
+"""Tenants that flood a router share what is computed by their weights, over real sockets on both sides."""
 
 import asyncio
 from collections import Counter
@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from fleet.router.tenants import TenantSettings
-from tests.integration.test_http_connections import Peer, post
-from tests.openai_servers import MODEL, Answering, OpenAiServer, RelayWorld, a_relay, five_tokens, until
+from tests.http_peers import Peer, post
+from tests.openai_servers import MODEL, Answering, OpenAiServer, RelayWorld, a_relay, five_tokens
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 

@@ -16,8 +16,9 @@ from fleet.clock import Nanos
 from fleet.ids import RequestId
 from fleet.router.truth import Knowledge
 from tests.builders import token_ids
-from tests.integration.test_http_connections import connected, post
-from tests.openai_servers import ASKED, COMPLETIONS, MODEL, Answering, OpenAiServer, RelayWorld, a_relay, until
+from tests.http_peers import connected, post
+from tests.openai_servers import ASKED, COMPLETIONS, MODEL, Answering, OpenAiServer, RelayWorld, a_relay
+from tests.waiting import until
 from workers.engines.event_health import Alert
 from workers.engines.event_stream import END_OF_REPLAY
 

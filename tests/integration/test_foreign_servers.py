@@ -1,4 +1,4 @@
-"""Row E3: two servers of other projects behind a router, each told from the other by nothing but its address.
+"""Two servers of other projects behind a router, each told from the other by nothing but its address.
 
 vLLM's own server and that of transformers, with the built-in model and without KV events.
 """
@@ -16,7 +16,8 @@ import pytest
 from fleet.ids import RequestId
 from tests import openai_servers
 from tests.foreign_servers import foreign_servers
-from tests.openai_servers import a_relay, until
+from tests.openai_servers import a_relay
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,

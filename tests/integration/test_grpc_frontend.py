@@ -1,6 +1,5 @@
 """The gRPC front as the generated stubs see it."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -9,7 +8,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fleet.adapters import grpc_calls
+from fleet.adapters import grpc_calls, grpc_door
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.grpc_frontend import open_grpc_frontend
@@ -19,19 +18,13 @@ from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from fleet.v1 import inference_pb2 as pb
 from tests.builders import a_prompt, token_ids
 from tests.fake_router import a_card
-from tests.fronts import open_fronts
 from tests.text_model import EOS
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
 TEXT = "the quick brown fox: Größe 漢字 🎉!"
 DETAILS = "grpc-status-details-bin"
-
-
-@pytest.fixture
-async def fronts(model_dir):
-    async with asyncio.timeout(60), open_fronts(model_dir) as fronts:
-        yield fronts
 
 
 @pytest.fixture
@@ -173,6 +166,8 @@ BAD = [
     (pb.GenerateRequest(text="x", request_id="no spaces"), "request_id"),
     (pb.GenerateRequest(text="x", priority=1000), "priority"),
     (pb.GenerateRequest(text="x", stop=[""]), "stop[0]"),
+    (pb.GenerateRequest(text="x", stop=["a"] * 1_000_000), "stop"),
+    (pb.GenerateRequest(text="x", sampling=pb.Sampling(stop_token_ids=[0] * 1_000_000)), "sampling.stop_token_ids"),
     (pb.GenerateRequest(text="x", placement=9), "placement"),
     (pb.GenerateRequest(text="x", kv_path=9), "kv_path"),
 ]
@@ -225,6 +220,41 @@ async def test_a_message_that_is_too_large_is_told_so(fronts, channel):
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert details_of(error)[0].reason == "too_large"
+
+
+def junk(size: int) -> bytes:
+    """A field that nobody knows, which messages keep."""
+    content = pb.GenerateRequest(text="y" * size).SerializeToString()
+    assert content[0] >> 3 < 16
+    return b"\xfa\x7f" + content[1:]  # number 2047
+
+
+async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, stub, channel, monkeypatch):
+    monkeypatch.setattr(grpc_door, "MOST_HELD_BYTES", 1_000_000)
+    fronts.will_answer(TEXT)
+    fronts.router.hold_after = 1
+    long = pb.GenerateRequest(text="x").SerializeToString() + junk(300_000)
+    generate = channel.unary_stream("/fleet.v1.Inference/Generate")
+    calls = [generate(long) for _ in range(3)]
+    for call in calls:
+        await call.read()
+
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await generate(long).read()
+
+    detail, *_, retry = details_of(refused.value)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (detail.reason, retry.retry_delay.ToMilliseconds()) == ("queue_full", 1000)
+    ordinary = stub.Generate(pb.GenerateRequest(text="x"))
+    assert await ordinary.read(), "which are always taken"
+    calls[0].cancel()
+    await fronts.router.until(fronts.router.cancelled)
+    await until(lambda: fronts.grpc.door._held_bytes < 700_000)
+    another = generate(long)
+    assert await another.read()
+    for call in (*calls, ordinary, another):
+        call.cancel()
+    await until(lambda: fronts.grpc.door._held_bytes == 0)
 
 
 async def test_refusals_carry_when_to_try_again(fronts, stub):
@@ -374,6 +404,13 @@ async def test_reflection_lists_the_services(channel):
 async def test_a_port_in_use_is_refused_with_its_address(fronts):
     with pytest.raises(ConfigurationRefused, match=fronts.grpc.address):
         async with open_grpc_frontend(fronts.grpc.address, fronts.generation, fronts.router, fronts.generation._clock):
+            pass
+
+
+@pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999"])
+async def test_what_is_no_address_is_refused_with_what_one_looks_like(fronts, listen):
+    with pytest.raises(ConfigurationRefused, match=f"^cannot listen on {listen}: must be host:port$"):
+        async with open_grpc_frontend(listen, fronts.generation, fronts.router, SystemClock()):
             pass
 
 

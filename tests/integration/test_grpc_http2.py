@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import gzip
 import socket
+import tracemalloc
 from contextlib import asynccontextmanager
 
 import grpc
@@ -13,7 +15,7 @@ from ngh2.events import DataReceived, ResponseReceived, StreamClosed, TrailersRe
 from fleet.adapters import grpc_http2, grpc_http2_call
 from fleet.adapters.grpc_http2 import Http2Server
 from tests.integration.test_http2_floods import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
-from tests.openai_servers import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -21,6 +23,7 @@ DATA, PING, CONTINUATION = 0, 6, 9
 END_STREAM = 1
 INITIAL_WINDOW = 4
 OPEN = PREFACE + frame(SETTINGS, 0, 0)
+HEAD = call(b"/x.Y/Thrice")
 
 
 class Service:
@@ -226,18 +229,82 @@ async def test_what_nobody_serves_is_unimplemented(world, path):
         assert await status_of(channel.unary_stream(path)(b"")) is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_compressed_messages_are_refused(world):
-    async with world.channel() as channel:
-        call = channel.unary_stream("/x.Y/Thrice")(b"a" * 999, compression=grpc.Compression.Gzip)
-        assert await status_of(call) is grpc.StatusCode.UNIMPLEMENTED
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_clients_may_compress(world, compression):
+    """Which is an option of theirs, for calls and for channels."""
+    target, options = f"127.0.0.1:{world.port}", [("grpc.use_local_subchannel_pool", 1)]
+    prose = " ".join(map(str, range(400_000))).encode()
+    async with grpc.aio.insecure_channel(target, options=options, compression=compression) as channel:
+        for content in (b"", b"a" * 200_000, prose):
+            assert [each async for each in channel.unary_stream("/x.Y/Thrice")(content)] == [content] * 3
+        call = channel.stream_stream("/x.Y/LateEcho")()
+        for number in range(3):
+            await call.write(b"%d" % number * 10_000)
+            assert await call.read() == b"%d" % number * 10_000
+        await call.done_writing()
+    await until(lambda: not _calls(world))
+    assert world.server.held_bytes == 0
+
+
+async def test_a_message_that_would_unpack_to_much_more_than_it_is_ends_its_call_and_no_other(world):
+    bomb = gzip.compress(bytes(16 << 20))
+    async with world.channel() as channel, world.client() as client:
+        waiting = channel.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        tracemalloc.start()
+        try:
+            calls = [client.call("One", message(bomb, compressed=1), grpc_encoding=b"gzip") for _ in range(10)]
+            ends = [await client.end_of(each) for each in calls]
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        world.service.go.set()
+        assert [each async for each in waiting] == [b"a"]
+    assert {end[b"grpc-status"] for end in ends} == {b"8"}
+    assert b"send it uncompressed" in ends[0][b"grpc-message"]
+    assert most < 8 << 20, "of 160 MiB"
+    assert world.service.began == 1
+
+
+async def test_what_cannot_be_unpacked_ends_its_call_and_no_other(world):
+    packed = gzip.compress(b"a" * 999)
+    wrong = [
+        (message(packed[:-3], compressed=1), b"gzip", b"13"),
+        (message(packed + b"more", compressed=1), b"gzip", b"13"),
+        (message(b"nothing of the kind", compressed=1), b"gzip", b"13"),
+        (message(packed, compressed=1), b"deflate", b"13"),
+        (message(packed, compressed=1), b"identity", b"13"),
+        (message(packed, compressed=2), b"gzip", b"13"),
+        (message(packed, compressed=1), b"snappy", b"12"),
+    ]
     async with world.client() as client:
-        for call in (
-            client.call("One", message(b"a", compressed=1), grpc_encoding=b"gzip"),
-            client.call("One", message(b"a", compressed=1)),
-        ):
-            assert (await client.end_of(call))[b"grpc-status"] == b"12"
-            assert client.heads[call][b"grpc-accept-encoding"] == b"identity", "which says what to do"
-    assert world.service.began == 0
+        good = client.call("One", message(b"", compressed=0), grpc_encoding=b"gzip")
+        calls = [client.call("One", content, grpc_encoding=encoding) for content, encoding, _ in wrong]
+        unnamed = client.call("One", message(packed, compressed=1))
+        assert [(await client.end_of(each))[b"grpc-status"] for each in calls] == [status for *_, status in wrong]
+        assert (await client.end_of(unnamed))[b"grpc-status"] == b"13"
+        assert (await client.end_of(good))[b"grpc-status"] == b"0", "a message need not be compressed"
+        assert client.heads[calls[-1]][b"grpc-accept-encoding"] == b"identity,gzip,deflate", "which says what to do"
+    assert world.service.began == 1
+
+
+async def test_a_message_may_come_in_any_pieces(world):
+    sent = [b"a" * 300, b"", b"bc" * 200]
+    content = b"".join(
+        message(gzip.compress(each), compressed=1) if number % 2 else message(each) for number, each in enumerate(sent)
+    )
+    for size in (1, 4, 7, len(content)):
+        async with world.client() as client:
+            pieces = [content[at : at + size] for at in range(0, len(content), size)]
+            call = client.call("LateEcho", end=False, grpc_encoding=b"gzip")
+            for piece in pieces:
+                client.http.send_data(call, piece, end_stream=False)
+                client.flush()
+                await asyncio.sleep(0)
+            client.http.send_data(call, b"", end_stream=True)
+            client.flush()
+            assert (await client.end_of(call))[b"grpc-status"] == b"0"
+            assert client.content[call] == b"".join(map(message, sent))
 
 
 async def test_a_message_that_is_too_long_is_refused_by_its_length_before_it_has_come(world):
@@ -304,11 +371,13 @@ async def test_a_connection_that_says_nothing_is_cut(world, monkeypatch):
         OPEN + frame(DATA, 0, 1, b"a"),
         OPEN + frame(HEADERS, END_HEADERS, 2, call(b"/x.Y/Thrice")),
         OPEN + frame(RESET, 0, 1, bytes(4)) * 5,
+        OPEN
+        + b"".join(frame(HEADERS, END_HEADERS, n, HEAD) + frame(RESET, 0, n, bytes(4)) for n in range(1, 30_001, 2)),
     ],
-    ids=["http1", "tls", "pings", "settings", "continuations", "data", "even", "resets"],
+    ids=["http1", "tls", "pings", "settings", "continuations", "data", "even", "resets", "calls that are reset"],
 )
 async def test_floods_and_what_is_no_http2_end_their_connection_and_nobody_elses(world, flood, caplog, monkeypatch):
-    monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 60.0)  # it is not for that
     async with world.channel() as channel:
         first = [each async for each in channel.unary_stream("/x.Y/Thrice")(b"a")]
         await world.say(flood)
@@ -345,6 +414,37 @@ async def test_metadata_that_is_too_long_ends_its_call_and_no_other(world):
         assert await status_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
         world.service.go.set()
         assert [each async for each in waiting] == [b"a"]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [tuple((f"x-{number}", "v") for number in range(1500)), (("x", "y" * 100_000),)],
+    ids=["many", "much"],
+)
+async def test_a_head_beyond_all_bounds_ends_its_connection_and_no_other(world, metadata):
+    async with world.channel() as channel, world.channel() as other:
+        waiting = other.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        call = channel.unary_stream("/x.Y/One")(b"", metadata=metadata, timeout=5)
+        assert await status_of(call) is not grpc.StatusCode.OK
+        world.service.go.set()
+        assert [each async for each in waiting] == [b"a"]
+    assert world.service.began == 1
+
+
+async def test_what_the_metadata_of_all_calls_takes_is_bounded(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "HELD_BYTES", 300_000)
+    async with world.channel() as channel:
+        calls = [channel.unary_stream("/x.Y/Never")(b"", metadata=(("x", "y" * 15_000),)) for _ in range(60)]
+        await until(lambda: sum(call.done() for call in calls) >= 35)
+        refused = {await call.code() for call in calls if call.done()}
+        assert refused == {grpc.StatusCode.UNAVAILABLE}
+        assert world.server.held_bytes < 400_000
+        assert world.service.began < 25
+        for call in calls:
+            call.cancel()
+        await until(lambda: not world.server.held_bytes)
+        assert await channel.unary_unary("/x.Y/One")(b"") == b""
 
 
 async def test_a_bug_ends_its_call_and_no_other(world, caplog):
@@ -515,7 +615,9 @@ async def test_a_name_is_all_its_addresses(monkeypatch):
     await server.stop(None)
 
 
-@pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:99999", "127.0.0.1:-1", "203.0.113.1:0", "unix:/no/such"])
+@pytest.mark.parametrize(
+    "listen", ["127.0.0.1", "50051", ":50051", "127.0.0.1:99999", "127.0.0.1:-1", "203.0.113.1:0", "unix:/no/such"]
+)
 def test_what_is_no_place_to_listen_is_refused(listen):
     with pytest.raises(RuntimeError, match=f"cannot listen on {listen}: "):
         Http2Server().add_insecure_port(listen)

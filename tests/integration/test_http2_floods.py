@@ -1,11 +1,8 @@
 """What a client can do to the gRPC port below gRPC: streams that are opened and reset, as fast as it can."""
 
-import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 
@@ -13,6 +10,7 @@ import psutil
 import pytest
 
 from fleet.client import Client, FleetError
+from tests.fleet_processes import serve
 
 pytestmark = pytest.mark.integration
 
@@ -44,15 +42,10 @@ def call(path: bytes) -> bytes:
 @pytest.fixture
 def router(tmp_path):
     """A router in a process of its own; yields the process and its gRPC address."""
-    config = tmp_path / "router.json"
-    config.write_text(json.dumps({"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}))
-    reading, writing = os.pipe()
-    command = [sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(config)]
-    process = subprocess.Popen([*command, "--ready-fd", str(writing)], pass_fds=[writing], stderr=subprocess.DEVNULL)
-    os.close(writing)
+    settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
+    process, endpoints = serve("router", settings, tmp_path / "router.json", stderr=subprocess.DEVNULL)
     try:
-        with os.fdopen(reading) as ready:
-            yield psutil.Process(process.pid), json.loads(ready.readline())["grpc"]
+        yield psutil.Process(process.pid), endpoints["grpc"]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(20)

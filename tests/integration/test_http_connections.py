@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+import tracemalloc
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 
@@ -12,89 +12,14 @@ from fleet.errors import ConfigurationRefused
 from fleet.requests import Logprobs
 from fleet.router.http_settings import HttpSettings
 from tests.fronts import Fronts, open_fronts
-from tests.openai_servers import RelayWorld
+from tests.http_peers import connected, error_of, get, post
 from tests.text_model import EOS
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture
-async def fronts(model_dir):
-    async with asyncio.timeout(60), open_fronts(model_dir) as fronts:
-        yield fronts
-
-
-class Peer:
-    """One connection, byte by byte."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self.writer = writer
-
-    async def send(self, content: bytes) -> None:
-        self.writer.write(content)
-        await self.writer.drain()
-
-    async def head(self) -> tuple[int, dict[str, str]]:
-        async with asyncio.timeout(10):
-            lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        status = int(lines[0].split()[1])
-        return status, dict(line.split(": ", 1) for line in lines[1:] if line)
-
-    async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        status, headers = await self.head()
-        async with asyncio.timeout(10):
-            if headers.get("transfer-encoding") == "chunked":
-                body = b"".join([chunk async for chunk in self.chunks()])
-            elif "content-length" in headers:
-                body = await self._reader.readexactly(int(headers["content-length"]))
-            else:
-                body = await self._reader.read()
-        return status, headers, body
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        while size := int(await self._reader.readuntil(b"\r\n"), 16):
-            yield await self._reader.readexactly(size)
-            assert await self._reader.readexactly(2) == b"\r\n"
-        assert await self._reader.readexactly(2) == b"\r\n"
-
-    async def rest(self) -> bytes:
-        """All that still comes until the server closes."""
-        async with asyncio.timeout(10):
-            return await self._reader.read()
-
-
-@asynccontextmanager
-async def connected(fronts: Fronts | RelayWorld, **options: int) -> AsyncIterator[Peer]:
-    host, _, port = fronts.http.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), **options)
-    try:
-        yield Peer(reader, writer)
-    finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
-
-
-def post(path: str, body: bytes | dict, *headers: str, version: str = "1.1") -> bytes:
-    body = json.dumps(body).encode() if isinstance(body, dict) else body
-    lines = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *headers]
-    if not any(header.startswith("content-type") for header in headers):
-        lines.append("content-type: application/json")
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-def get(path: str, method: str = "GET") -> bytes:
-    return f"{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
-
-
-def error_of(body: bytes) -> dict:
-    error = json.loads(body)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
 
 
 @pytest.mark.parametrize(
@@ -420,6 +345,61 @@ async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
             assert await peer.rest() == b""
 
 
+@pytest.mark.parametrize(
+    ("begin", "drop"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\n", b"x-a: b\r\n"),
+        (post(COMPLETIONS, b"x" * 1000)[:-900], b"x"),
+        (CHUNKED + b"\r\n", b"1\r\nx\r\n"),
+    ],
+    ids=["a head", "a body", "a body in chunks"],
+)
+async def test_a_drop_now_and_then_gives_nobody_more_time(model_dir, begin, drop):
+    """As slow-loris does it, to hold connections for ever."""
+    limits = {"head_timeout_seconds": 0.3, "body_timeout_seconds": 0.3}
+    async with open_fronts(model_dir, **limits) as fronts, connected(fronts) as peer, asyncio.TaskGroup() as tasks:
+
+        async def drip():
+            with suppress(ConnectionError):
+                await peer.send(begin)
+                while True:
+                    await peer.send(drop)
+                    await asyncio.sleep(0.02)
+
+        dripping = tasks.create_task(drip())
+        status, headers, body = await peer.answer()
+        dripping.cancel()
+
+    assert (status, headers["connection"]) == (408, "close")
+    assert error_of(body)["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize(
+    ("many", "said"),
+    [
+        ({"stop": ["a"] * 1_000_000}, "stop: has 1000000 strings, and 16 are allowed"),
+        ({"stop_token_ids": [0] * 1_000_000}, "stop_token_ids: has 1000000 ids, and 1024 are allowed"),
+    ],
+    ids=["strings", "tokens"],
+)
+async def test_a_million_stops_are_refused_and_leave_nothing(fronts, many, said):
+    fronts.will_answer("the fox")
+    asked = post(COMPLETIONS, {"prompt": "x", **many})
+    async with connected(fronts) as peer, connected(fronts) as other:
+        tracemalloc.start()
+        try:
+            for _ in range(2):
+                await peer.send(asked)
+                status, _, body = await peer.answer()
+                assert (status, error_of(body)["message"]) == (400, said)
+            await until(lambda: tracemalloc.get_traced_memory()[0] < 1 << 20)
+        finally:
+            tracemalloc.stop()
+        await other.send(post(COMPLETIONS, {"prompt": "once"}))
+        assert (await other.answer())[0] == 200
+    assert len(fronts.router.submitted) == 1
+
+
 MUCH = {
     "messages": [{"role": "user", "content": "x"}],
     "stream": True,
@@ -471,9 +451,7 @@ async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_ta
         peers = [await stack.enter_async_context(connected(fronts)) for _ in range(4)]
         for peer in peers[:3]:
             await peer.send(long[:-1])
-        async with asyncio.timeout(10):
-            while fronts.http._held.bytes < 3 * 300_000:
-                await asyncio.sleep(0.002)
+        await until(lambda: fronts.http._held.bytes >= 3 * 300_000)
         await peers[3].send(long[:-1])
 
         status, headers, body = await peers[-1].answer()
@@ -501,9 +479,7 @@ async def test_more_connections_than_allowed_are_turned_away(model_dir):
             status, headers, body = await three.answer()
             assert (status, headers["connection"]) == (503, "close")
             assert error_of(body)["type"] == "server_error"
-        async with asyncio.timeout(10):
-            while fronts.http._connections:
-                await asyncio.sleep(0.01)
+        await until(lambda: not fronts.http._connections)
         async with connected(fronts) as peer:
             await peer.send(get("/health"))
             assert (await peer.answer())[0] == 200

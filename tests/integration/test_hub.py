@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from fleet.hub import HubSettings, Repository
 from fleet.router.settings import RouterSettings
 from fleet.work import Description
 from tests.hub_server import Repo, a_hub
+from tests.waiting import eventually
 from tests.worker_processes import a_stream
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -222,7 +222,7 @@ def test_a_killed_download_goes_on_with_the_files_that_are_missing_and_leaves_no
     assert hub.holding.wait(SECONDS)
     blobs = tmp_path / "cache" / "models--fleet-tests--tiny" / "blobs"
     whole = hub.repos[NAME].etag(first)
-    wait_until(lambda: (blobs / whole).exists() and len(list(blobs.glob("*.incomplete"))) == 1)
+    eventually(lambda: (blobs / whole).exists() and len(list(blobs.glob("*.incomplete"))) == 1)
     process.kill()
     process.wait()
     assert len(list(blobs.glob("*.incomplete"))) == 1
@@ -245,7 +245,7 @@ def test_two_processes_that_fetch_into_one_cache_fetch_each_file_once(hub, reque
     other.start()
     blobs = tmp_path / "cache" / "models--fleet-tests--tiny" / "blobs"
     heads = lambda: sum(path.endswith(last) and method == "HEAD" for method, path in hub.asked)  # noqa: E731
-    wait_until(lambda: heads() == 2)
+    eventually(lambda: heads() == 2)
     assert len(list(blobs.glob("*.incomplete"))) == 1  # the first one's is left alone
     hub.go_on()
     other.join(SECONDS)
@@ -263,13 +263,6 @@ def test_a_download_ends_with_whoever_started_it(hub, request_for, a_download):
     assert hub.holding.wait(SECONDS)
     process.stdin.close()
     assert process.wait(SECONDS) == 1
-
-
-def wait_until(it_is):
-    deadline = time.monotonic() + SECONDS
-    while not it_is():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

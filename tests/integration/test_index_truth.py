@@ -1,4 +1,4 @@
-"""The index of a router against what its workers hold: a cold router, and a worker that dies (rows I7, I8)."""
+"""The index of a router against what its workers hold: a cold router, and a worker that dies."""
 
 import asyncio
 import random

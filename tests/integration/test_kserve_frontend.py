@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fleet.adapters import grpc_calls, kserve_frontend
+from fleet.adapters import grpc_calls, grpc_door, kserve_frontend
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.kserve_frontend import open_kserve_frontend
 from fleet.client import Client
@@ -24,11 +24,12 @@ from fleet.v1 import inference_pb2, kserve_pb2_grpc
 from fleet.v1 import kserve_pb2 as pb
 from tests.builders import token_ids
 from tests.fake_router import a_card
+from tests.fleet_processes import fleet_up
 from tests.fronts import open_fronts
 from tests.integration.test_grpc_frontend import SMALL_WINDOW, details_of
-from tests.integration.test_up_simulated import PROMPT, fleet_up
 from tests.text_model import EOS
 from tests.triton_client import TritonClient, described_protocol
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -37,12 +38,6 @@ KEY = "s3cret"
 KEY_SHA256 = "1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0"
 
 needs_triton = pytest.mark.skipif(find_spec("tritonclient") is None, reason="tritonclient is not installed")
-
-
-@pytest.fixture
-async def fronts(model_dir):
-    async with asyncio.timeout(60), open_fronts(model_dir) as fronts:
-        yield fronts
 
 
 @pytest.fixture
@@ -422,6 +417,30 @@ async def test_cancelling_a_call_cancels_all_its_requests(fronts, stub, method):
     await fronts.router.until(fronts.router.cancelled, messages)
 
 
+async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, kserve, stub, monkeypatch):
+    monkeypatch.setattr(grpc_door, "MOST_HELD_BYTES", 500_000)
+    fronts.will_answer(TEXT)
+    fronts.router.hold_after = 1
+    long = streaming(a_message(parameters={}, id="long"))
+    long.inputs[0].contents.bytes_contents[0] = b"x"
+    long.MergeFromString(b"\xfa\x7f\xe0\xa7\x12" + b"y" * 300_000)  # a field that nobody knows
+    assert long.ByteSize() > 300_000
+    call = stub.ModelStreamInfer()
+    await call.write(long)
+    assert not (await call.read()).error_message
+    await call.write(long)
+    assert "too many long requests" in (await call.read()).error_message
+    whole = pb.ModelInferRequest.FromString(long.SerializeToString())
+    del whole.inputs[1:]  # which says that it streams
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.ModelInfer(whole)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await call.write(streaming(a_message(id="short")))
+    assert (await call.read()).infer_response.id == "short", "which are always taken"
+    call.cancel()
+    await until(lambda: kserve.door._held_bytes == 0)
+
+
 async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, caplog):
     fronts.will_answer("the quick brown fox " * 50)
     fronts.router.pause_seconds = 0.001
@@ -566,10 +585,11 @@ async def test_a_port_in_use_is_refused_with_its_address(fronts, kserve):
 
 @needs_triton
 def test_a_cluster_answers_the_same_tokens_over_both_protocols(tmp_path, process):
+    prompt = list(range(100, 300))
     with fleet_up(tmp_path, "--kserve-port", "0") as up, Client(up.grpc) as client:
-        result = client.complete(PROMPT, max_tokens=24, temperature=0, ignore_eos=True)
+        result = client.complete(prompt, max_tokens=24, temperature=0, ignore_eos=True)
         request = {
-            "ids": PROMPT,
+            "ids": prompt,
             "sampling": {"max_tokens": 24, "temperature": 0, "ignore_eos": True},
             "outputs": ["text_output", "output_ids", "finish_reason"],
         }

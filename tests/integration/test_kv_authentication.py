@@ -16,7 +16,7 @@ from kvstore.access import Access, load
 from kvstore.addresses import is_local
 from kvstore.buffers import crc32c, pieces
 from kvstore.call_proofs import PROOF_KEY
-from kvstore.clock import Nanos, nanos
+from kvstore.clock import Nanos
 from kvstore.credentials import Credentials
 from kvstore.errors import BadCredentials, NamespaceUnknown, StoreNotStarted, StoreUnreachable
 from kvstore.messages import BlockOutcome, Claim, Slot
@@ -29,17 +29,13 @@ from kvstore.transports.tcp_server import DataPlane
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.certificates import Authority
-from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_short_folder
+from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_short_folder, soon
 
 pytestmark = pytest.mark.integration
 
 CLOCK = MonotonicClock()
 SECRET = b"the secret of this deployment"
 OTHER = b"the secret of another deployment"
-
-
-def soon(seconds: float = 5) -> Nanos:
-    return Nanos(CLOCK.now() + nanos(seconds))
 
 
 def key(secret: bytes) -> Key | None:
@@ -331,7 +327,7 @@ def test_certificates_protect_the_control_plane_but_not_the_data_plane():
 
 
 @pytest.mark.parametrize("address", ["unix:/run/c", "127.0.0.1:1", "127.1.2.3:1", "[::1]:1", "localhost:1"])
-def test_loopback_needs_none(address):
+def test_addresses_of_this_machine_need_no_credentials(address):
     assert is_local(address)
     Access().require((address,), "")
 

@@ -26,16 +26,8 @@ from kvstore.server import open_node
 from kvstore.settings import StoreSettings
 from kvstore.transports.shared_memory import HANDOUT_SECONDS, HANDOUTS
 from kvstore.v1 import blocks_pb2 as pb
-from tests.kv_builders import (
-    BLOCK_BYTES,
-    NodeProcess,
-    a_block,
-    a_chain,
-    a_namespace,
-    a_node,
-    a_short_folder,
-    eventually,
-)
+from tests.kv_builders import BLOCK_BYTES, NodeProcess, a_block, a_chain, a_namespace, a_node, a_short_folder
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 

@@ -23,7 +23,8 @@ from kvstore.messages import DataPath, Held, Match
 from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import BLOCK_BYTES, HandClock, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
+from tests.kv_builders import BLOCK_BYTES, HandClock, a_block, a_chain, a_namespace, a_node, a_short_folder, empty
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -52,10 +53,6 @@ def client(node, request):
 
 def another(client: StoreClient, node) -> StoreClient:
     return StoreClient.connect(node.address, client.namespace, prefer=(client.path,))
-
-
-def empty(count: int) -> list[np.ndarray]:
-    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
 
 
 def fetch(client: StoreClient, chain) -> list[np.ndarray | None]:

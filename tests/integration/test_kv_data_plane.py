@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from kvstore.buffers import crc32c, pieces
-from kvstore.clock import Nanos, nanos
+from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.machine import BlockMachine
 from kvstore.messages import BlockOutcome, Claim, Slot
@@ -35,7 +35,8 @@ from kvstore.transports.frames import (
 )
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_server import STALLED, DataPlane
-from tests.kv_builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, eventually
+from tests.kv_builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, soon
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -464,7 +465,3 @@ def read(plane: Plane, port: int, slot: Slot, key: Key | None = None) -> list[Bl
         return transport.get([slot], [bytearray(plane.block_bytes)], soon(5))
     finally:
         transport.close()
-
-
-def soon(seconds: float) -> Nanos:
-    return Nanos(CLOCK.now() + nanos(seconds))

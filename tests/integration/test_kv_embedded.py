@@ -19,11 +19,10 @@ from kvstore.client import StoreClient
 from kvstore.embedded import open_embedded
 from kvstore.errors import NodeEnded, StoreNotStarted
 from kvstore.monotonic import MonotonicClock
-from kvstore.settings import StoreSettings
 from kvstore.tiers import pages
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_short_folder, names_in
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_short_folder, names_in, node_settings
 from tests.shared_memory import segments_of
 
 pytestmark = pytest.mark.integration
@@ -31,21 +30,8 @@ pytestmark = pytest.mark.integration
 NODE_THREAD = "kvstore-node"
 
 
-def settings(folder: Path, **fields) -> StoreSettings:
-    return StoreSettings(
-        **{
-            "store_id": "s",
-            "listen": (f"unix:{folder}/c", "127.0.0.1:0"),
-            "shm_socket": f"{folder}/m",
-            "data_listen": "127.0.0.1:0",
-            "capacity_bytes": 1 << 20,
-            **fields,
-        }
-    )
-
-
 def node(folder: Path, **fields):
-    return open_embedded(settings(folder, **fields), MonotonicClock(), new_loop=uvloop.new_event_loop)
+    return open_embedded(node_settings(folder, **fields), MonotonicClock(), new_loop=uvloop.new_event_loop)
 
 
 def node_threads() -> list[str]:
@@ -66,7 +52,7 @@ def store_and_fetch(address: str, prefer=("shm",)) -> None:
 async def test_it_serves_its_own_process_and_leaves_nothing_behind(new_loop):
     with a_short_folder() as folder:
         shared_before, files_before = segments_of(os.getpid()), len(names_in("/proc/self/fd"))
-        async with open_embedded(settings(folder), MonotonicClock(), new_loop=new_loop) as endpoints:
+        async with open_embedded(node_settings(folder), MonotonicClock(), new_loop=new_loop) as endpoints:
             assert NODE_THREAD in node_threads()
             assert names_in(str(folder)) == {"c", "m"}
             assert not endpoints.data_address.endswith(":0")
@@ -251,7 +237,7 @@ async def test_where_no_thread_can_be_had_nothing_is_left_open(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     loop = asyncio.new_event_loop()
     with a_short_folder() as folder, pytest.raises(RuntimeError, match="can't start new thread"):
-        async with open_embedded(settings(folder), MonotonicClock(), new_loop=lambda: loop):
+        async with open_embedded(node_settings(folder), MonotonicClock(), new_loop=lambda: loop):
             raise AssertionError("it started")
 
     assert loop.is_closed()

@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from kvstore.buffers import crc32c
-from kvstore.clock import Nanos, nanos
 from kvstore.messages import Address, BlockKey, BlockOutcome, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.nixl import NixlTransport
 from kvstore.transports.nixl_node import NixlNode
-from tests.kv_builders import a_block, eventually
+from tests.kv_builders import a_block, soon
+from tests.waiting import eventually
 
 pytestmark = [
     pytest.mark.integration,
@@ -26,10 +26,6 @@ pytestmark = [
 
 CLOCK = MonotonicClock()
 BLOCK_BYTES = 4 << 20
-
-
-def soon(seconds: float = 30) -> Nanos:
-    return Nanos(CLOCK.now() + nanos(seconds))
 
 
 class Pool:

@@ -6,7 +6,6 @@ import socket
 import time
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -23,26 +22,22 @@ from kvstore.extents import PAGE_BYTES
 from kvstore.monotonic import MonotonicClock
 from kvstore.server import SERVICE, open_node, serve
 from kvstore.service import CONDEMNED_NAMES
-from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually, names_in
+from tests.kv_builders import (
+    BLOCK_BYTES,
+    a_block,
+    a_chain,
+    a_namespace,
+    a_node,
+    a_short_folder,
+    names_in,
+    node_settings,
+)
 from tests.shared_memory import segments_of
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
-
-
-def settings(folder: Path, **fields) -> StoreSettings:
-    return StoreSettings(
-        **{
-            "store_id": "s",
-            "listen": (f"unix:{folder}/c", "127.0.0.1:0"),
-            "shm_socket": f"{folder}/m",
-            "data_listen": "127.0.0.1:0",
-            "capacity_bytes": 1 << 20,
-            **fields,
-        }
-    )
 
 
 async def test_a_cancelled_node_leaves_nothing_behind():
@@ -50,7 +45,7 @@ async def test_a_cancelled_node_leaves_nothing_behind():
         shared_before = segments_of(os.getpid())
         files_before = len(names_in("/proc/self/fd"))
         ready = asyncio.Event()
-        node = asyncio.get_running_loop().create_task(serve(settings(folder), lambda _: ready.set()))
+        node = asyncio.get_running_loop().create_task(serve(node_settings(folder), lambda _: ready.set()))
         async with asyncio.timeout(20):
             await ready.wait()
             assert {path.name for path in folder.iterdir()} == {"c", "m"}
@@ -80,7 +75,7 @@ def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
 
 async def test_ports_are_filled_in_and_every_address_serves():
     with a_short_folder() as folder:
-        async with open_node(settings(folder), MonotonicClock()) as endpoints:
+        async with open_node(node_settings(folder), MonotonicClock()) as endpoints:
             assert endpoints.listen[0] == f"unix:{folder}/c"
             assert not endpoints.listen[1].endswith(":0")
             assert not endpoints.data_address.endswith(":0")
@@ -93,7 +88,7 @@ async def test_ports_are_filled_in_and_every_address_serves():
 async def test_health_and_reflection_answer():
     with a_short_folder() as folder:
         async with (
-            open_node(settings(folder), MonotonicClock()) as endpoints,
+            open_node(node_settings(folder), MonotonicClock()) as endpoints,
             grpc.aio.insecure_channel(endpoints.listen[0]) as channel,
         ):
             health = health_pb2_grpc.HealthStub(channel)
@@ -131,7 +126,7 @@ async def test_settings_that_this_machine_cannot_obey_are_refused_by_field(field
         (folder / "file").write_text("precious")
 
         with pytest.raises(StoreNotStarted, match=f"^{field}: "):
-            await serve(settings(folder, **fields(folder, busy.getsockname()[1])), lambda _: None)
+            await serve(node_settings(folder, **fields(folder, busy.getsockname()[1])), lambda _: None)
 
         assert sorted(path.name for path in folder.iterdir()) == ["file", "taken"], "something was left, or taken away"
 
@@ -139,7 +134,7 @@ async def test_settings_that_this_machine_cannot_obey_are_refused_by_field(field
 async def test_a_watcher_gets_a_dump_and_then_every_change():
     with a_short_folder() as folder:
         async with (
-            open_node(settings(folder, capacity_bytes=4 * BLOCK_BYTES), MonotonicClock()) as endpoints,
+            open_node(node_settings(folder, capacity_bytes=4 * BLOCK_BYTES), MonotonicClock()) as endpoints,
             grpc.aio.insecure_channel(endpoints.listen[0]) as channel,
         ):
             client = await asyncio.to_thread(StoreClient.connect, endpoints.listen[0], a_namespace())
@@ -170,7 +165,9 @@ async def test_a_slow_watcher_is_cut_and_can_watch_again():
     blocks = [a_block(1, 64)] * 2048
     with a_short_folder() as folder:
         async with (
-            open_node(settings(folder, capacity_bytes=2048 * PAGE_BYTES, watch_queue=2), MonotonicClock()) as endpoints,
+            open_node(
+                node_settings(folder, capacity_bytes=2048 * PAGE_BYTES, watch_queue=2), MonotonicClock()
+            ) as endpoints,
             grpc.aio.insecure_channel(endpoints.listen[0], options=[("grpc.http2.bdp_probe", 0)]) as channel,
         ):
             client = await asyncio.to_thread(StoreClient.connect, endpoints.listen[0], tiny)
@@ -197,7 +194,7 @@ async def test_a_watcher_that_looks_whether_the_node_lives_is_not_cut(monkeypatc
     pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # gRPC pings no more often than that
     with a_short_folder() as folder:
         async with (
-            open_node(settings(folder), MonotonicClock()) as endpoints,
+            open_node(node_settings(folder), MonotonicClock()) as endpoints,
             grpc.aio.insecure_channel(endpoints.listen[0], options=list(pings.items())) as channel,
         ):
             watch = pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest())
@@ -231,7 +228,9 @@ async def test_who_finds_many_blocks_bad_does_not_keep_the_node_for_itself(monke
     tiny = a_namespace(block_bytes=64)
     monkeypatch.setattr(service, "crc32c", look)
     with a_short_folder() as folder:
-        async with open_node(settings(folder, capacity_bytes=len(names) * PAGE_BYTES), MonotonicClock()) as endpoints:
+        async with open_node(
+            node_settings(folder, capacity_bytes=len(names) * PAGE_BYTES), MonotonicClock()
+        ) as endpoints:
             client = await asyncio.to_thread(StoreClient.connect, endpoints.listen[0], tiny)
             assert await asyncio.to_thread(client.write, names, lambda _: a_block(1, 64)) == len(names)
             slots = (await asyncio.to_thread(client.match, names, lease_seconds=0)).slots

@@ -3,7 +3,8 @@
 import pytest
 
 from kvstore.client import StoreClient
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, eventually
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 

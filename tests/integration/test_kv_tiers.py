@@ -23,8 +23,9 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.movement import Fetch, Find, Keep, Movement
 from kvstore.server import open_node
 from kvstore.settings import StoreSettings
-from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_namespace, a_node, a_short_folder, eventually
+from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_namespace, a_node, a_short_folder
 from tests.servers import a_free_port, a_redis
+from tests.waiting import eventually
 
 POOL_BLOCKS = 8
 PATIENCE = 5.0
@@ -104,7 +105,7 @@ def test_a_killed_node_finds_its_blocks_on_the_disk_again(tmp_path):
 
 
 def test_a_match_says_once_which_blocks_came_up_from_which_tier(tmp_path):
-    """Row B3. Looking tells nothing and takes nothing from who reads; what was written since is the memory's own."""
+    """Looking tells nothing and takes nothing from who reads; what was written since is the memory's own."""
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))

@@ -20,12 +20,13 @@ from fleet.clock import SECOND, Nanos
 from fleet.config import child_environment
 from fleet.control.supervision import Child, Condition
 from fleet.errors import ConfigurationRefused
+from tests.fleet_processes import alive
 from tests.shared_memory import abandoned_segments
+from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.integration
 
 CHILD = Path(__file__).with_name("misbehaving_child.py")
-DEADLINE = 20  # seconds; what is waited for takes less than one
 
 
 def a_process(name: str, *how: str) -> LocalProcess:
@@ -58,29 +59,12 @@ def folder():
 def nothing_is_left_behind():
     before = abandoned_segments()
     yield
-    wait_until(lambda: abandoned_segments() <= before)
+    eventually(lambda: abandoned_segments() <= before)
     assert [process for process in psutil.Process().children() if str(CHILD) in " ".join(process.cmdline())] == []
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-async def until(condition):
-    async with asyncio.timeout(DEADLINE):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def family_of(folder: Path) -> list[int]:
     return [int(line) for path in folder.glob("*.family") for line in path.read_text().split()]
-
-
-def alive(pids) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 async def test_the_body_runs_when_all_are_ready_and_their_endpoints_are_known(folder):
@@ -245,8 +229,8 @@ def test_nothing_survives_the_death_of_the_supervisor(tmp_path):
     process.wait()
     process.stdout.close()
 
-    wait_until(lambda: not alive(pids))
-    wait_until(lambda: not Path(runtime).exists())
+    eventually(lambda: not alive(pids))
+    eventually(lambda: not Path(runtime).exists())
 
 
 async def never():

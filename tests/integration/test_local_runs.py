@@ -18,8 +18,9 @@ from fleet.adapters import local_runs
 from fleet.adapters.held_files import held, held_too, left, taken
 from fleet.adapters.local_runs import LocalRun, note_group, note_logs, runtime_folder
 from fleet.cli.main import run
-from tests.integration.test_up_simulated import alive, fleet_up, listens, run_fleet, wait_until
+from tests.fleet_processes import alive, fleet_up, listens, run_fleet
 from tests.shared_memory import abandoned_segments
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -229,7 +230,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
         shown = capsys.readouterr().err
         os.kill(guardian, signal.SIGKILL)
         up.end(signal.SIGKILL)
-    wait_until(lambda: alive(pids) == [])
+    eventually(lambda: alive(pids) == [])
     assert folder.exists()
     plans = str(folder / "plans")
 
@@ -252,7 +253,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
     assert f"fleet: cleared up after a cluster that was killed: {folder}" in next_one.stderr
     assert not folder.exists()
     assert not any(listens(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
-    wait_until(lambda: abandoned_segments() <= segments)
+    eventually(lambda: abandoned_segments() <= segments)
     Path(folder_of_runs).rmdir()
 
 

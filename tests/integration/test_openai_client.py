@@ -8,7 +8,7 @@ import pytest
 from fleet.errors import Reason, Refused
 from fleet.requests import Logprobs
 from tests.builders import a_prompt, token_ids
-from tests.fronts import Fronts, open_fronts
+from tests.fronts import Fronts
 from tests.text_model import EOS
 
 pytestmark = pytest.mark.integration
@@ -18,18 +18,12 @@ TEXT = "the quick brown fox: Größe 漢字 🎉!"
 
 
 @pytest.fixture
-async def fronts(model_dir):
-    async with open_fronts(model_dir) as fronts:
-        yield fronts
-
-
-@pytest.fixture
 async def client(fronts: Fronts):
     async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
         yield client
 
 
-async def test_chat(fronts, client):
+async def test_a_chat_is_rendered_by_the_template_answered_whole_and_counted(fronts, client):
     answer = fronts.will_answer(TEXT, then=[EOS])
 
     completion = await client.chat.completions.create(model="tiny", messages=MESSAGES)
@@ -47,7 +41,7 @@ async def test_chat(fronts, client):
     assert completion.fleet["kv"][0]["worker_id"] == "w1"
 
 
-async def test_chat_streaming_with_usage(fronts, client):
+async def test_a_streamed_chat_ends_with_its_usage(fronts, client):
     answer = fronts.will_answer(TEXT, then=[EOS])
 
     stream = await client.chat.completions.create(
@@ -64,7 +58,7 @@ async def test_chat_streaming_with_usage(fronts, client):
     assert chunks[-1].choices == []
 
 
-async def test_the_clients_own_accumulation_of_a_chat_stream(fronts, client):
+async def test_the_clients_own_accumulation_of_a_chat_stream_is_the_text(fronts, client):
     fronts.will_answer(TEXT, then=[EOS])
 
     async with client.chat.completions.stream(model="tiny", messages=MESSAGES) as stream:
@@ -86,7 +80,7 @@ async def test_completions_take_text_and_tokens(fronts, client):
     assert token_ids(fronts.router.submitted[1].tokens) == tokens
 
 
-async def test_completions_streaming(fronts, client):
+async def test_a_streamed_completion_arrives_piece_by_piece_with_its_end(fronts, client):
     fronts.will_answer(TEXT)
 
     stream = await client.completions.create(model="tiny", prompt="once", max_tokens=100, stream=True)
@@ -144,7 +138,7 @@ async def test_sampling_and_fleets_options_arrive(fronts, client):
     assert completion.fleet["token_ids"] == fronts.router.answer
 
 
-async def test_log_probabilities(fronts, client):
+async def test_log_probabilities_are_those_of_the_engine_in_all_three_forms(fronts, client):
     answer = fronts.will_answer("the fox")
     fronts.router.logprobs = [Logprobs(-0.25, (token, 5), (-0.25, -3.0)) for token in answer]
 
@@ -242,7 +236,7 @@ async def test_closing_a_stream_cancels_the_request(fronts, client):
     await fronts.router.until(fronts.router.cancelled)
 
 
-async def test_many_at_a_time(fronts, client):
+async def test_many_at_a_time_get_an_answer_each(fronts, client):
     fronts.will_answer(TEXT)
 
     async def one() -> str:
@@ -255,7 +249,7 @@ async def test_many_at_a_time(fronts, client):
     assert {task.result() for task in running} == {TEXT}
 
 
-async def test_the_synchronous_client(fronts):
+async def test_the_synchronous_client_gets_the_same(fronts):
     fronts.will_answer(TEXT)
 
     def use() -> tuple[str, str]:

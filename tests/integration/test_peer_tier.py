@@ -16,7 +16,6 @@ import pytest
 from kvstore.block import ChainHash
 from kvstore.buffers import crc32c
 from kvstore.client import StoreClient
-from kvstore.clock import Nanos
 from kvstore.errors import NamespaceUnknown, TierFailed
 from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.monotonic import MonotonicClock
@@ -26,10 +25,11 @@ from kvstore.tiers.remote import RemoteTier
 from kvstore.transports.frames import CHALLENGE, MAGIC, REPLY, Status
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, eventually, keep
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, empty, keep, soon
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import a_free_port
 from tests.stopwatch import at_most
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -78,18 +78,10 @@ def pinned(address: str) -> int:
         return client.stats().pinned
 
 
-def within(seconds: float) -> Nanos:
-    return Nanos(MonotonicClock().now() + round(seconds * 1e9))
-
-
-def empty(count: int) -> list[np.ndarray]:
-    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
-
-
 def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 10) -> list[bool]:
     """Which blocks arrive; whatever does is compared."""
     into = empty(len(keys))
-    answers = tier.get(keys, into, within(seconds))
+    answers = tier.get(keys, into, soon(seconds))
     for key, answer, block in zip(keys, answers, into, strict=True):
         assert answer.outcome is not BlockOutcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
     return [answer.outcome is BlockOutcome.MOVED for answer in answers]
@@ -103,9 +95,9 @@ def test_blocks_of_a_peer_are_found_and_fetched_and_no_lease_stays(node):
 
     fill(node.address, KEYS[:5])
     with a_tier(node.address) as tier:
-        assert tier.find(KEYS, within(10)) == 5
+        assert tier.find(KEYS, soon(10)) == 5
         into = empty(8)
-        answers = tier.get(KEYS, into, within(10))
+        answers = tier.get(KEYS, into, soon(10))
 
         assert [answer.outcome is BlockOutcome.MOVED for answer in answers] == [True] * 5 + [False] * 3
         assert [answer.crc32c for answer in answers[:5]] == [google_crc32c.value(bytes(block)) for block in into[:5]]
@@ -120,23 +112,23 @@ def test_blocks_of_a_peer_are_found_and_fetched_and_no_lease_stays(node):
 def test_a_part_of_a_chain_is_fetched_where_it_is_asked_for(node):
     fill(node.address)
     with a_tier(node.address) as tier:
-        assert tier.find(KEYS[3:], within(10)) == 5
+        assert tier.find(KEYS[3:], soon(10)) == 5
         assert outcomes(tier, KEYS[3:6]) == [True] * 3
 
 
 def test_holes_cost_only_themselves(node):
     fill(node.address, [KEYS[0], KEYS[2], KEYS[3], KEYS[5]])
     with a_tier(node.address) as tier:
-        assert tier.find(KEYS, within(10)) == 1
+        assert tier.find(KEYS, soon(10)) == 1
         assert outcomes(tier, KEYS[:6]) == [True, False, True, True, False, True]
 
 
 def test_what_no_peer_has_is_a_miss(node):
     with a_tier(node.address) as tier:
-        assert tier.find(KEYS, within(10)) == 0
+        assert tier.find(KEYS, soon(10)) == 0
         assert outcomes(tier) == [False] * 8
-        assert tier.find([], within(10)) == 0
-        assert keep(tier, KEYS, BLOCKS, within(10)) == [False] * 8
+        assert tier.find([], soon(10)) == 0
+        assert keep(tier, KEYS, BLOCKS, soon(10)) == [False] * 8
         assert tier.status().failures == 0
 
 
@@ -144,11 +136,11 @@ def test_another_namespace_or_block_length_is_a_miss(node):
     fill(node.address)
     strange = [BlockKey(b"another-digest..", KEYS[0].name)]
     with a_tier(node.address) as tier:
-        assert tier.find(strange, within(10)) == 0
+        assert tier.find(strange, soon(10)) == 0
         assert outcomes(tier, [KEYS[0]]) == [True]
-        (answer,) = tier.get(strange, empty(1), within(10))
+        (answer,) = tier.get(strange, empty(1), soon(10))
         assert answer.outcome is BlockOutcome.GONE
-        (answer,) = tier.get(KEYS[:1], [np.zeros(BLOCK_BYTES + 1, np.uint8)], within(10))
+        (answer,) = tier.get(KEYS[:1], [np.zeros(BLOCK_BYTES + 1, np.uint8)], soon(10))
         assert answer.outcome is BlockOutcome.GONE
 
 
@@ -157,9 +149,9 @@ def test_blocks_are_fetched_from_whoever_has_them_and_the_holder_is_remembered()
         ranked = ranking([one.address, two.address], KEYS[0])
         fill(ranked[1])
         with a_tier(one.address, two.address, look_ups=1) as narrow:
-            assert narrow.find(KEYS, within(10)) == 0, "one look-up ends at the owner"
+            assert narrow.find(KEYS, soon(10)) == 0, "one look-up ends at the owner"
         with a_tier(one.address, two.address) as tier:
-            assert tier.find(KEYS, within(10)) == 8
+            assert tier.find(KEYS, soon(10)) == 8
             assert outcomes(tier, KEYS[4:]) == [True] * 4, "by the holder that was remembered"
 
 
@@ -177,7 +169,7 @@ def test_what_was_found_bad_is_not_asked_for_again_for_a_while(node):
     with a_tier(node.address) as tier:
         tier.discard([KEYS[2]])
 
-        assert tier.find(KEYS, within(10)) == 2
+        assert tier.find(KEYS, soon(10)) == 2
         assert outcomes(tier) == [True, True, False, True, True, True, True, True]
 
 
@@ -188,8 +180,8 @@ def test_pushed_blocks_lie_with_the_owner_of_their_chain():
     with a_node() as one, a_node() as two:
         owner = ranking([one.address, two.address], KEYS[0])[0]
         with a_tier(one.address, two.address, push=True) as tier:
-            assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 8
-            assert keep(tier, KEYS, BLOCKS, within(10)) == [True] * 8
+            assert keep(tier, KEYS, BLOCKS, soon(10)) == [True] * 8
+            assert keep(tier, KEYS, BLOCKS, soon(10)) == [True] * 8
             assert tier.status().bytes_written == 8 * BLOCK_BYTES
             assert outcomes(tier) == [True] * 8
         with StoreClient.connect(owner, NAMESPACE) as client:
@@ -201,7 +193,7 @@ def test_a_block_that_is_not_what_its_checksum_says_is_not_pushed_and_counted(no
         sums = [crc32c([block]) for block in BLOCKS]
         sums[2] ^= 1
 
-        kept = tier.put(KEYS, BLOCKS, within(10), sums)
+        kept = tier.put(KEYS, BLOCKS, soon(10), sums)
 
         assert kept == [True, True, False, True, True, True, True, True]
         assert tier.status().corrupt == 1
@@ -216,9 +208,9 @@ def test_the_owner_of_a_chain_neither_pushes_it_nor_asks_itself():
         with StoreClient.connect(us.address, NAMESPACE) as client:
             client.write([mine.name], BLOCKS[:1])
         with a_tier(*peers, own_address=us.address, push=True) as tier:
-            assert keep(tier, [mine], BLOCKS[:1], within(10)) == [False]
-            assert keep(tier, [theirs], BLOCKS[:1], within(10)) == [True]
-            assert tier.find([mine], within(10)) == 0
+            assert keep(tier, [mine], BLOCKS[:1], soon(10)) == [False]
+            assert keep(tier, [theirs], BLOCKS[:1], soon(10)) == [True]
+            assert tier.find([mine], soon(10)) == 0
 
 
 def keys_like(count: int) -> list[BlockKey]:
@@ -227,7 +219,7 @@ def keys_like(count: int) -> list[BlockKey]:
 
 def test_a_full_peer_takes_what_fits():
     with a_node(capacity_bytes=4 * BLOCK_BYTES) as node, a_tier(node.address, push=True) as tier:
-        kept = keep(tier, KEYS, BLOCKS, within(10))
+        kept = keep(tier, KEYS, BLOCKS, soon(10))
 
         assert kept == [True] * 4 + [False] * 4
         assert tier.status().refused == 4
@@ -244,7 +236,7 @@ def test_a_peer_that_is_not_there_is_a_failure_at_once_and_used_when_it_comes(ca
         with a_tier(node.address) as tier:
             for _ in range(3):
                 with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
-                    tier.find(KEYS, within(10))
+                    tier.find(KEYS, soon(10))
             assert [record.message for record in caplog.records].count("peer cannot be used") == 1
 
             node.start()
@@ -252,7 +244,7 @@ def test_a_peer_that_is_not_there_is_a_failure_at_once_and_used_when_it_comes(ca
 
             def found() -> bool:
                 with contextlib.suppress(TierFailed):
-                    return tier.find(KEYS, within(10)) == 8
+                    return tier.find(KEYS, soon(10)) == 8
                 return False
 
             eventually(found)
@@ -266,7 +258,7 @@ def test_one_dead_peer_of_two_is_no_failure_of_the_tier():
         two.kill()
         with a_tier(one.address, two.address) as tier:
             for keys in (KEYS, keys_like(8)):
-                assert tier.find(keys, within(10)) == (8 if keys is KEYS else 0)
+                assert tier.find(keys, soon(10)) == (8 if keys is KEYS else 0)
             assert outcomes(tier) == [True] * 8
 
 
@@ -294,9 +286,9 @@ def test_a_frozen_peer_costs_no_more_than_the_deadline(node):
         assert outcomes(tier) == [True] * 8
         node.freeze()
         calls = (
-            lambda: tier.find(KEYS, within(0.3)),
+            lambda: tier.find(KEYS, soon(0.3)),
             lambda: outcomes(tier, seconds=0.3),
-            lambda: keep(tier, KEYS, BLOCKS, within(0.3)),
+            lambda: keep(tier, KEYS, BLOCKS, soon(0.3)),
         )
         for call in calls:
             started = time.monotonic()
@@ -318,7 +310,7 @@ def test_a_peer_that_is_frozen_before_the_handshake_costs_no_more_than_the_deadl
     with a_tier(node.address) as tier:
         started = time.monotonic()
         with pytest.raises(TierFailed):
-            tier.find(KEYS, within(0.3))
+            tier.find(KEYS, soon(0.3))
         assert time.monotonic() - started < 1.5
     node.thaw()
 
@@ -364,7 +356,7 @@ def test_a_peer_that_talks_nonsense_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port, a_tier(f"127.0.0.1:{port}") as tier:
         started = time.monotonic()
         with pytest.raises(TierFailed):
-            tier.find(KEYS, within(0.5))
+            tier.find(KEYS, soon(0.5))
         with pytest.raises(TierFailed):
             outcomes(tier, seconds=0.5)
         assert time.monotonic() - started < 3
@@ -422,7 +414,7 @@ def replies(kind: str) -> Script:
 )
 def test_a_data_plane_that_does_not_deliver_is_a_failure_within_the_deadline(kind):
     with a_scripted_server(replies(kind)) as port, a_liar(f"127.0.0.1:{port}") as address, a_tier(address) as tier:
-        assert tier.find(KEYS[:1], within(5)) == 1
+        assert tier.find(KEYS[:1], soon(5)) == 1
 
         with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
             outcomes(tier, KEYS[:1], seconds=0.5)
@@ -434,7 +426,7 @@ def test_a_peer_that_finds_more_than_it_was_asked_for_is_a_failure():
         a_liar(f"127.0.0.1:{port}", 3) as address,
         a_tier(address) as tier,
     ):
-        for call in (lambda: tier.find(KEYS[:2], within(2)), lambda: outcomes(tier, KEYS[:2], 2)):
+        for call in (lambda: tier.find(KEYS[:2], soon(2)), lambda: outcomes(tier, KEYS[:2], 2)):
             with pytest.raises(TierFailed, match="3 blocks of 2"):
                 call()
 
@@ -445,7 +437,7 @@ def test_a_peer_with_another_layout_is_a_failure_that_says_so(node, caplog):
         client.write(a_chain(1), BLOCKS[:1])
     with a_tier(node.address) as tier, caplog.at_level(logging.WARNING):
         with pytest.raises(TierFailed, match="block_tokens"):
-            tier.find(KEYS, within(5))
+            tier.find(KEYS, soon(5))
         assert "peer cannot be used" in [record.message for record in caplog.records]
 
 
@@ -472,8 +464,8 @@ def test_a_closed_tier_says_so():
     with a_tier(f"127.0.0.1:{a_free_port()}") as tier:
         tier.close()
         for call in (
-            lambda: tier.find(KEYS, within(1)),
-            lambda: keep(tier, KEYS, BLOCKS, within(1)),
+            lambda: tier.find(KEYS, soon(1)),
+            lambda: keep(tier, KEYS, BLOCKS, soon(1)),
             lambda: outcomes(tier),
         ):
             with pytest.raises(TierFailed, match="closed"):

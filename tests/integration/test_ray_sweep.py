@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.kv_builders import a_short_folder
+from tests.model_shapes import LLAMA_8B
+from tests.scenarios import SCENARIO
 from tests.traces import CONVERSATION
-from tests.unit.cli.test_sim import MODEL, SCENARIO
 
 pytest.importorskip("ray", reason="ray is not installed: the extra ray")
 
@@ -65,7 +66,7 @@ def address():
 
 @pytest.fixture
 def scenario(tmp_path):
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.json").write_text(json.dumps(LLAMA_8B))
     (tmp_path / "trace.jsonl.gz").write_bytes(CONVERSATION.read_bytes())
     file = tmp_path / "scenario.toml"
     trace = '[workload]\nkind = "trace"\nfile = "trace.jsonl.gz"\nsample = 0.1\nrequests = 50\n'

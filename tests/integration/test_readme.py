@@ -15,7 +15,7 @@ from fleet.config import Topology
 from fleet.planner.settings import ConnectorSettings, EtcdTarget, FolderTarget
 from fleet.router.settings import RouterSettings
 from kvstore.settings import StoreSettings
-from tests.integration.test_up_simulated import fleet_up
+from tests.fleet_processes import fleet_up
 from workers.settings import WorkerSettings
 
 pytestmark = pytest.mark.integration

@@ -1,9 +1,7 @@
 """A router of production that records, and its recording, which the same machine hears again."""
 
 import json
-import os
 import signal
-import subprocess
 from threading import Thread
 from urllib.request import urlopen
 
@@ -11,9 +9,11 @@ import pytest
 
 from fleet.cli.main import run
 from fleet.client import Client
-from tests.integration.test_replicas import FLEET, until, workers_seen
+from tests.fleet_processes import serve
+from tests.integration.test_replicas import workers_seen
+from tests.model_shapes import LLAMA_8B
 from tests.servers import a_free_port
-from tests.unit.cli.test_sim import MODEL
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +35,7 @@ class Cluster:
             "models": {"tiny": str(model_dir)},
             "profiles": {"w": {"model": str(folder / "config.json"), "gpu": "h100"}},
         }
-        (folder / "config.json").write_text(json.dumps(MODEL))
+        (folder / "config.json").write_text(json.dumps(LLAMA_8B))
         self.start_router()
         self.workers = {name: self.start("worker", self.worker(name)) for name in ("w0", "w1")}
 
@@ -54,16 +54,12 @@ class Cluster:
         self.router = self.start("router", self.config, "--record", str(self.recording))
 
     def start(self, part, config, *options):
-        path = self.folder / f"{config.get('worker_id', part)}.json"
-        path.write_text(json.dumps(config))
-        reading, writing = os.pipe()
-        command = [*FLEET, "serve", part, "--config", str(path), "--ready-fd", str(writing), *options]
-        with path.with_suffix(".log").open("w") as log:
-            self.processes.append(subprocess.Popen(command, pass_fds=[writing], stdout=log, stderr=log))
-        os.close(writing)
-        with os.fdopen(reading) as ready:
-            assert ready.readline(), path.with_suffix(".log").read_text()
-        return self.processes[-1]
+        file = self.folder / f"{config.get('worker_id', part)}.json"
+        with file.with_suffix(".log").open("w") as log:
+            process, endpoints = serve(part, config, file, *options, stdout=log, stderr=log)
+        self.processes.append(process)
+        assert endpoints, file.with_suffix(".log").read_text()
+        return process
 
     def recorded(self, what):
         """How often that is in the recording by now."""
@@ -98,17 +94,17 @@ def replayed(path, capsys):
 
 def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, capsys):
     with Client(cluster.grpc) as client:
-        until(lambda: workers_seen(client) == {"w0", "w1"})
+        eventually(lambda: workers_seen(client) == {"w0", "w1"})
     answers = []
     asking = [Thread(target=ask, args=(cluster, number, TOKENS, answers)) for number in range(6)]
     for each in asking:
         each.start()
-    until(lambda: cluster.recorded(b'"Arrived"') == 6 and cluster.recorded(b'["emit"') > 20)
+    eventually(lambda: cluster.recorded(b'"Arrived"') == 6 and cluster.recorded(b'["emit"') > 20)
     cluster.workers["w1"].kill()  # in the middle of answers, which go on elsewhere
     for each in asking:
         each.join(30)
     assert [len(answer.token_ids) for answer in answers] == [TOKENS] * 6
-    until(lambda: cluster.recorded(b'["complete"') == 6)
+    eventually(lambda: cluster.recorded(b'["complete"') == 6)
     with urlopen(f"http://{cluster.http}/metrics") as answer:
         metrics = answer.read().decode()
     assert 'fleet_predictions_total{of="ttft",worker="w0"}' in metrics
@@ -119,7 +115,7 @@ def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, caps
     # Another router takes its place, and leaves the recording of the first alone.
     incident = cluster.folder / "flight.1"
     cluster.start_router()
-    until(lambda: incident.exists() and cluster.recorded(b'"WorkerJoined"') == 1)
+    eventually(lambda: incident.exists() and cluster.recorded(b'"WorkerJoined"') == 1)
     cluster.router.send_signal(signal.SIGTERM)
     assert cluster.router.wait(30) == 0
     status, outcome = replayed(cluster.recording, capsys)

@@ -3,30 +3,22 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 
+import grpc
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.client import Client, FleetError
+from fleet.v1.selection_pb2 import ReleaseRequest, ReportRequest, SelectRequest
+from fleet.v1.selection_pb2_grpc import SelectionStub
+from tests.fleet_processes import serve
 from tests.servers import a_free_port
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
-
-FLEET = (sys.executable, "-m", "fleet.cli.main")
-
-
-def until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-    return found
 
 
 class Routers:
@@ -45,15 +37,10 @@ class Routers:
         self.workers = []
 
     def start(self, part, config, *options):
-        path = self.folder / f"{config.get('worker_id', part)}.json"
-        path.write_text(json.dumps(config))
-        reading, writing = os.pipe()
-        command = [*FLEET, "serve", part, "--config", str(path), "--ready-fd", str(writing), *options]
-        with path.with_suffix(".log").open("w") as log:
-            process = subprocess.Popen(command, pass_fds=[writing], stdout=log, stderr=log)
-        os.close(writing)
-        with os.fdopen(reading) as ready:
-            assert ready.readline(), path.with_suffix(".log").read_text()
+        file = self.folder / f"{config.get('worker_id', part)}.json"
+        with file.with_suffix(".log").open("w") as log:
+            process, endpoints = serve(part, config, file, *options, stdout=log, stderr=log)
+        assert endpoints, file.with_suffix(".log").read_text()
         return process
 
     def add_worker(self, name):
@@ -99,7 +86,7 @@ def routers(tmp_path_factory, model_dir):
     try:
         for name in ("w0", "w1"):
             started.add_worker(name)
-        until(lambda: all(seen == {"w0", "w1"} for seen in started.asked(workers_seen)))
+        eventually(lambda: all(seen == {"w0", "w1"} for seen in started.asked(workers_seen)))
         yield started
     finally:
         started.stop()
@@ -124,7 +111,7 @@ def test_what_one_router_has_booked_keeps_the_others_off(routers):
             asked = json.dumps({**body, "prompt": f"{number} is a number"})
             connection.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
             held.enter_context(connection.getresponse())
-            until(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {number + 1})  # noqa: B023
+            eventually(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {number + 1})  # noqa: B023
         assert booked_by_all(held.enter_context(Client(routers.grpc))) == {"w0": 4, "w1": 4}
 
 
@@ -149,11 +136,27 @@ def test_whoever_is_asked_explains_what_any_router_has_placed(routers):
         client.explain("nobodys")
 
 
+def test_whoever_is_told_of_a_lease_the_router_that_gave_it_hears_of_it(routers):
+    with grpc.insecure_channel(routers.grpc) as channel:
+        lease = SelectionStub(channel).Select(
+            SelectRequest(model="tiny", tokens=bytes(40), lease_ms=20_000), timeout=10
+        )
+    for _ in range(16):
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own, and so either router
+        with grpc.insecure_channel(routers.grpc, options) as channel:
+            stub = SelectionStub(channel)
+            told = stub.Report(ReportRequest(lease_id=lease.lease_id, answer_tokens=1), timeout=10)
+            assert told.lease_ms == 20_000
+    with grpc.insecure_channel(routers.grpc) as channel:
+        SelectionStub(channel).Release(ReleaseRequest(lease_id=lease.lease_id), timeout=10)
+    eventually(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {0})
+
+
 def test_thresholds_that_one_router_is_told_count_for_all(routers):
     with Client(routers.grpc) as client:
         client.tune(max_queued=77)
 
-    until(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {77})
+    eventually(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {77})
 
 
 def test_one_scrape_has_the_metrics_of_all_routers(routers):
@@ -179,9 +182,9 @@ def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_se
         except FleetError:
             return 0
 
-    until(lambda: 0 not in routers.asked(answered))
+    eventually(lambda: 0 not in routers.asked(answered))
     assert second in routers.replicas()
-    until(lambda: len(routers.replicas()) == 2)  # it is started again
-    until(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
+    eventually(lambda: len(routers.replicas()) == 2)  # it is started again
+    eventually(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
     # What was set before it died counts for its successor too.
-    until(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {78})
+    eventually(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {78})

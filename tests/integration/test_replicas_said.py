@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 
 from fleet.adapters.replicas import Replicas
+from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings
 from fleet.v1 import replica_pb2 as pb
 from kvstore.frames import connect
@@ -21,6 +22,7 @@ class Heard:
     def __init__(self):
         self.on_change = None
         self.events = []
+        self.sessions = Sessions(ttl_seconds=1, capacity=1)
 
     def booked(self):
         return {}
@@ -56,7 +58,7 @@ def heard_of(tmp_path, *said):
     async def play():
         router = Heard()
         address = f"unix:{tmp_path}/r.sock"
-        replicas = Replicas(RouterSettings(replicas_listen=address), router, router, lambda: "")
+        replicas = Replicas(RouterSettings(replicas_listen=address), router, router, router, lambda: "")
         running = asyncio.create_task(replicas.run())
         speaker = Speaker()
         async with asyncio.timeout(10):
@@ -77,7 +79,7 @@ def heard_of(tmp_path, *said):
     return asyncio.run(play())
 
 
-@pytest.mark.parametrize("blocks", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("blocks", [float("nan"), float("inf"), 1e300, -1.0])
 def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
     workers = [pb.WorkerBookings(worker_id="w", requests=1, prefill_tokens=1, blocks=blocks)]
     assert "ReplicaBooked" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))

@@ -10,17 +10,10 @@ from fleet.sim.planning import run_scenario
 from fleet.sim.report import write_report
 from fleet.sim.scenario import read_scenario
 from tests.browser import ABSENT, CHROMIUM, Browser, Page
+from tests.model_shapes import LLAMA_8B
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(CHROMIUM is None, reason=ABSENT)]
 
-MODEL = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
 SCENARIO = """
 model = {model}
 [workload]
@@ -107,7 +100,7 @@ class Report:
     def __init__(
         self, folder, *, model="model.json", prefill="prefill", decode="decode", name="a scenario", loads=LOADS
     ):
-        (folder / model).write_text(json.dumps(MODEL))
+        (folder / model).write_text(json.dumps(LLAMA_8B))
         quoted = {"model": model, "prefill": prefill, "decode": decode, "victim": f"{decode}-0"}
         file = folder / "scenario.toml"
         file.write_text(SCENARIO.format(**{key: json.dumps(value) for key, value in quoted.items()}))

@@ -26,6 +26,7 @@ from fleet.router.snapshot import RouterSnapshot, WorkerSnapshot
 from tests.builders import an_arrival
 from tests.engine_driving import fresh_prompt
 from tests.kv_builders import a_node, a_short_folder
+from tests.waiting import until
 from tests.worker_processes import WorkerProcess, a_worker_process
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -66,9 +67,7 @@ class Cluster:
         raise AssertionError("no end")
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(20):
-            while not condition(self.server.status()):
-                await asyncio.sleep(0.01)
+        await until(lambda: condition(self.server.status()))
 
     def why(self, complete: Complete) -> Why:
         return self.server.explain(complete.request_id).placements[-1].why
@@ -168,7 +167,6 @@ async def test_a_stream_survives_the_death_of_its_worker_with_the_same_tokens():
 
 
 async def test_a_prefill_worker_that_dies_costs_time_only():
-    """Row D5."""
     async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.2) as (cluster, processes):
         arrived = cluster.arrival(fresh_prompt(2000), sampling=Sampling(temperature=0.0, max_tokens=3, ignore_eos=True))
         async with asyncio.TaskGroup() as tasks:
@@ -194,7 +192,7 @@ async def test_cancelling_frees_the_engine():
 
 
 async def test_after_ten_cancelled_long_prefills_the_next_one_has_nothing_before_it():
-    """Row D8: the engine computes none of them any further, so that what follows is computed as on an idle worker."""
+    """The engine computes none of them any further, so that what follows is computed as on an idle worker."""
     longest = 2000  # tokens: a step each, and ten of them are more than the worker gets ahead
     async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.3) as (cluster, _):
 
@@ -222,7 +220,7 @@ async def test_after_ten_cancelled_long_prefills_the_next_one_has_nothing_before
 
 
 async def test_without_prefill_workers_whole_requests_are_served_and_pairs_again_when_there_are_some(tmp_path):
-    """Row D12: nothing is restarted but the prefill worker itself, which comes back as a process of its own."""
+    """Nothing is restarted but the prefill worker itself, which comes back as a process of its own."""
     async with a_cluster(Role.PREFILL, Role.DECODE) as (cluster, (prefill, _)):
         whys = []
         _, complete = await cluster.ask(fresh_prompt(LONG))

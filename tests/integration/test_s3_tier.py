@@ -19,11 +19,12 @@ from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.s3.clients import Clients
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.shelf import open_s3, tier_with
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, eventually, keep
-from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_value, empty, outcomes, within
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, empty, keep, soon
+from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_value, outcomes
 from tests.scripted_server import Script, a_scripted_server
 from tests.servers import an_s3, s3_credentials
 from tests.stopwatch import at_most
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -78,30 +79,30 @@ def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
     with an_s3() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, missing_seconds=0)
-        assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
         server.kill()
 
         for call in (
             lambda: outcomes(tier),
-            lambda: keep(tier, KEYS, BLOCKS, within(20)),
-            lambda: tier.find(KEYS, within(20)),
+            lambda: keep(tier, KEYS, BLOCKS, soon()),
+            lambda: tier.find(KEYS, soon()),
         ):
             with at_most(2), pytest.raises(TierFailed, match="http://"):
                 call()
 
         server.start()
         server.client.create_bucket(Bucket="blocks")
-        assert tier.find(KEYS, within(20)) == 0, "it has forgotten"
-        assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
+        assert tier.find(KEYS, soon()) == 0, "it has forgotten"
+        assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
         assert outcomes(tier) == [BlockOutcome.MOVED] * 4
         assert tier.status().failures == 3
         tier.close()
 
 
 CALLS = {
-    "find": lambda tier: tier.find(KEYS, within(0.4)),
-    "put": lambda tier: keep(tier, KEYS, BLOCKS, within(0.4)),
-    "get": lambda tier: tier.get(KEYS, empty(), within(0.4)),
+    "find": lambda tier: tier.find(KEYS, soon(0.4)),
+    "put": lambda tier: keep(tier, KEYS, BLOCKS, soon(0.4)),
+    "get": lambda tier: tier.get(KEYS, empty(), soon(0.4)),
 }
 
 
@@ -109,7 +110,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
     with an_s3() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, parallel=2)
-        keep(tier, KEYS, BLOCKS, within(20))
+        keep(tier, KEYS, BLOCKS, soon())
         server.freeze()
 
         for call in CALLS.values():
@@ -121,7 +122,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
         server.thaw()
 
         def all_kept() -> bool:  # removals that lay in the server's sockets may still come between
-            return keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4 and outcomes(tier) == [BlockOutcome.MOVED] * 4
+            return keep(tier, KEYS, BLOCKS, soon()) == [True] * 4 and outcomes(tier) == [BlockOutcome.MOVED] * 4
 
         eventually(all_kept)
         tier.close()
@@ -133,7 +134,7 @@ def test_calls_under_way_end_when_the_tier_is_closed():
         tier = open_tier(server, "blocks", parallel=1)
         server.freeze()
         with ThreadPoolExecutor(1) as threads:
-            call = threads.submit(tier.get, KEYS, empty(), within(2))
+            call = threads.submit(tier.get, KEYS, empty(), soon(2))
             eventually(lambda: tier.shelf._threads._waiting.qsize() == len(KEYS) - 1)
 
             tier.close()
@@ -148,12 +149,12 @@ def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
         tier = open_tier(server, "blocks", start_seconds=1)
         assert [record.message for record in caplog.records] == ["object store does not answer yet"]
         with pytest.raises(TierFailed):
-            tier.find(KEYS, within(5))
+            tier.find(KEYS, soon(5))
 
         server.start()
         server.client.create_bucket(Bucket="blocks")
 
-        assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
         tier.close()
 
 
@@ -190,7 +191,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
 def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, shared, bucket, planted, caplog):
-    keep(tier, KEYS, BLOCKS, within(20))
+    keep(tier, KEYS, BLOCKS, soon())
     shared.client.put_object(Bucket=bucket, Key=place_of(KEYS[1]), Body=planted)
 
     assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED, BlockOutcome.MOVED]
@@ -200,8 +201,8 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
     assert warnings == ["block is corrupt"]
     with pytest.raises(shared.client.exceptions.NoSuchKey):
         shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))
-    assert tier.find(KEYS, within(20)) == 1
-    assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
+    assert tier.find(KEYS, soon()) == 1
+    assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
     assert outcomes(tier) == [BlockOutcome.MOVED] * 4
 
 
@@ -210,10 +211,10 @@ def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, shar
     for key in KEYS[1:3]:
         shared.client.put_object(Bucket=bucket, Key=place_of(key), Body=newer)
 
-    keep(tier, KEYS, BLOCKS, within(20))
+    keep(tier, KEYS, BLOCKS, soon())
     for _ in range(2):
         assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE, BlockOutcome.MOVED]
-        assert keep(tier, KEYS, BLOCKS, within(20)) == [True, False, False, True]
+        assert keep(tier, KEYS, BLOCKS, soon()) == [True, False, False, True]
 
     assert shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))["Body"].read() == newer
     assert tier.status().corrupt == 0
@@ -224,12 +225,12 @@ def test_two_writers_of_one_block_write_it_once(shared, bucket):
     tiers = [open_tier(shared, bucket) for _ in range(2)]
 
     for tier in tiers:
-        assert keep(tier, KEYS, BLOCKS, within(20)) == [True] * 4
+        assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
 
     assert [tier.status().bytes_written > 0 for tier in tiers] == [True, False]
     with ThreadPoolExecutor(2) as threads:
         more = [BlockKey(DIGEST, name) for name in a_chain(4, "more")]
-        assert list(threads.map(lambda tier: keep(tier, more, BLOCKS, within(20)), tiers)) == [[True] * 4] * 2
+        assert list(threads.map(lambda tier: keep(tier, more, BLOCKS, soon()), tiers)) == [[True] * 4] * 2
     for tier in tiers:
         assert outcomes(tier) == [BlockOutcome.MOVED] * 4
         tier.close()
@@ -237,14 +238,14 @@ def test_two_writers_of_one_block_write_it_once(shared, bucket):
 
 def test_what_was_seen_of_late_is_not_asked_about_again(shared, bucket):
     writer, reader = open_tier(shared, bucket), open_tier(shared, bucket, missing_seconds=0)
-    keep(writer, KEYS[:2], BLOCKS[:2], within(20))
-    assert reader.find(KEYS, within(20)) == 2
+    keep(writer, KEYS[:2], BLOCKS[:2], soon())
+    assert reader.find(KEYS, soon()) == 2
     for key in KEYS[:2]:
         shared.client.delete_object(Bucket=bucket, Key=place_of(key))
 
-    assert reader.find(KEYS, within(20)) == 2, "a guess, for a while"
+    assert reader.find(KEYS, soon()) == 2, "a guess, for a while"
     assert outcomes(reader) == [BlockOutcome.GONE] * 4
-    assert reader.find(KEYS, within(20)) == 0
+    assert reader.find(KEYS, soon()) == 0
     assert reader.gone() == KEYS
     writer.close()
     reader.close()
@@ -255,9 +256,9 @@ def test_large_blocks_come_back_and_connections_are_used_again(shared, bucket):
     keys = [BlockKey(DIGEST, name) for name in a_chain(6, "large")]
     blocks = [a_block(seed, (3 << 20) + seed) for seed in range(6)]
 
-    assert keep(tier, keys, blocks, within(60)) == [True] * 6
+    assert keep(tier, keys, blocks, soon(60)) == [True] * 6
     into = [np.zeros(block.nbytes, np.uint8) for block in blocks]
-    answers = tier.get(keys, into, within(60))
+    answers = tier.get(keys, into, soon(60))
 
     assert [answer.outcome for answer in answers] == [BlockOutcome.MOVED] * 6
     assert all(map(np.array_equal, into, blocks))
@@ -301,7 +302,7 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
         tier = open_with_endpoint("blocks", port)
 
         with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
-            tier.get(KEYS[:1], empty(1), within(0.6))
+            tier.get(KEYS[:1], empty(1), soon(0.6))
 
         tier.close()
 
@@ -312,7 +313,7 @@ def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
         tier.shelf._clients.within(0.5)  # which takes long to make
 
         with at_most(1.5), pytest.raises(TierFailed):
-            tier.get(KEYS[:1], empty(1), within(0.5))
+            tier.get(KEYS[:1], empty(1), soon(0.5))
 
         tier.close()
 
@@ -324,17 +325,18 @@ def test_a_doubted_object_that_comes_byte_by_byte_costs_no_more_than_the_deadlin
         tier.shelf._seen.doubt(KEYS[0])
 
         with at_most(1.5), pytest.raises(TierFailed):
-            keep(tier, KEYS[:1], BLOCKS[:1], within(0.5))
+            keep(tier, KEYS[:1], BLOCKS[:1], soon(0.5))
 
         tier.close()
 
 
 ASKS = """
 import sys, threading, time
-from tests.integration.test_s3_tier import KEYS, open_with_endpoint, within
+from tests.integration.test_s3_tier import KEYS, open_with_endpoint
+from tests.kv_builders import soon
 tier = open_with_endpoint("blocks", int(sys.argv[1]))
 tier.shelf._clients.within(10)  # which takes long to make
-threading.Thread(target=tier.holds, args=(KEYS[:1], within(8)), daemon=True).start()
+threading.Thread(target=tier.holds, args=(KEYS[:1], soon(8)), daemon=True).start()
 time.sleep(0.5)
 tier.close()
 """

@@ -21,22 +21,13 @@ from fleet.router.settings import RouterSettings
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
 from tests.builders import a_joined_worker, a_prompt
-from tests.openai_servers import until
+from tests.fake_workers import Untouched
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
 PROMPT = a_prompt(100)
 LONG = a_prompt(1000)
-
-
-class Untouched:
-    """Workers that must not be asked for anything."""
-
-    def start(self, worker_id, start):
-        raise AssertionError("work was sent")
-
-    def cancel(self, worker_id, request_id):
-        raise AssertionError("work was cancelled that was never sent")
 
 
 class Brain:

@@ -18,7 +18,8 @@ from operators.probing import Completion, Failure, Probe
 from tests.builders import MODEL
 from tests.fronts import open_fronts
 from tests.openai_servers import MODEL as RELAYED
-from tests.openai_servers import Answering, OpenAiServer, a_relay, five_tokens, until
+from tests.openai_servers import Answering, OpenAiServer, a_relay, five_tokens
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""Row B9: the blocks of a session that waits stay in the store, under a quota and a deadline, and it goes on from them."""
+"""The blocks of a session that waits stay in the store, under a quota and a deadline, and it goes on from them."""
 
 import asyncio
 import gc
@@ -20,6 +20,7 @@ from tests.builders import an_arrival, token_bytes
 from tests.engine_driving import fresh_prompt
 from tests.kv_builders import a_block, a_namespace, a_node
 from tests.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
+from tests.waiting import until
 from workers.holds import Hold, Release
 from workers.store_holds import StoreHoldKeeper, open_hold_keeper
 
@@ -51,9 +52,7 @@ def write(client: StoreClient, names) -> None:
 
 
 async def until_held(client: StoreClient, blocks: int) -> None:
-    async with asyncio.timeout(10):
-        while client.stats().held_bytes != blocks * NAMESPACE.block_bytes:
-            await asyncio.sleep(0.01)
+    await until(lambda: client.stats().held_bytes == blocks * NAMESPACE.block_bytes)
 
 
 async def test_a_chain_is_held_until_it_is_released():
@@ -94,9 +93,7 @@ async def test_a_session_that_has_gone_on_is_not_held_again_by_what_was_begun_be
         write(client, NAMES[:4])
         holds.keep([a_hold(), Release(session="agent")])
         await asyncio.sleep(0)
-        async with asyncio.timeout(10):
-            while holds._running:
-                await asyncio.sleep(0.01)
+        await until(lambda: not holds._running)
 
         assert client.stats().held_bytes == 0
 
@@ -111,9 +108,7 @@ async def test_what_holds_may_keep_is_not_exceeded_and_the_start_of_a_chain_come
         holds.keep([a_hold(), a_hold(other, session="another")])
 
         await until_held(client, 8)
-        async with asyncio.timeout(10):
-            while holds._running:
-                await asyncio.sleep(0.01)
+        await until(lambda: not holds._running)
         assert holds.refused == 2
         assert client.stats().held_bytes == quota
 
@@ -123,9 +118,7 @@ async def test_holds_are_dropped_when_the_node_is_away():
         async with open_hold_keeper(node.address, KV, Credentials()) as holds:
             node.kill()
             holds.keep([a_hold()])
-            async with asyncio.timeout(20):
-                while holds._running:
-                    await asyncio.sleep(0.01)
+            await until(lambda: not holds._running)
             assert holds.dropped == 1
 
 
@@ -216,9 +209,7 @@ async def test_a_session_goes_on_from_its_blocks_although_others_have_filled_eng
                     await asyncio.sleep(0.01)
             for number in range(1, 15):  # 140 blocks, where engine and store have room for 64
                 await ask(router, fresh_prompt(10 * BLOCK_TOKENS + 5), number)
-                async with asyncio.timeout(10):
-                    while client.stats().written < 10 * (number + 1):
-                        await asyncio.sleep(0.01)
+                await until(lambda number=number: client.stats().written >= 10 * (number + 1))
 
             complete = await ask(router, prompt, 100, session)
 

@@ -1,4 +1,4 @@
-"""Row E5: one wrong, missing or swapped block changes what the simulated engine says, and checksums prevent it."""
+"""One wrong, missing or swapped block changes what the simulated engine says, and checksums prevent it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,8 @@ from fleet.roles import KvPath, Phase, Role
 from kvstore.block import chain
 from kvstore.client import StoreClient
 from tests.engine_driving import Driven, blocks_from, bytes_from, driven, fresh_prompt, split, work
-from tests.kv_builders import a_node, eventually
+from tests.kv_builders import a_node
+from tests.waiting import eventually, until
 from workers.engines import simulated as simulated_engine
 from workers.engines.simulated import open_engine
 from workers.engines.simulated_engine import SimulatedEngine
@@ -128,7 +129,7 @@ async def test_a_wrong_missing_or_swapped_block_that_nobody_notices_changes_the_
 
 
 async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
-    """Row B3: after the node has lost its memory the blocks are the disk's, and the memory's for who comes next."""
+    """After the node has lost its memory the blocks are the disk's, and the memory's for who comes next."""
     disk = {"kind": "ssd", "directories": [str(tmp_path)], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     prompt = fresh_prompt(PROMPT_TOKENS)
     with a_node(tiers=[{**disk, "keep": "all"}]) as node:
@@ -229,9 +230,7 @@ async def test_what_one_engine_computed_or_generated_another_finds_in_the_store(
         names = chain(prompt + b"".join(token.to_bytes(4, "little") for token in answer[:-1]), BLOCK_TOKENS)
         assert len(names) == 8
         async with a_client(node.address, settings(node.address)) as client:
-            async with asyncio.timeout(10):
-                while len(client.match(names, lease_seconds=0)) < 8:
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(client.match(names, lease_seconds=0)) == 8)
 
     async with an_engine(settings(node.address)) as second:
         conversation = prompt + b"".join(token.to_bytes(4, "little") for token in answer)

@@ -1,4 +1,4 @@
-"""Rows D3, D4 and B16: engines of other layouts and numbers of ranks share blocks through the store, byte for byte.
+"""Engines of other layouts and numbers of ranks share blocks through the store, byte for byte.
 
 The tokens of a simulated engine depend on every byte of its KV, which it lays out and reads by itself
 (`workers.engines.simulated_layout`); so equal tokens after a hand-off say that the conversion was right.
@@ -21,9 +21,10 @@ from kvstore.conversion import Conversion
 from kvstore.errors import LayoutMismatch
 from tests.builders import an_arrival
 from tests.engine_driving import Driven, blocks_from, bytes_from, driven, fresh_prompt, split, work
-from tests.kv_builders import a_node, eventually
+from tests.kv_builders import a_node
 from tests.servers import a_free_port
 from tests.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
+from tests.waiting import eventually
 from workers.engines.simulated import open_engine
 
 pytestmark = pytest.mark.integration

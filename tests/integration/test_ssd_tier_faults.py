@@ -19,7 +19,7 @@ from kvstore.messages import BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd.disk import aligned, open_disk
 from kvstore.tiers.ssd.tier import SsdTier
-from tests.kv_builders import BLOCK_BYTES, eventually
+from tests.kv_builders import BLOCK_BYTES
 from tests.ssd_disks import (
     PER_SEGMENT,
     Faults,
@@ -34,6 +34,7 @@ from tests.ssd_disks import (
     settings_for,
     soon,
 )
+from tests.waiting import eventually
 
 MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT
 

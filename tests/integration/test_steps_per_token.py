@@ -1,4 +1,4 @@
-"""What a token costs a router, counted and not timed: calls of Python functions in `fleet` (row F8).
+"""What a token costs a router, counted and not timed: calls of Python functions in `fleet`.
 
 A timed gate would be as unsteady as the machine it runs on. Calls are what the processor time of a token consists of, and the bounds
 leave room for few more: they catch a task or a wait for each token where a callback did, a message that is parsed which was passed
@@ -24,7 +24,7 @@ from fleet.work import Progress
 from tests.builders import MODEL as OWN_MODEL
 from tests.builders import a_prompt, an_arrival
 from tests.fronts import open_fronts
-from tests.integration.test_http_connections import Peer, post
+from tests.http_peers import Peer, post
 from tests.openai_servers import MODEL, Answering, OpenAiServer, a_relay, token
 from tests.unit.router.driver import Dispatch, Driver, the
 

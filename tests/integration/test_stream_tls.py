@@ -16,6 +16,7 @@ from fleet.router.settings import RouterSettings
 from kvstore.credentials import Credentials
 from tests.certificates import Authority
 from tests.stream_peers import Heard
+from tests.waiting import until
 from workers.engines.simulated import open_engine
 from workers.server import WorkerServer
 from workers.settings import WorkerSettings
@@ -71,9 +72,7 @@ async def test_a_stranger_does_not_get_a_stream(ours, theirs, stranger, caplog):
     }[stranger]
 
     async with a_worker(worker) as address, a_router(address, router) as heard:
-        async with asyncio.timeout(10):
-            while "worker stream ended" not in caplog.messages:
-                await asyncio.sleep(0.01)
+        await until(lambda: "worker stream ended" in caplog.messages)
 
         assert heard._events.empty()
 

@@ -51,7 +51,7 @@ async def test_over_http_a_known_key_is_needed(fronts):
 
 
 async def test_over_http_what_is_served_is_told_to_known_keys_and_probes_need_none(fronts):
-    """Row F4, as OpenAI's API does: 401 without a key. What metrics and probes read stays open, and names no model."""
+    """As OpenAI's API does: 401 without a key. What metrics and probes read stays open, and names no model."""
     async with openai_client(fronts, "sk-wrong") as stranger:
         with pytest.raises(openai.AuthenticationError):
             await stranger.models.list()

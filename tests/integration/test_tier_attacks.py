@@ -16,11 +16,12 @@ from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.s3.clients import Clients
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.shelf import tier_with
-from tests.kv_builders import a_block, a_chain, eventually, keep
+from tests.kv_builders import a_block, a_chain, keep, soon
 from tests.meddling_proxy import a_meddling_proxy
-from tests.remote_blocks import DIGEST, within
+from tests.remote_blocks import DIGEST
 from tests.servers import s3_credentials, shared_redis, shared_s3
 from tests.stopwatch import at_most
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +49,7 @@ def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
         first = chance.randrange(len(KEYS))
         chosen = slice(first, first + chance.randint(1, 5))
         keys, blocks = KEYS[chosen], BLOCKS[chosen]
-        until = within(CALL_SECONDS)
+        until = soon(CALL_SECONDS)
         try:
             with at_most(CALL_SECONDS + 2):  # a removal may follow
                 match chance.randrange(6):
@@ -69,9 +70,9 @@ def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
 
 def works(tier: RemoteTier) -> bool:
     try:
-        kept = keep(tier, KEYS, BLOCKS, within(20))
+        kept = keep(tier, KEYS, BLOCKS, soon())
         into = [np.zeros(block.nbytes, np.uint8) for block in BLOCKS]
-        answers = tier.get(KEYS, into, within(20))
+        answers = tier.get(KEYS, into, soon())
     except TierFailed:
         return False
     moved = [answer.outcome is BlockOutcome.MOVED for answer in answers]

@@ -4,17 +4,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections import Counter
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import closing
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import msgspec
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,89 +18,13 @@ from fleet.client import Client, Placement, Source
 from fleet.requests import Finish
 from fleet.roles import KvPath, Phase
 from fleet.router.crossover import LEAST_TOKENS, MOST_TOKENS
+from tests.fleet_processes import alive, fleet_up, listens, run_fleet
 from tests.shared_memory import abandoned_segments
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
-FLEET = [sys.executable, "-m", "fleet.cli.main"]
-READY_SECONDS = 60  # five on an idle machine, which is asserted nowhere: test machines are busy
 PROMPT = list(range(100, 300))  # six full blocks and a bit
-
-
-class Up:
-    """A running `fleet up`."""
-
-    def __init__(self, process, endpoints):
-        self.process = process
-        self.endpoints = endpoints
-
-    @property
-    def grpc(self):
-        return self.endpoints["grpc"]
-
-    def pids(self):
-        return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)]
-
-    def pid_of(self, name):
-        """Of the child that runs now; 0 while none does."""
-        for process in psutil.Process(self.process.pid).children():
-            if any(part.endswith(f"/{name}.json") for part in cmdline(process)):
-                return process.pid
-        return 0
-
-    def runtime_folder(self):
-        settings = next(
-            part for part in cmdline(psutil.Process(self.endpoints["pids"]["router"])) if "/router.json" in part
-        )
-        return Path(settings).parent
-
-    def end(self, number=signal.SIGINT):
-        self.process.send_signal(number)
-        return self.process.wait(30)
-
-
-def cmdline(process):
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return []
-
-
-@contextmanager
-def fleet_up(tmp_path, *options, ports=("--http-port", "0", "--grpc-port", "0")):
-    ready = tmp_path / "ready.json"
-    command = [*FLEET, "up", "--engine", "simulated", *ports, "--ready-file", str(ready), *options]
-    with (tmp_path / "up.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        wait_until(lambda: ready.exists() or process.poll() is not None, READY_SECONDS)
-        assert ready.exists(), (tmp_path / "up.log").read_text()
-        yield Up(process, json.loads(ready.read_text()))
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(30)
-
-
-def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-
-
-def alive(pids):
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-
-
-def listens(port):
-    with closing(socket.socket()) as probe:
-        probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def run_fleet(*arguments, timeout=90):
-    return subprocess.run([*FLEET, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +78,7 @@ def test_a_prompt_goes_in_over_grpc_and_its_blocks_go_from_prefill_to_decode(clu
     ],
 )
 def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_from(cluster, options, phases, moved):
-    """Row B3: the counters add up to the prompt's blocks, though no engine finished."""
+    """The counters add up to the prompt's blocks, though no engine finished."""
     with Client(cluster.grpc) as client:
         asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, **options}
         whole = client.complete(PROMPT, **asked, tenant=f"all of {options}")
@@ -192,7 +111,7 @@ def kv_counters(cluster):
 
 
 def test_the_routers_counters_of_blocks_are_the_sums_of_what_its_answers_say(cluster):
-    """Row B3, over both fronts, both ways and one worker, for new prompts and those that caches and store have."""
+    """Over both fronts, both ways and one worker, for new prompts and those that caches and store have."""
     ways = [
         {"placement": "aggregated"},
         {"placement": "disaggregated", "kv_path": "store"},
@@ -326,7 +245,7 @@ def test_thresholds_of_a_running_router_are_shown_set_and_checked(cluster):
 
 
 def test_what_a_router_has_measured_of_when_another_worker_computes_a_prompt_is_reported(cluster):
-    """Row B15: after so many hand-offs as are needed, the break-even of the worker that answers; in a table and as JSON."""
+    """After so many hand-offs as are needed, the break-even of the worker that answers; in a table and as JSON."""
     with Client(cluster.grpc) as client:
         for number in range(client.remote_prefill().handoffs_needed):
             prompt = [number + 3, *PROMPT[1:]]
@@ -381,8 +300,8 @@ def test_the_next_request_works_after_the_decode_worker_was_killed(tmp_path):
         before = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
         killed = up.pid_of("decode-0")
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: up.pid_of("decode-0") not in (0, killed))
-        wait_until(lambda: len(client.status().pools) == 2)
+        eventually(lambda: up.pid_of("decode-0") not in (0, killed))
+        eventually(lambda: len(client.status().pools) == 2)
 
         after = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True, placement=Placement.DISAGGREGATED)
 
@@ -397,16 +316,16 @@ def test_the_smallest_cluster_has_its_store_in_the_only_worker(tmp_path):
         assert up.endpoints["pids"].keys() == {"supervisor", "router", "both-0"}
         before = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
 
-        wait_until(lambda: (store := client.status().store) is not None and store.blocks >= len(PROMPT) // 32)
+        eventually(lambda: (store := client.status().store) is not None and store.blocks >= len(PROMPT) // 32)
         assert client.status().store.capacity_bytes == 8 << 20
         killed = up.pid_of("both-0")
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: up.pid_of("both-0") not in (0, killed))
-        wait_until(lambda: len(client.status().pools) == 1)
+        eventually(lambda: up.pid_of("both-0") not in (0, killed))
+        eventually(lambda: len(client.status().pools) == 1)
 
         after = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
         assert after.token_ids == before.token_ids
-        wait_until(lambda: (store := client.status().store) is not None and store.blocks >= len(PROMPT) // 32)
+        eventually(lambda: (store := client.status().store) is not None and store.blocks >= len(PROMPT) // 32)
         folder = up.runtime_folder()
         assert up.end() == 0
     assert not folder.exists()
@@ -436,7 +355,7 @@ def test_asked_to_stop_it_leaves_no_process_no_port_no_folder_and_no_shared_memo
     assert alive(pids) == []
     assert not any(listens(port) for port in ports)
     assert not folder.exists()
-    wait_until(lambda: abandoned_segments() <= before)
+    eventually(lambda: abandoned_segments() <= before)
 
 
 def test_killed_it_leaves_nothing_either(tmp_path):
@@ -445,8 +364,8 @@ def test_killed_it_leaves_nothing_either(tmp_path):
 
         up.end(signal.SIGKILL)
 
-        wait_until(lambda: alive(pids) == [])
-        wait_until(lambda: not folder.exists())
+        eventually(lambda: alive(pids) == [])
+        eventually(lambda: not folder.exists())
 
 
 def test_a_running_answer_is_finished_before_a_stop(tmp_path):

@@ -20,8 +20,9 @@ from kvstore.block import chain, salt_of_adapter
 from kvstore.client import StoreClient
 from tests.builders import token_bytes
 from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
-from tests.kv_builders import a_node, eventually
+from tests.kv_builders import a_node
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from tests.waiting import eventually
 from workers.engines.vllm_adapters import AdapterFiles, UsedAdapters, adapters_of, engine_arguments
 from workers.settings import VllmSettings, WorkerSettings
 

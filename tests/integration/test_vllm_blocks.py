@@ -8,7 +8,8 @@ import pytest
 from kvstore import client as store_client
 from kvstore.client import StoreClient, batch_blocks
 from kvstore.messages import Match
-from tests.kv_builders import a_block, a_chain, a_namespace, a_node, eventually
+from tests.kv_builders import a_block, a_chain, a_namespace, a_node
+from tests.waiting import eventually
 from workers.engines.vllm_blocks import BlockMover
 from workers.engines.vllm_memory import DeviceBlocks, HostBlocks
 from workers.engines.vllm_planning import Load, Save, StoreWork

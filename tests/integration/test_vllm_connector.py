@@ -12,8 +12,9 @@ from fleet.roles import KvPath
 from kvstore.client import StoreClient
 from kvstore.errors import LayoutMismatch
 from kvstore.layout import Namespace
-from tests.kv_builders import NodeProcess, a_block, a_chain, a_node, eventually
+from tests.kv_builders import NodeProcess, a_block, a_chain, a_node
 from tests.vllm_hosting import tiny_namespace, vllm_worker
+from tests.waiting import eventually
 from workers.engines import vllm_launch
 from workers.engines.vllm_namespace import check_groups, weights_revision
 from workers.engines.vllm_planning import Load, StoreWork

@@ -18,9 +18,10 @@ from fleet.roles import KvPath, Phase, Role
 from kvstore.block import blocks_for, chain
 from kvstore.client import StoreClient
 from tests.engine_driving import blocks_from, bytes_from, fresh_prompt, split, without_tiers, work
-from tests.kv_builders import NodeProcess, a_node, eventually
+from tests.kv_builders import NodeProcess, a_node
 from tests.servers import a_free_port
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from tests.waiting import eventually
 from workers.engines.vllm_launch import direct_available
 
 pytestmark = [

@@ -18,7 +18,8 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.extents import PAGE_BYTES
 from kvstore.monotonic import MonotonicClock
 from kvstore.shards import BlockShape
-from tests.kv_builders import HandClock, NodeProcess, a_chain, a_namespace, a_node, a_short_folder, eventually
+from tests.kv_builders import HandClock, NodeProcess, a_chain, a_namespace, a_node, a_short_folder
+from tests.waiting import eventually
 from workers.engines import vllm_ranks
 from workers.engines.vllm_blocks import BlockMover
 from workers.engines.vllm_memory import HostBlocks

@@ -14,9 +14,10 @@ from fleet.roles import KvPath
 from kvstore.client import StoreClient
 from kvstore.messages import Stats
 from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
-from tests.kv_builders import NodeProcess, a_node, eventually
+from tests.kv_builders import NodeProcess, a_node
 from tests.servers import a_redis
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from tests.waiting import eventually
 from workers.settings import VllmSettings
 
 pytestmark = [

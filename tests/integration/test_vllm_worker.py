@@ -14,10 +14,11 @@ from kvstore.client import StoreClient
 from tests import worker_processes
 from tests.builders import an_arrival
 from tests.engine_driving import fresh_prompt
-from tests.kv_builders import a_node, a_short_folder, eventually
+from tests.kv_builders import a_node, a_short_folder
 from tests.shared_memory import abandoned_segments
 from tests.simulated_clusters import a_router_of
 from tests.vllm_hosting import START_SECONDS, tiny_namespace, vllm_worker
+from tests.waiting import eventually, until
 from tests.worker_processes import WorkerProcess, a_worker_process
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.timeout(400)]
@@ -51,9 +52,7 @@ async def a_session_is_held(worker: WorkerProcess, store: str, client: StoreClie
                 if isinstance(event, Complete):
                     break
 
-        async with asyncio.timeout(20):
-            while client.stats().held_bytes != CHAIN_BLOCKS * client.namespace.block_bytes:
-                await asyncio.sleep(0.02)
+        await until(lambda: client.stats().held_bytes == CHAIN_BLOCKS * client.namespace.block_bytes)
 
 
 def killed_it_leaves_nothing(worker: WorkerProcess, folder: Path) -> None:

@@ -33,6 +33,7 @@ from tests.builders import token_bytes
 from tests.engine_driving import blocks_from, fresh_prompt, greedy, work
 from tests.kv_builders import a_short_folder
 from tests.stream_peers import Heard
+from tests.waiting import until
 from tests.worker_processes import StreamEnded, a_mute_stream, a_stream, a_worker_process, raw
 from workers.engines.simulated import open_engine
 from workers.ports import RegistryUnreachable, Superseded
@@ -309,9 +310,7 @@ async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, cap
                 sleeps.connection.pause_reading()
                 for _ in range(64):  # large steps, so that what waits for the router is in its connection as well
                     await sleeps.say(work(fresh_prompt(10), sampling=greedy(4000, logprobs=20)))
-                async with asyncio.timeout(20):
-                    while "router gone" not in caplog.messages:
-                        await asyncio.sleep(0.02)
+                await until(lambda: "router gone" in caplog.messages)
             running.cancel()
 
 

@@ -6,15 +6,19 @@ import time
 import pytest
 
 from fleet.adapters import worker_streams
+from fleet.adapters.worker_streams import SLICES
 from fleet.control.messages import MemberJoined
+from fleet.control.settings import ControlSettings
 from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import KvChanged, LoadReported, WorkerJoined, WorkerLeft
 from fleet.router.ports import WorkerUnreachable
+from fleet.router.settings import RouterSettings
 from fleet.v1 import worker_pb2 as pb
 from fleet.work import Goodbye, KvCleared, KvEvents
 from kvstore.frames import HEAD
 from tests.builders import a_description, a_load, a_start
 from tests.stream_peers import StreamPeer, StreamWorld, a_stream_world
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -77,6 +81,13 @@ async def test_silence_is_death():
         assert await world.take() == LEFT
 
         assert SHORT * 0.9 <= loop.time() - began < SHORT + 2
+
+
+def test_by_default_a_worker_that_says_nothing_is_gone_before_its_lease_ends():
+    """With all that it held (`test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die`)."""
+    longest_silence = RouterSettings().heartbeat_timeout_seconds * (1 + 1 / SLICES)
+
+    assert longest_silence < ControlSettings().lease_ms / 1000
 
 
 async def test_a_worker_that_reports_its_load_is_alive():
@@ -278,9 +289,7 @@ async def test_a_peer_that_never_describes_itself_does_not_join_and_is_dialled_a
         peer = await world.peer(a_description())
         peer.silent = True
         world.announce(peer)
-        async with asyncio.timeout(10):
-            while len(peer.hellos) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(peer.hellos) == 2)
 
         peer.silent = False
 

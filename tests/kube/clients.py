@@ -2,8 +2,7 @@
 
 import json
 import ssl
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Self
 
 import httpx
@@ -96,12 +95,3 @@ def inhabitants(api: Api, namespace: str) -> set[str]:
                 items = api.get(f"{root}/namespaces/{namespace}/{each['name']}").body.get("items", ())
                 found |= {f"{each['name']}/{item['metadata']['name']}" for item in items}
     return found - {"serviceaccounts/default", "configmaps/kube-root-ca.crt"}
-
-
-def eventually(look: Callable[[], Any], seconds: float = 10) -> Any:
-    """What `look` gives once that is true."""
-    ends = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < ends, "it did not happen in time"
-        time.sleep(0.01)
-    return found

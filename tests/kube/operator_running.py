@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 
 from prometheus_client import CollectorRegistry
@@ -60,15 +59,6 @@ async def an_operator(
                 running.cancel()
                 raise
             stop.set()
-
-
-async def eventually(look: Callable[[], object], seconds: float = 20):
-    """What `look` gives once that is true."""
-    ends = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < ends, "it did not happen in time"
-        await asyncio.sleep(0.04)
-    return found
 
 
 def a_deployment(*roles, name: str = "dd", **spec):

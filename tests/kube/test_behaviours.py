@@ -9,8 +9,9 @@ import uuid
 
 import pytest
 
-from tests.kube.clients import Api, eventually
+from tests.kube.clients import Api
 from tests.kube.widgets import API, DEFINITION, GROUP, a_deployment, a_widget
+from tests.waiting import eventually
 
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 WATCH_SECONDS = 3

@@ -12,8 +12,8 @@ import pytest
 
 from tests import etcd
 from tests.kube.charts import Document, by_name, documents, helm_3_render, rendered
-from tests.kube.clients import eventually
 from tests.servers import RedisServer, ServerProcess, a_free_port
+from tests.waiting import eventually
 
 VALUES = {
     "routers": {

@@ -5,7 +5,6 @@ import concurrent.futures
 import contextlib
 import os
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from operators.access import ACCESS
 from operators.crds import KINDS, definition
 from operators.resources.parts import GROUP, VERSION
 from tests.kube.charts import CHART
-from tests.kube.clients import Api, eventually
+from tests.kube.clients import Api
 from tests.kube.running import ApiServer, an_api_server
 from tests.kube.tools import Command, helm_3, helm_4, tools_folder
+from tests.waiting import eventually
 from workers.ports import RegistryUnreachable
 
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -53,14 +53,6 @@ def _forget_definitions(api: Api) -> None:
     for name in NAMES:
         api.delete(f"{DEFINITIONS}/{name}")
     eventually(lambda: all(api.get(f"{DEFINITIONS}/{name}").code == 404 for name in NAMES))
-
-
-@pytest.fixture
-def namespace(api):
-    name = f"fleet-test-{uuid.uuid4().hex[:10]}"
-    api.post("/api/v1/namespaces", {"metadata": {"name": name}}).expect(201)
-    yield name
-    api.delete(f"/api/v1/namespaces/{name}")
 
 
 class Third:

@@ -6,8 +6,8 @@ import yaml
 
 from operators.crds import KINDS, definition
 from operators.resources.parts import GROUP, VERSION
-from tests.kube.clients import eventually
 from tests.kube.documentation import is_ours, shown_manifests
+from tests.waiting import eventually
 
 API = f"{GROUP}/{VERSION}"
 MOST_BYTES = 100_000  # of a definition; 262,144 cannot be applied by clients

@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.certificates import Authority
-from tests.kube.clients import Api, eventually, inhabitants
+from tests.kube.clients import Api, inhabitants
 from tests.kube.kubelet.network import why_not
 from tests.kube.tools import Command, helm_3, kubectl, tools_folder
 
@@ -28,6 +28,7 @@ from fleet.roles import Phase
 from tests.kube.kubelet.cluster import a_cluster
 from tests.kube.kubelet.objects import condition
 from tests.kube.running import an_api_server
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)  # a dozen processes are started, on whatever machine this is
 

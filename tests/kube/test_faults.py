@@ -5,8 +5,9 @@ import threading
 import httpx
 import pytest
 
-from tests.kube.clients import Api, eventually
+from tests.kube.clients import Api
 from tests.kube.running import an_api_server
+from tests.waiting import eventually
 
 PATH = "/api/v1/namespaces/default/configmaps"
 
@@ -120,7 +121,7 @@ def test_an_answer_is_lost_though_the_write_was_done(server, api):
     api.post(PATH, a_config()).refused(409, "AlreadyExists")
 
 
-def test_half_an_answer(server, api):
+def test_an_answer_that_is_cut_in_half_is_an_error_of_the_client(server, api):
     api.post(PATH, a_config()).expect(201)
     server.order_fault("cut", verb="list")
 

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from tests.certificates import Authority
-from tests.kube.clients import Api, eventually
+from tests.kube.clients import Api
 from tests.kube.kubelet.network import why_not
 from tests.kube.tools import Command, helm_3, kubectl, tools_folder
 
@@ -17,6 +17,7 @@ from tests.kube.kubelet.cluster import a_cluster
 from tests.kube.kubelet.objects import condition
 from tests.kube.running import an_api_server
 from tests.kube.test_end_to_end import CHART, CORE, FLEET, SECONDS, VALUES
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)  # half a dozen processes are started, on whatever machine this is
 

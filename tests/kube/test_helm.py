@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.kube.clients import eventually
 from tests.kube.tools import Command, helm_3, helm_4, tools_folder
 from tests.kube.widgets import API, DEFINITION
+from tests.waiting import eventually
 
 DEPLOYMENT = """
 apiVersion: apps/v1

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from tests.kube.clients import eventually
 from tests.kube.tools import Command, as_input, kubectl, tools_folder
 from tests.kube.widgets import DEFINITION, a_deployment, a_widget
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_get_prints_the_columns_of_built_in_and_custom_kinds(kube, defined):
     assert row.split()[:3] == ["a", "tiny", "3"]
 
 
-def test_get_watches(kube):
+def test_kubectl_get_shows_changes_as_they_come(kube):
     kube("apply", "-f", "-", stdin=as_input(a_deployment()))
     with kube.running("get", "deployments", "--watch") as watching:
         seen = read_until(watching, "0/1")

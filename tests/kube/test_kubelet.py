@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from tests.certificates import Authority
-from tests.kube.clients import Api, eventually
+from tests.kube.clients import Api
 from tests.kube.kubelet.network import why_not
 
 pytest.importorskip("aiohttp")
@@ -16,6 +16,7 @@ import httpx
 
 from tests.kube.kubelet.cluster import a_cluster
 from tests.kube.running import an_api_server
+from tests.waiting import eventually
 
 CORE, APPS = "/api/v1/namespaces/default", "/apis/apps/v1/namespaces/default"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"

@@ -13,7 +13,8 @@ from msgspec import Struct
 from fleet.clock import SECOND, Nanos
 from operators import looking, pace
 from operators.registrations import Registration
-from tests.kube.operator_running import a_deployment, an_operator, eventually
+from tests.kube.operator_running import a_deployment, an_operator
+from tests.waiting import until
 
 GPU = {"gpus": {"perReplica": 1, "product": "NVIDIA-H100-80GB-HBM3"}}
 EXTERNAL = {"scaling": {"mode": "External", "most": 5}}
@@ -22,7 +23,7 @@ EXTERNAL = {"scaling": {"mode": "External", "most": 5}}
 async def test_a_deployment_becomes_pods_and_says_that_it_is_ready(asked):
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
 
     status = asked.status()
     assert asked.replicas() == {"prefill": 1, "decode": 2}
@@ -38,16 +39,16 @@ async def test_each_child_is_written_once_and_the_status_twice_a_change_and_then
     monkeypatch.setattr(pace, "SHORT", Nanos(SECOND))  # as it is in earnest
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         made = asked.writes()
         asked.server.forget_requests()
 
         asked.apply(a_deployment(routing={"policy": "round_robin"})).expect(200)
-        await eventually(lambda: asked.ready() and not operator.waiting())
+        await until(lambda: asked.ready() and not operator.waiting())
         changed = asked.writes()
         asked.server.forget_requests()
         operator.look_at_everything()
-        await eventually(lambda: not operator.waiting())
+        await until(lambda: not operator.waiting())
 
         assert asked.writes() == []
 
@@ -72,23 +73,23 @@ async def test_what_passes_while_a_change_is_under_way_is_not_written_each_time(
     monkeypatch.setattr(pace, "LONG", Nanos(60 * SECOND))  # the machine may be slow
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
-        await eventually(lambda: asked.ready() and not operator.waiting())
+        await until(lambda: asked.ready() and not operator.waiting())
         asked.server.forget_requests()
 
         nodes.working = False
         asked.apply(a_deployment(image="another:2")).expect(200)
-        await eventually(lambda: asked.status()["observedGeneration"] == 2)
+        await until(lambda: asked.status()["observedGeneration"] == 2)
         nodes.working, nodes.registers = (
             True,
             False,
         )  # pods become ready, and no router knows them for longer than SHORT
         leases = asked.path("leases", "", "coordination.k8s.io/v1")
-        await eventually(lambda: len(asked.api.get(leases).expect(200)["items"]) == 1)
+        await until(lambda: len(asked.api.get(leases).expect(200)["items"]) == 1)
         began = time.monotonic()
-        await eventually(lambda: time.monotonic() > began + 3 * pace.SHORT / SECOND and not operator.waiting())
+        await until(lambda: time.monotonic() > began + 3 * pace.SHORT / SECOND and not operator.waiting())
         nodes.registers = True
-        await eventually(asked.ready)
-        await eventually(lambda: not operator.waiting())
+        await until(asked.ready)
+        await until(lambda: not operator.waiting())
 
     written = [each for each in asked.writes() if each[1] == "disaggdeployments/status"]
     assert len(written) == 2
@@ -98,7 +99,7 @@ async def test_a_change_of_scale_reaches_the_child_in_under_a_second_and_never_c
     roles = ({"name": "all", "type": "aggregated", "replicas": 2, **EXTERNAL},)
     async with an_operator(asked):
         asked.apply(a_deployment(*roles)).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
 
         took = []
         for replicas in (3, 4, 5):  # the best of three: the machine may be busy with something else
@@ -106,11 +107,11 @@ async def test_a_change_of_scale_reaches_the_child_in_under_a_second_and_never_c
             asked.api.patch(
                 asked.path("rolescalers", "dd-all/scale"), "merge", {"spec": {"replicas": replicas}}
             ).expect(200)
-            await eventually(lambda replicas=replicas: asked.replicas() == {"all": replicas})
+            await until(lambda replicas=replicas: asked.replicas() == {"all": replicas})
             took.append(time.monotonic() - began)
-            await eventually(asked.ready)
+            await until(asked.ready)
 
-        scale = await eventually(
+        scale = await until(
             lambda: (
                 (found := asked.api.get(asked.path("rolescalers", "dd-all/scale")).expect(200))["status"]["replicas"]
                 == 5
@@ -118,7 +119,7 @@ async def test_a_change_of_scale_reaches_the_child_in_under_a_second_and_never_c
             )
         )
         asked.apply(a_deployment(roles[0] | {"replicas": 4})).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
 
     assert min(took) < 1
     assert scale["status"]["selector"] == "app.kubernetes.io/instance=dd,fleet-serving.io/role=all"
@@ -142,12 +143,12 @@ async def test_a_scaler_without_a_role_or_beyond_its_bounds_says_so(asked):
     async with an_operator(asked):
         asked.api.post(asked.path("rolescalers"), lost).expect(201)
         asked.apply(a_deployment({"name": "all", "type": "aggregated", **EXTERNAL})).expect(201)
-        await eventually(lambda: conditions("lost") == {"Bound": "NoTarget"})
-        await eventually(asked.ready)
+        await until(lambda: conditions("lost") == {"Bound": "NoTarget"})
+        await until(asked.ready)
         asked.api.patch(asked.path("rolescalers", "dd-all"), "merge", {"spec": {"replicas": 9}}).expect(200)
 
-        await eventually(lambda: conditions("dd-all").get("WithinBounds") == "OutOfBounds")
-        await eventually(lambda: asked.replicas() == {"all": 5})
+        await until(lambda: conditions("dd-all").get("WithinBounds") == "OutOfBounds")
+        await until(lambda: asked.replicas() == {"all": 5})
 
 
 async def test_a_plan_says_that_nobody_plans(asked):
@@ -160,7 +161,7 @@ async def test_a_plan_says_that_nobody_plans(asked):
     async with an_operator(asked):
         asked.api.post(asked.path("servingplans"), plan).expect(201)
 
-        await eventually(lambda: reasons() == {"TargetFound": "NoTarget", "Settled": "NoPlanner"})
+        await until(lambda: reasons() == {"TargetFound": "NoTarget", "Settled": "NoPlanner"})
 
 
 async def test_a_rollout_ends_with_the_new_revision_alone_and_budget_is_kept(asked, nodes):
@@ -170,15 +171,15 @@ async def test_a_rollout_ends_with_the_new_revision_alone_and_budget_is_kept(ask
     )
     async with an_operator(asked):
         asked.apply(a_deployment(*roles, balance={"gpuBudget": 4})).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         first = asked.status()["currentRevision"]
 
         # A pair of the new revision needs two GPUs, and none may be missing of the old one: it says so, and does not begin to take away.
         asked.apply(a_deployment(*roles, balance={"gpuBudget": 4}, image="another:2")).expect(200)
-        await eventually(lambda: asked.condition("ScalingLimited").get("reason") == "NoRoom")
+        await until(lambda: asked.condition("ScalingLimited").get("reason") == "NoRoom")
         assert nodes.most_gpus == 4
         asked.apply(a_deployment(*roles, balance={"gpuBudget": 5}, image="another:2")).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
 
     assert asked.status()["currentRevision"] != first
     assert not [name for name in (*asked.children(), *asked.children("configmaps", "v1")) if first in name]
@@ -191,31 +192,29 @@ async def test_what_somebody_else_has_made_is_left_alone_until_it_goes(asked):
     asked.api.post(asked.path("services", "", "v1"), theirs).expect(201)
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
-        await eventually(lambda: asked.condition("Ready").get("reason") == "NameTaken")
-        await eventually(lambda: asked.replicas() == {"prefill": 1, "decode": 2})
+        await until(lambda: asked.condition("Ready").get("reason") == "NameTaken")
+        await until(lambda: asked.replicas() == {"prefill": 1, "decode": 2})
         assert asked.children("services", "v1")["dd-router"]["spec"]["selector"] == {"theirs": "yes"}
         assert asked.condition("Degraded")["message"] == "not made by this deployment: Service dd-router"
 
         asked.api.delete(asked.path("services", "dd-router", "v1")).expect(200)
 
-        await eventually(asked.ready)
+        await until(asked.ready)
         assert "theirs" not in asked.children("services", "v1")["dd-router"]["spec"]["selector"]
 
 
 async def test_deleted_it_leaves_nothing_and_suspended_nothing_that_runs(asked):
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         asked.apply(a_deployment(suspend=True)).expect(200)
-        await eventually(
-            lambda: asked.condition("Ready").get("reason") == "Suspended" and not asked.children("pods", "v1")
-        )
+        await until(lambda: asked.condition("Ready").get("reason") == "Suspended" and not asked.children("pods", "v1"))
         asked.apply(a_deployment(suspend=False)).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
 
         asked.api.delete(asked.path("disaggdeployments", "dd")).expect(200)
 
-        await eventually(lambda: not (asked.children() or asked.children("pods", "v1")))
+        await until(lambda: not (asked.children() or asked.children("pods", "v1")))
     for kind, group in (("services", "v1"), ("configmaps", "v1"), ("poddisruptionbudgets", "policy/v1")):
         assert asked.children(kind, group) == {}
     assert asked.children("networkpolicies", "networking.k8s.io/v1") == {}
@@ -247,7 +246,7 @@ async def test_why_it_is_not_ready_is_told_by_a_reason(asked, nodes, trouble, sp
     async with an_operator(asked):
         asked.apply(a_deployment(*roles, **spec)).expect(201)
 
-        await eventually(lambda: asked.condition(condition).get("reason") == reason)
+        await until(lambda: asked.condition(condition).get("reason") == reason)
 
     found = asked.condition(condition)
     assert words in found["message"]
@@ -265,14 +264,14 @@ async def test_ready_pods_that_no_router_knows_are_not_a_ready_deployment(asked,
 
     async with an_operator(asked, routers=Routers(), ask_routers_seconds=0.05):
         asked.apply(a_deployment()).expect(201)
-        await eventually(lambda: asked.condition("Ready").get("reason") == "NotRegistered")
+        await until(lambda: asked.condition("Ready").get("reason") == "NotRegistered")
         assert asked.condition("RolesRegistered")["status"] == "False"
 
         def register():
             known[:] = asked.workers()
             return asked.ready()
 
-        await eventually(register)  # one by one: the second decode replica comes when the first serves
+        await until(register)  # one by one: the second decode replica comes when the first serves
 
 
 async def test_what_the_server_refuses_is_a_condition_with_the_field_and_without_the_value(asked, caplog):
@@ -281,12 +280,12 @@ async def test_what_the_server_refuses_is_a_condition_with_the_field_and_without
     roles = ({"name": "all", "type": "aggregated", "podTemplate": bad},)
     async with an_operator(asked):
         asked.apply(a_deployment(*roles)).expect(201)
-        found = await eventually(lambda: (each := asked.condition("Degraded")).get("status") == "True" and each)
+        found = await until(lambda: (each := asked.condition("Degraded")).get("status") == "True" and each)
         assert found["reason"] == "BadRequest"
         assert "spec.template.spec.containers[0].ports[1].containerPort: must be of type integer" in found["message"]
 
         asked.apply(a_deployment({"name": "all", "type": "aggregated"})).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
 
     events = asked.children("events", "events.k8s.io/v1")
     assert [each for each in events.values() if each["type"] == "Warning" and each["reason"] == found["reason"]]
@@ -297,7 +296,7 @@ async def test_what_the_server_refuses_is_a_condition_with_the_field_and_without
 async def test_a_specification_for_a_later_operator_is_not_obeyed_and_what_runs_goes_on(asked, monkeypatch):
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
     before = asked.children()
 
     class Older(Struct, forbid_unknown_fields=True):
@@ -305,7 +304,7 @@ async def test_a_specification_for_a_later_operator_is_not_obeyed_and_what_runs_
 
     monkeypatch.setattr(looking, "DisaggDeploymentSpec", Older)
     async with an_operator(asked):
-        await eventually(lambda: asked.condition("Ready").get("reason") == "SpecificationRefused")
+        await until(lambda: asked.condition("Ready").get("reason") == "SpecificationRefused")
 
     assert "unknown field" in asked.condition("Degraded")["message"]
     assert {name: each["metadata"]["resourceVersion"] for name, each in asked.children().items()} == {
@@ -317,16 +316,14 @@ async def test_warm_pods_are_the_last_to_go(asked, nodes):
     role = {"name": "all", "type": "aggregated", "replicas": 3}
     async with an_operator(asked):
         asked.apply(a_deployment(role)).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         pods = asked.workers()
         nodes.warm = dict(zip(pods, (500, 7, 90), strict=True))
         leases = asked.path("leases", "", "coordination.k8s.io/v1")
-        await eventually(
-            lambda: all(asked.api.get(f"{leases}/{pod}").body["metadata"].get("annotations") for pod in pods)
-        )
+        await until(lambda: all(asked.api.get(f"{leases}/{pod}").body["metadata"].get("annotations") for pod in pods))
 
         asked.apply(a_deployment(role | {"replicas": 1})).expect(200)
-        await eventually(lambda: asked.ready() and asked.replicas() == {"all": 1})
+        await until(lambda: asked.ready() and asked.replicas() == {"all": 1})
 
     assert asked.workers() == [pods[0]]
 
@@ -334,7 +331,7 @@ async def test_warm_pods_are_the_last_to_go(asked, nodes):
 async def test_an_operator_that_is_asked_to_end_gives_the_lease_back_at_once(asked):
     lease = asked.path("leases", "fleet-operator", "coordination.k8s.io/v1")
     async with an_operator(asked) as operator:
-        await eventually(operator.leader.leads)
+        await until(operator.leader.leads)
         held = asked.api.get(lease).expect(200)["spec"]
 
     assert held["holderIdentity"] == "first"
@@ -343,27 +340,27 @@ async def test_an_operator_that_is_asked_to_end_gives_the_lease_back_at_once(ask
 
 async def test_of_two_operators_one_acts_and_the_other_takes_over(asked):
     async with an_operator(asked, identity="second") as second:
-        await eventually(second.leader.leads)
+        await until(second.leader.leads)
         async with an_operator(asked, identity="first") as first:
             asked.apply(a_deployment()).expect(201)
-            await eventually(asked.ready)
+            await until(asked.ready)
             assert not first.leader.leads()
             assert asked.writes("fleet-operator/first") == []
             fault = asked.server.order_fault("hold", user="fleet-operator/second", resource="leases", times=-1)
 
-            await eventually(first.leader.leads)
+            await until(first.leader.leads)
 
             assert not second.leader.leads()
             asked.server.remove_fault(fault)
             asked.apply(a_deployment(image="another:2")).expect(200)
-            await eventually(asked.ready)
+            await until(asked.ready)
 
 
 async def test_what_somebody_edits_in_a_child_is_put_back_in_time(asked):
     role = {"name": "all", "type": "aggregated", "replicas": 1}
     async with an_operator(asked, resync_seconds=1):
         asked.apply(a_deployment(role)).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         [child] = [name for name in asked.children() if "-all-" in name]
         edit = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 1}}}}
         asked.api.patch(asked.path("deployments", child, "apps/v1"), "strategic", edit).expect(200)
@@ -371,22 +368,22 @@ async def test_what_somebody_edits_in_a_child_is_put_back_in_time(asked):
         def grace():
             return asked.children()[child]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
 
-        await eventually(lambda: grace() == 330)
+        await until(lambda: grace() == 330)
         assert asked.replicas() == {"all": 1}
 
 
 async def test_what_was_ready_before_a_change_is_not_called_ready_after_it(asked, nodes):
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         nodes.working = False  # new pods come, and nothing happens to them
 
         asked.apply(a_deployment(routing={"policy": "round_robin"})).expect(200)
 
-        await eventually(lambda: asked.status()["observedGeneration"] == 2 and not operator.waiting())
+        await until(lambda: asked.status()["observedGeneration"] == 2 and not operator.waiting())
         assert asked.condition("Ready")["status"] == "False"
         nodes.working = True
-        await eventually(asked.ready)
+        await until(asked.ready)
     written = [each for each in asked.writes() if each[1] == "disaggdeployments/status"]
     assert len(written) <= 4
 
@@ -403,9 +400,9 @@ async def test_of_a_router_role_that_is_called_otherwise_nothing_of_the_old_name
     worker = {"name": "all", "type": "aggregated"}
     async with an_operator(asked) as operator:
         asked.apply(a_deployment(worker, {"name": "router", "type": "router"})).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         assert named("router")
 
         asked.apply(a_deployment(worker, {"name": "gateway", "type": "router"})).expect(200)
-        await eventually(lambda: asked.ready() and not operator.waiting() and not named("router"))
+        await until(lambda: asked.ready() and not operator.waiting() and not named("router"))
         assert len([each for each in named("gateway") if each.startswith("pods")]) == 1

@@ -13,7 +13,8 @@ from operators import cluster, kinds
 from operators.ports import Listed
 from operators.reconcile import DIGEST
 from operators.views import Pod
-from tests.kube.operator_running import a_deployment, an_operator, eventually
+from tests.kube.operator_running import a_deployment, an_operator
+from tests.waiting import until
 
 KINDS = (
     ("deployments", "apps/v1"),
@@ -74,12 +75,12 @@ async def test_killed_at_every_write_it_ends_at_the_same(asked):
     other = {"image": "another:2", "routing": {"policy": "round_robin"}}
     async with an_operator(asked):
         asked.apply(a_deployment(role)).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         asked.apply(a_deployment(role, **other)).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
     expected, revision = end_state(asked), asked.status()["currentRevision"]
     asked.api.delete(asked.path("disaggdeployments", "dd")).expect(200)
-    await eventually(lambda: not end_state(asked) and not asked.children("pods", "v1"))
+    await until(lambda: not end_state(asked) and not asked.children("pods", "v1"))
 
     deaths = []
     for spec in ({}, other):
@@ -107,8 +108,8 @@ async def lives(asked, deaths):
 
     try:
         async with an_operator(asked, wrap=wrap) as operator:
-            await eventually(lambda: operator.leader.leads() and operator.ready() and not operator.waiting())
-            await eventually(lambda: asked.ready() and not operator.waiting())
+            await until(lambda: operator.leader.leads() and operator.ready() and not operator.waiting())
+            await until(lambda: asked.ready() and not operator.waiting())
     except* Killed:
         deaths += mortal[0].writes
     return not mortal[0].writes
@@ -133,9 +134,9 @@ async def test_a_fault_delays_and_changes_nothing(asked, faults):
         asked.server.order_fault(kind, user="fleet-operator/first", **conditions)
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         asked.apply(a_deployment(image="another:2")).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
 
     assert asked.replicas() == {"prefill": 1, "decode": 2}
     assert all(each["struck"] for each in asked.server.faults().values())
@@ -145,15 +146,15 @@ async def test_a_version_that_the_server_has_forgotten_is_followed_by_a_new_list
     monkeypatch.setattr(cluster, "WATCH_SECONDS", 1)  # and then the server ends it
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         asked.server.forget_requests()
         late = asked.server.order_fault("delay", verb="watch", user="fleet-operator/first", seconds=0.5, times=-1)
-        await eventually(lambda: asked.server.faults()[str(late)]["struck"] >= 12)  # all watches have ended
+        await until(lambda: asked.server.faults()[str(late)]["struck"] >= 12)  # all watches have ended
 
         asked.apply(a_deployment(image="another:2")).expect(200)
         asked.server.compact()
 
-        await eventually(asked.ready)
+        await until(asked.ready)
     assert [
         each for each in asked.server.requests() if each["verb"] == "list" and each["agent"] == "fleet-operator/first"
     ]
@@ -164,18 +165,18 @@ async def test_what_a_leader_sends_too_late_changes_nothing(asked):
     role = {"name": "all", "type": "aggregated", "replicas": 2}
     async with an_operator(asked, identity="second") as second:
         asked.apply(a_deployment(role)).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         name = f"dd-all-{asked.status()['currentRevision']}"
         late = asked.server.order_fault(
             "hold", user="fleet-operator/second", times=-1, resource="deployments", verb="patch", name=name
         )
         asked.apply(a_deployment(role | {"replicas": 3})).expect(200)
-        await eventually(lambda: asked.server.faults()[str(late)]["struck"] == 1)
+        await until(lambda: asked.server.faults()[str(late)]["struck"] == 1)
         held = asked.server.order_fault("hold", user="fleet-operator/second", times=-1, resource="leases")
         async with an_operator(asked, identity="first") as first:
-            await eventually(first.leader.leads)
+            await until(first.leader.leads)
             asked.apply(a_deployment(role | {"replicas": 1})).expect(200)
-            await eventually(lambda: asked.replicas() == {"all": 1})
+            await until(lambda: asked.replicas() == {"all": 1})
             assert not second.leader.leads()
             asked.server.remove_fault(late)
 
@@ -188,11 +189,11 @@ async def test_what_a_leader_sends_too_late_changes_nothing(asked):
                 ]
                 return sent[-1]["code"]
 
-            await eventually(code)
+            await until(code)
             assert code() == 422
             assert asked.replicas() == {"all": 1}
             asked.server.remove_fault(held)
-            await eventually(asked.ready)
+            await until(asked.ready)
 
 
 class Deaf:
@@ -226,7 +227,7 @@ async def test_a_scaler_that_the_operator_has_not_heard_of_keeps_what_it_says_an
     made = asked.api.post(asked.path("rolescalers"), theirs).expect(201)
     async with an_operator(asked, wrap=deaf_to(kinds.ROLE_SCALER)):
         asked.apply(a_deployment(role)).expect(201)
-        await eventually(lambda: asked.replicas() == {"all": 5})
+        await until(lambda: asked.replicas() == {"all": 5})
 
     found = asked.api.get(asked.path("rolescalers", "dd-all")).expect(200)
     assert (found["spec"], found["metadata"]["generation"]) == (made["spec"], made["metadata"]["generation"])
@@ -259,10 +260,10 @@ async def test_foreign_objects_that_the_operator_has_not_heard_of_are_left_alone
     before = versions()
     async with an_operator(asked, wrap=deaf_to(*kinds.NAMED, kinds.DEPLOYMENT)) as operator:
         asked.apply(a_deployment({"name": "all", "type": "aggregated"})).expect(201)
-        named = await eventually(
+        named = await until(
             lambda: (said := asked.condition("Degraded").get("message", "")).count("dd-router") == len(THEIRS) and said
         )
-        await eventually(lambda: not operator.waiting())
+        await until(lambda: not operator.waiting())
 
     kinds_named = "ConfigMap dd-router, Deployment dd-router, NetworkPolicy dd-router, PodDisruptionBudget dd-router"
     assert named == f"not made by this deployment: {kinds_named}, Service dd-router"
@@ -285,11 +286,11 @@ async def test_what_was_made_and_never_told_of_is_found_and_not_written_twice(as
     role = {"name": "all", "type": "aggregated"}
     async with an_operator(asked):
         asked.apply(a_deployment(role)).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
     before = versions()
     async with an_operator(asked, wrap=deaf_to(*kinds.NAMED)) as operator:
-        await eventually(lambda: operator.leader.leads() and operator.ready() and not operator.waiting())
-        await eventually(lambda: asked.ready() and not operator.waiting())
+        await until(lambda: operator.leader.leads() and operator.ready() and not operator.waiting())
+        await until(lambda: asked.ready() and not operator.waiting())
 
     assert versions() == before
 
@@ -306,11 +307,11 @@ async def test_what_a_later_manifest_leaves_out_is_removed_since_one_manager_has
     role = {"name": "all", "type": "aggregated"}
     async with an_operator(asked):
         asked.apply(a_deployment(role, router("ONE", "TWO"))).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         assert names() == {"ONE", "TWO"}
 
         asked.apply(a_deployment(role, router("TWO"))).expect(200)
-        await eventually(lambda: names() == {"TWO"})
+        await until(lambda: names() == {"TWO"})
 
     for kind, group in THEIRS:
         managers = {
@@ -325,7 +326,7 @@ async def test_ten_megabytes_of_events_leave_nothing_behind_and_wake_nobody(aske
     """Of pods and Leases that say again what they said: what kubelets and workers do all the time."""
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
-        await eventually(lambda: asked.ready() and not operator.waiting())
+        await until(lambda: asked.ready() and not operator.waiting())
         asked.server.forget_requests()
         await murmur(nodes, 5)
         tracemalloc.start()
@@ -335,7 +336,7 @@ async def test_ten_megabytes_of_events_leave_nothing_behind_and_wake_nobody(aske
             each["metadata"]["name"]: each["metadata"]["resourceVersion"]
             for each in asked.children("pods", "v1").values()
         }
-        await eventually(
+        await until(
             lambda: (
                 told
                 == {each.metadata.name: each.metadata.resource_version for each in operator.store.of(kinds.POD, Pod)}
@@ -351,7 +352,7 @@ async def test_ten_megabytes_of_events_leave_nothing_behind_and_wake_nobody(aske
 
 async def murmur(nodes, count):
     nodes.noise = count
-    await eventually(lambda: nodes.noise == 0)
+    await until(lambda: nodes.noise == 0)
 
 
 async def test_a_look_that_the_lease_ran_out_on_is_finished_when_it_is_renewed(asked, monkeypatch):
@@ -375,12 +376,12 @@ async def test_a_look_that_the_lease_ran_out_on_is_finished_when_it_is_renewed(a
             return await self._cluster.make(*arguments)
 
     async with an_operator(asked, wrap=Lapsing) as operator:
-        await eventually(operator.leader.leads)
+        await until(operator.leader.leads)
         lasts = operator.leader._election.leads
         monkeypatch.setattr(operator.leader, "_tell", lambda: None)
         monkeypatch.setattr(operator.leader._election, "leads", lambda now: leads[0] and lasts(now))
         asked.apply(a_deployment()).expect(201)
-        await eventually(lambda: not leads[0])
+        await until(lambda: not leads[0])
         assert len(asked.writes()) <= 3
 
-        await eventually(asked.ready)
+        await until(asked.ready)

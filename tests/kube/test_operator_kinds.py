@@ -4,7 +4,8 @@ import pytest
 
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
-from tests.kube.operator_running import a_deployment, an_operator, eventually
+from tests.kube.operator_running import a_deployment, an_operator
+from tests.waiting import until
 
 GROUPS = {
     "leaderworkersets": ("leaderworkerset.x-k8s.io", "v1", "LeaderWorkerSet"),
@@ -58,7 +59,7 @@ def optional_kinds(asked):
 async def test_where_optional_kinds_are_served_they_are_used(asked, optional_kinds):
     async with an_operator(asked):
         asked.apply(a_deployment(WIDE | {"replicas": 2}, routing={"inferencePool": {"create": True}})).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         [group] = asked.children("leaderworkersets", "leaderworkerset.x-k8s.io/v1").values()
         assert (group["spec"]["replicas"], group["spec"]["leaderWorkerTemplate"]["size"]) == (2, 2)
         assert len(asked.workers()) == 4
@@ -71,13 +72,13 @@ async def test_where_optional_kinds_are_served_they_are_used(asked, optional_kin
 
         asked.apply(a_deployment(WIDE | {"replicas": 2})).expect(200)
 
-        await eventually(lambda: not asked.children("inferencepools", "inference.networking.k8s.io/v1"))
+        await until(lambda: not asked.children("inferencepools", "inference.networking.k8s.io/v1"))
 
 
 async def test_where_they_are_not_a_replica_of_several_nodes_is_a_stateful_set(asked, nodes):
     async with an_operator(asked):
         asked.apply(a_deployment(WIDE | {"replicas": 2}, routing={"inferencePool": {"create": True}})).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         sets = asked.children("statefulsets")
         status = next(each for each in asked.status()["roles"] if each["name"] == "wide")
         assert [each["spec"]["replicas"] for each in sets.values()] == [2, 2]
@@ -91,10 +92,10 @@ async def test_where_they_are_not_a_replica_of_several_nodes_is_a_stateful_set(a
         assert main["resources"]["limits"] == {"nvidia.com/gpu": 2}
 
         asked.apply(a_deployment(WIDE | {"replicas": 1})).expect(200)
-        await eventually(lambda: asked.ready() and len(asked.workers()) == 2)
+        await until(lambda: asked.ready() and len(asked.workers()) == 2)
         assert list(asked.children("statefulsets")) == [min(sets)]
 
         asked.apply(a_deployment(WIDE | {"replicas": 1}, image="another:2")).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
         [new] = asked.children("statefulsets")
         assert new not in sets

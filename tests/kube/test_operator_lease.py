@@ -12,7 +12,8 @@ from operators.children.names import INSTANCE, REVISION, ROLE
 from operators.ports import Denied
 from operators.registrations import REGISTRATION, WORKER
 from tests.kube.clients import inhabitants
-from tests.kube.operator_running import a_deployment, an_operator, eventually
+from tests.kube.operator_running import a_deployment, an_operator
+from tests.waiting import until
 
 OWNER = "fleet-operator"
 
@@ -37,16 +38,16 @@ def owner(asked):
 
 async def test_the_lease_goes_with_the_operators_deployment_while_a_pod_of_it_still_runs(asked, owner):
     async with an_operator(asked, owner=OWNER) as operator:
-        await eventually(operator.leader.leads)
+        await until(operator.leader.leads)
         [reference] = lease(asked).expect(200)["metadata"]["ownerReferences"]
         assert (reference["kind"], reference["uid"]) == ("Deployment", owner["metadata"]["uid"])
 
         asked.api.delete(asked.path("deployments", OWNER, "apps/v1"), propagationPolicy="Background").expect(200)
 
-        await eventually(lambda: lease(asked).code == 404)
-        await eventually(lambda: not operator.leader.leads())
+        await until(lambda: lease(asked).code == 404)
+        await until(lambda: not operator.leader.leads())
         looks = len(owner_reads(asked))
-        await eventually(lambda: len(owner_reads(asked)) >= looks + 3)  # it asks for its Deployment, and makes nothing
+        await until(lambda: len(owner_reads(asked)) >= looks + 3)  # it asks for its Deployment, and makes nothing
         assert lease(asked).code == 404
     assert lease(asked).code == 404
 
@@ -62,13 +63,13 @@ def owner_reads(asked):
 
 async def test_a_lease_that_an_older_operator_left_behind_is_taken_into_the_deployments_hands(asked, owner):
     async with an_operator(asked) as older:
-        await eventually(older.leader.leads)
+        await until(older.leader.leads)
         assert "ownerReferences" not in lease(asked).expect(200)["metadata"]
 
     async with an_operator(asked, owner=OWNER) as operator:
-        await eventually(operator.leader.leads)
+        await until(operator.leader.leads)
         renewed = lease(asked).expect(200)["spec"]["renewTime"]
-        await eventually(lambda: lease(asked).expect(200)["spec"]["renewTime"] != renewed)
+        await until(lambda: lease(asked).expect(200)["spec"]["renewTime"] != renewed)
 
         assert [each["uid"] for each in lease(asked).expect(200)["metadata"]["ownerReferences"]] == [
             owner["metadata"]["uid"]
@@ -92,9 +93,9 @@ class Forbidding:
 
 async def test_roles_of_somebody_else_that_lack_the_right_to_read_the_deployment_stop_nobody(asked, owner, caplog):
     async with an_operator(asked, owner=OWNER, wrap=Forbidding) as operator:
-        await eventually(operator.leader.leads)
+        await until(operator.leader.leads)
         renewed = lease(asked).expect(200)["spec"]["renewTime"]
-        await eventually(lambda: lease(asked).expect(200)["spec"]["renewTime"] != renewed)
+        await until(lambda: lease(asked).expect(200)["spec"]["renewTime"] != renewed)
 
     assert caplog.messages.count("the lease will stay behind") == 1
 
@@ -107,7 +108,7 @@ async def test_a_clock_that_is_an_hour_off_neither_takes_a_lease_nor_keeps_one_f
         return utc_now() + timedelta(hours=hours)
 
     async with an_operator(asked, identity="second", wall=off) as leading:
-        await eventually(leading.leader.leads)
+        await until(leading.leader.leads)
         async with an_operator(asked, identity="first") as waiting:
             renewals = set()
 
@@ -115,12 +116,12 @@ async def test_a_clock_that_is_an_hour_off_neither_takes_a_lease_nor_keeps_one_f
                 renewals.add(lease(asked).expect(200)["spec"]["renewTime"])
                 return len(renewals) >= 15  # for longer than the Lease lasts
 
-            await eventually(renewed)
+            await until(renewed)
             assert leading.leader.leads()
             assert not waiting.leader.leads()
 
             fault = asked.server.order_fault("hold", user="fleet-operator/second", resource="leases", times=-1)
-            await eventually(waiting.leader.leads, seconds=5)
+            await until(waiting.leader.leads, seconds=5)
             assert not leading.leader.leads()
             asked.server.remove_fault(fault)
 
@@ -149,16 +150,16 @@ async def test_a_worker_whose_clock_is_an_hour_off_is_registered_while_it_renews
 
     async with an_operator(asked):
         asked.apply(a_deployment({"name": "all", "type": "aggregated"})).expect(201)
-        await eventually(lambda: asked.condition("Ready").get("reason") == "RegistrationUnknown" and asked.workers())
+        await until(lambda: asked.condition("Ready").get("reason") == "RegistrationUnknown" and asked.workers())
         pod = next(each for name, each in asked.children("pods", "v1").items() if "-all-" in name)
         asked.api.post(leases, a_workers_lease(asked, pod, hours)).expect(201)
 
-        await eventually(renew)
-        await eventually(lambda: asked.condition("Ready")["reason"] == "NotRegistered")  # nobody renews it
+        await until(renew)
+        await until(lambda: asked.condition("Ready")["reason"] == "NotRegistered")  # nobody renews it
     async with an_operator(asked) as later:
-        await eventually(lambda: later.leader.leads() and later.ready() and not later.waiting())
-        await eventually(lambda: asked.condition("Ready")["reason"] == "NotRegistered")
-        await eventually(renew)
+        await until(lambda: later.leader.leads() and later.ready() and not later.waiting())
+        await until(lambda: asked.condition("Ready")["reason"] == "NotRegistered")
+        await until(renew)
 
 
 def left(asked):
@@ -170,15 +171,15 @@ async def test_deployments_leave_nothing_whether_they_go_before_the_operator_or_
     async with an_operator(asked, owner=OWNER):
         for name in ("early", "late"):
             asked.apply(a_deployment(external, name=name)).expect(201)
-        await eventually(lambda: asked.ready("early") and asked.ready("late"))
+        await until(lambda: asked.ready("early") and asked.ready("late"))
         asked.api.delete(asked.path("disaggdeployments", "early")).expect(200)
-        await eventually(lambda: not [each for each in left(asked) if "/early" in each])
+        await until(lambda: not [each for each in left(asked) if "/early" in each])
         kept = {each.partition("/")[0] for each in left(asked) if "/late" in each}
         assert kept >= {"pods", "deployments", "services", "configmaps", "rolescalers", "leases", "networkpolicies"}
     asked.api.delete(asked.path("deployments", OWNER, "apps/v1"), propagationPolicy="Background").expect(200)
-    await eventually(lambda: lease(asked).code == 404)
+    await until(lambda: lease(asked).code == 404)
     assert asked.children("pods", "v1")  # what is served goes on
 
     asked.api.delete(asked.path("disaggdeployments", "late")).expect(200)  # and nobody of ours is there
 
-    await eventually(lambda: not left(asked))
+    await until(lambda: not left(asked))

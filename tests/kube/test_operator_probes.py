@@ -13,7 +13,8 @@ from operators.probing import Completion, Failure
 from operators.registrations import Registration
 from operators.settings import ProbeSettings
 from tests.kube.operator_nodes import address
-from tests.kube.operator_running import a_deployment, an_operator, eventually
+from tests.kube.operator_running import a_deployment, an_operator
+from tests.waiting import until
 
 DOWN = Failure(500, "internal: the engine has failed")
 FULL = Failure(429, "queue_full", busy=True)
@@ -54,10 +55,10 @@ async def test_a_deployment_is_ready_when_all_who_answer_have_answered_and_then_
     clients.said["dd"] = None
     async with an_operator(asked, clients=clients) as operator:
         asked.apply(a_deployment()).expect(201)
-        await eventually(lambda: clients.asked and not operator.waiting())
+        await until(lambda: clients.asked and not operator.waiting())
         assert not asked.ready()
         clients.release.set()
-        await eventually(asked.ready)
+        await until(asked.ready)
 
         assert sorted(clients.workers()) == decoding(asked)
         assert {(each.namespace, each.service, each.model, each.pair) for each in clients.asked} == {
@@ -66,13 +67,13 @@ async def test_a_deployment_is_ready_when_all_who_answer_have_answered_and_then_
         assert asked.condition("KVPathReady")["status"] == "True"
         for _ in range(3):
             operator.look_at_everything(afresh=True)
-            await eventually(lambda: not operator.waiting())
+            await until(lambda: not operator.waiting())
         assert len(clients.asked) == 2
 
     again = Clients()
     asked.server.forget_requests()
     async with an_operator(asked, clients=again) as operator:
-        await eventually(lambda: operator.leader.leads() and operator.ready() and not operator.waiting())
+        await until(lambda: operator.leader.leads() and operator.ready() and not operator.waiting())
         assert asked.ready()
     assert again.asked == [], "what was shown stands in the status"
     assert asked.writes() == []
@@ -83,19 +84,17 @@ async def test_a_deployment_whose_engine_answers_errors_is_never_ready_and_says_
     clients.said["dd"] = DOWN
     async with an_operator(asked, clients=clients, probe=ProbeSettings(longest_pause_seconds=0.6)) as operator:
         asked.apply(a_deployment()).expect(201)
-        found = await eventually(
-            lambda: (each := asked.condition("Ready")).get("reason") == "ServedProbeFailed" and each
-        )
+        found = await until(lambda: (each := asked.condition("Ready")).get("reason") == "ServedProbeFailed" and each)
         assert found["status"] == "False"
         assert found["message"] == f"{clients.workers()[0]}: 500 internal: the engine has failed"
         assert found["observedGeneration"] == 1
         sent = len(clients.asked)
-        await eventually(lambda: len(clients.asked) > sent + 1)
+        await until(lambda: len(clients.asked) > sent + 1)
         assert not asked.ready()
         assert not operator.waiting(), "nobody waits for it"
 
         clients.said.clear()
-        await eventually(asked.ready)
+        await until(asked.ready)
 
     events = asked.children("events", "events.k8s.io/v1").values()
     assert [each["note"] for each in events if each["reason"] == "ServedProbeFailed"] == [
@@ -108,9 +107,7 @@ async def test_routers_that_want_a_key_leave_it_unknown(asked):
     clients.said["dd"] = Failure(401, "its routers want an API key", wants_key=True)
     async with an_operator(asked, clients=clients):
         asked.apply(a_deployment()).expect(201)
-        found = await eventually(
-            lambda: (each := asked.condition("Ready")).get("reason") == "ServedProbeNeedsKey" and each
-        )
+        found = await until(lambda: (each := asked.condition("Ready")).get("reason") == "ServedProbeNeedsKey" and each)
     assert found["status"] == "Unknown"
     assert f"for {asked.namespace}/dd: probe.keys" in found["message"]
 
@@ -124,10 +121,10 @@ async def test_a_saturated_deployment_stays_ready_when_its_routers_change_and_it
 
     async with an_operator(asked, clients=clients, probe=quick):
         asked.apply(a_deployment()).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         clients.said["dd"] = FULL
         asked.apply(a_deployment(routing={"policy": "round_robin"})).expect(200)
-        await eventually(saturated)
+        await until(saturated)
         [router] = [name for name in asked.children("pods", "v1") if "-router-" in name]
         assert clients.asked[-1].door == address(router)
 
@@ -135,11 +132,11 @@ async def test_a_saturated_deployment_stays_ready_when_its_routers_change_and_it
     again.said["dd"] = FULL
     asked.server.forget_requests()
     async with an_operator(asked, clients=again, probe=quick) as operator:
-        await eventually(lambda: len(again.asked) >= 3 and not operator.waiting())
+        await until(lambda: len(again.asked) >= 3 and not operator.waiting())
         assert saturated()
         assert asked.writes() == [], "and says so without a word in between"
         again.said.clear()
-        await eventually(lambda: asked.ready() and asked.condition("Ready")["reason"] == "AllRolesReady")
+        await until(lambda: asked.ready() and asked.condition("Ready")["reason"] == "AllRolesReady")
 
 
 async def test_new_pods_are_asked_and_those_that_have_answered_are_not(asked):
@@ -147,17 +144,17 @@ async def test_new_pods_are_asked_and_those_that_have_answered_are_not(asked):
     roles = ({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode", "replicas": 2})
     async with an_operator(asked, clients=clients):
         asked.apply(a_deployment(*roles)).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         before = set(clients.workers())
 
         clients.asked.clear()
         asked.apply(a_deployment(roles[0], roles[1] | {"replicas": 3})).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
         assert clients.workers() == [name for name in decoding(asked) if name not in before]
 
         clients.asked.clear()
         asked.apply(a_deployment(roles[0], roles[1] | {"replicas": 3}, routing={"policy": "round_robin"})).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
         assert len(clients.asked) == 1, "there are other routers: one worker of the role says whether these serve"
 
 
@@ -172,17 +169,17 @@ async def test_pods_that_a_stateful_set_has_made_anew_are_asked_though_they_have
 
     async with an_operator(asked, clients=clients):
         asked.apply(a_deployment(wide)).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         before, asked_before = pods(), sorted(clients.workers())
         clients.asked.clear()
         clients.said["dd"] = DOWN
 
         for name in before:
             asked.api.delete(asked.path("pods", name, "v1"))
-        await eventually(lambda: asked.condition("Ready").get("reason") == "ServedProbeFailed")
+        await until(lambda: asked.condition("Ready").get("reason") == "ServedProbeFailed")
         assert pods().keys() == before.keys()
         clients.said.clear()
-        await eventually(asked.ready)
+        await until(asked.ready)
         assert sorted(set(clients.workers())) == asked_before
 
 
@@ -193,10 +190,10 @@ async def test_a_deployment_that_does_not_answer_keeps_no_other_from_becoming_re
     async with an_operator(asked, clients=clients, at_once=1, probe=ProbeSettings(at_once=4)):
         for name in (*names, "quick"):
             asked.apply(a_deployment(name=name)).expect(201)
-        await eventually(lambda: asked.ready("quick"))
+        await until(lambda: asked.ready("quick"))
         assert not any(asked.ready(name) for name in names)
         clients.release.set()
-        await eventually(lambda: all(asked.ready(name) for name in names))
+        await until(lambda: all(asked.ready(name) for name in names))
     assert clients.most_at_once <= 4
 
 
@@ -205,11 +202,11 @@ async def test_with_probes_too_a_change_is_two_writes_of_the_status(asked, monke
     monkeypatch.setattr(pace, "LONG", Nanos(60 * SECOND))  # machines of tests are slow
     async with an_operator(asked, clients=Clients()):
         asked.apply(a_deployment()).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
         made = asked.writes()
         asked.server.forget_requests()
         asked.apply(a_deployment(image="another:2")).expect(200)
-        await eventually(asked.ready)
+        await until(asked.ready)
         changed = asked.writes()
 
     for writes in (made, changed):
@@ -231,15 +228,15 @@ async def test_a_worker_that_one_of_two_routers_does_not_know_is_named_with_that
     )
     async with an_operator(asked, routers=Routers(), ask_routers_seconds=0.05):
         asked.apply(a_deployment(*roles)).expect(201)
-        await eventually(asked.ready)
+        await until(asked.ready)
 
         [router, _] = sorted(name for name in asked.children("pods", "v1") if "-router-" in name)
         lost[:] = (router, asked.workers()[0])
         asked.apply(a_deployment(*roles, balance={"maxStep": 2})).expect(200)  # so that routers are asked soon
-        found = await eventually(lambda: (each := asked.condition("RolesRegistered")).get("status") == "False" and each)
+        found = await until(lambda: (each := asked.condition("RolesRegistered")).get("status") == "False" and each)
 
         assert found["message"] == f"all: 1 of 2 known to all routers; {lost[1]} is not known to {router}"
         assert asked.condition("Ready")["reason"] == "NotRegistered"
         assert asked.replicas() == {"all": 2}, "nobody is ended for it"
         lost.clear()
-        await eventually(asked.ready)
+        await until(asked.ready)

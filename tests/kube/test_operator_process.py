@@ -1,10 +1,7 @@
 """The operator as it is deployed: a process with a settings file, an account that may do what the chart grants, and its doors."""
 
-import json
-import os
 import signal
 import subprocess
-import sys
 
 import httpx
 import pytest
@@ -15,10 +12,12 @@ from msgspec import to_builtins
 
 from operators.access import ACCESS
 from tests.certificates import Authority
+from tests.fleet_processes import serve
 from tests.kube.clients import Api
 from tests.kube.operator_nodes import Nodes
-from tests.kube.operator_running import IMAGES, QUICK, Asked, a_deployment, eventually, install
+from tests.kube.operator_running import IMAGES, QUICK, Asked, a_deployment, install
 from tests.kube.running import an_api_server
+from tests.waiting import until
 
 ACCOUNT = "system:serviceaccount:default:fleet-operator"
 GPU = {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}, "nodesPerReplica": 2}
@@ -51,25 +50,7 @@ REQUEST = {
 
 def a_process(settings, folder):
     """It, and what it announced."""
-    path = folder / "operator.json"
-    path.write_text(json.dumps(settings))
-    reading, writing = os.pipe()
-    command = [
-        sys.executable,
-        "-m",
-        "fleet.cli.main",
-        "serve",
-        "operator",
-        "--config",
-        str(path),
-        "--ready-fd",
-        str(writing),
-    ]
-    process = subprocess.Popen(command, pass_fds=[writing], stderr=subprocess.PIPE, text=True)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        line = pipe.readline()
-    return process, json.loads(line) if line else {}
+    return serve("operator", settings, folder / "operator.json", stderr=subprocess.PIPE, text=True)
 
 
 def grant(api, namespace, without=""):
@@ -115,30 +96,30 @@ async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_
                 for kind, made in (("servingplans", PLAN), ("servingrequests", REQUEST)):
                     api.post(asked.path(kind), made).expect(201)
                 proposed = asked.path("disaggdeployments", "request")
-                await eventually(lambda: api.get(proposed).code == 200)
+                await until(lambda: api.get(proposed).code == 200)
                 api.delete(asked.path("servingrequests", "request")).expect(200)
-                await eventually(lambda: api.get(proposed).code == 404 and not asked.children("pods", "v1"))
+                await until(lambda: api.get(proposed).code == 404 and not asked.children("pods", "v1"))
                 asked.apply(a_deployment(*roles)).expect(201)
-                await eventually(asked.ready)
+                await until(asked.ready)
                 [first, *_] = [name for name in asked.workers() if "-all-" in name]
                 [leader, rank] = [name for name in asked.workers() if "-wide-" in name]
                 began = asked.children("pods", "v1")[rank]["metadata"]["uid"]
                 nodes.warm, nodes.restarted = {first: 12}, {leader: "2026-01-01T00:00:00Z"}
                 lease = asked.path("leases", first, "coordination.k8s.io/v1")
-                await eventually(lambda: api.get(lease).body["metadata"].get("annotations"))
-                await eventually(
+                await until(lambda: api.get(lease).body["metadata"].get("annotations"))
+                await until(
                     lambda: (
                         asked.children("pods", "v1").get(rank, {"metadata": {"uid": began}})["metadata"]["uid"] != began
                     )
                 )
                 nodes.restarted = {}
                 api.patch(asked.path("rolescalers", "dd-all/scale"), "merge", {"spec": {"replicas": 1}}).expect(200)
-                await eventually(lambda: asked.ready() and len(asked.workers()) == 3)
+                await until(lambda: asked.ready() and len(asked.workers()) == 3)
                 static = roles[0] | {"scaling": {"mode": "Static"}}
                 asked.apply(a_deployment(static, roles[1] | {"replicas": 0}, image="another:2")).expect(200)
-                await eventually(asked.ready)
+                await until(asked.ready)
                 asked.apply(a_deployment(static, image="another:2")).expect(200)
-                await eventually(lambda: asked.ready() and "dd-wide" not in asked.children("services", "v1"))
+                await until(lambda: asked.ready() and "dd-wide" not in asked.children("services", "v1"))
                 url = f"http://{endpoints['http']}"
                 found = {path: httpx.get(f"{url}/{path}", trust_env=False) for path in ("healthz", "readyz", "metrics")}
             finally:
@@ -208,9 +189,7 @@ async def test_what_it_may_not_read_is_named_where_it_is_asked_whether_it_is_rea
             process, endpoints = a_process(settings, tmp_path)
             try:
                 readyz = f"http://{endpoints['http']}/readyz"
-                await eventually(
-                    lambda: httpx.get(readyz, trust_env=False).text == "the API server has not told yet: Pod\n"
-                )
+                await until(lambda: httpx.get(readyz, trust_env=False).text == "the API server has not told yet: Pod\n")
                 assert httpx.get(readyz, trust_env=False).status_code == 503
             finally:
                 process.send_signal(signal.SIGTERM)

@@ -24,6 +24,7 @@ from tests.kube.charts import by_name, documents, helm_3_render
 from tests.kube.clients import Api
 from tests.kube.running import ApiServer, an_api_server
 from tests.openai_servers import OpenAiServer
+from tests.waiting import until_answered
 from tests.ways import Way
 
 SECONDS = 20
@@ -40,13 +41,6 @@ PLURALS = {
     "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/namespaces/serving/rolebindings",
     "Deployment": "/apis/apps/v1/namespaces/serving/deployments",
 }
-
-
-async def until(look, seconds: float = SECONDS):
-    async with asyncio.timeout(seconds):
-        while not (found := await look()):
-            await asyncio.sleep(0.02)
-        return found
 
 
 class Installed:
@@ -138,20 +132,20 @@ async def test_of_two_pickers_one_is_asked_and_the_other_takes_over_when_that_is
     first, second = Picker(installed, "one", "10.0.0.1"), Picker(installed, "two", "10.0.0.2")
     try:
         await first.start()
-        await until(first.serving)
+        await until_answered(first.serving)
         await second.start()
-        await until(second.follows)
+        await until_answered(second.follows)
         assert not await second.serving()
-        assert await until(installed.leader) == "10.0.0.1"
+        assert await until_answered(installed.leader) == "10.0.0.1"
 
         await first.end(signal.SIGKILL)
         killed = time.monotonic()
-        await until(second.serving)
+        await until_answered(second.serving)
         took = time.monotonic() - killed
         # It had been renewed within 2/15 of the lease, and who waits looks as often.
         assert LEASE_SECONDS * 11 / 15 < took < LEASE_SECONDS * 2, took
         assert await second.picks() == [worker.url.removeprefix("http://")]
-        await until(lambda: _is(installed, "10.0.0.2"))
+        await until_answered(lambda: _is(installed, "10.0.0.2"))
 
         assert await second.end(signal.SIGTERM) == 0
         assert api.get(LEASE).expect(200)["spec"]["holderIdentity"] == "", "it was given back"
@@ -165,7 +159,7 @@ async def test_of_two_pickers_one_is_asked_and_the_other_takes_over_when_that_is
         }
 
         api.delete(DEPLOYMENT, propagationPolicy="Background").expect(200)
-        await until(lambda: _gone(api, LEASE, SLICE))
+        await until_answered(lambda: _gone(api, LEASE, SLICE))
     finally:
         for each in (first, second):
             if each.process.returncode is None:
@@ -195,21 +189,21 @@ async def test_who_is_cut_off_is_not_ready_and_refuses_nobody_until_it_hears_of_
             asyncio.timeout(60),
             open_candidate(settings("far", ApiServer(f"http://127.0.0.1:{way.port}")), SystemClock(), utc_now) as far,
         ):
-            await until(lambda: _leads(far))
+            await until_answered(lambda: _leads(far))
             async with open_candidate(settings("near", server), SystemClock(), utc_now) as near:
-                await until(lambda: _follows(near))
+                await until_answered(lambda: _follows(near))
                 await way.close()
-                await until(lambda: _leads(near))
+                await until_answered(lambda: _leads(near))
                 assert (far.leads(), far.follows()) == (False, False)
                 await way.open()
-                await until(lambda: _follows(far))
+                await until_answered(lambda: _follows(far))
                 assert near.leads()
             with Api(server.url) as api:
                 lease = api.get("/apis/coordination.k8s.io/v1/namespaces/default/leases/picker").expect(200)
             assert lease["spec"]["holderIdentity"] == "far", (
                 "it was given back, and who gave it back has waited for that"
             )
-            await until(lambda: _leads(far))
+            await until_answered(lambda: _leads(far))
         await way.close()
 
 
@@ -224,10 +218,10 @@ async def test_a_lease_that_somebody_removes_takes_nobody_away_from_gateways_for
             return found.body["metadata"]["ownerReferences"][0]["uid"] if found.code == 200 else ""
 
         async with open_candidate(lease, SystemClock(), utc_now):
-            before = await until(owner)
+            before = await until_answered(owner)
             api.delete(LEASE).expect(200)
 
-            await until(lambda: _differs(owner, before), 5)
+            await until_answered(lambda: _differs(owner, before), 5)
 
 
 async def _differs(look, before) -> bool:
@@ -251,8 +245,8 @@ async def test_processes_of_one_router_lead_together(tmp_path):
             open_candidate(lease, SystemClock(), utc_now) as first,
             open_candidate(lease, SystemClock(), utc_now) as second,
         ):
-            await until(lambda: _leads(first))
-            await until(lambda: _leads(second))
+            await until_answered(lambda: _leads(first))
+            await until_answered(lambda: _leads(second))
             ends = time.monotonic() + 1.8  # longer than one renewal holds
             while time.monotonic() < ends:
                 assert (first.leads(), second.leads()) == (True, True)

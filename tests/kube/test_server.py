@@ -5,9 +5,10 @@ import threading
 import msgspec
 import pytest
 
-from tests.kube.clients import PATCHES, Api, eventually
+from tests.kube.clients import PATCHES, Api
 from tests.kube.running import an_api_server
 from tests.kube.widgets import API, DEFINITION, a_deployment, a_widget
+from tests.waiting import eventually
 
 CORE = "/api/v1/namespaces/default"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
@@ -61,7 +62,7 @@ def test_what_lost_its_owner_is_collected_through_generations(api):
     eventually(lambda: api.get(f"{CORE}/configmaps").expect(200)["items"] == [])
 
 
-def test_orphans_stay(api):
+def test_what_is_orphaned_stays_when_its_owner_goes(api):
     owner = api.post(DEPLOYMENTS, a_deployment()).expect(201)
     api.post(f"{CORE}/configmaps", a_config("child", owned_by(owner))).expect(201)
 

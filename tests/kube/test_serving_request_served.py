@@ -15,9 +15,10 @@ from fleet.client import Client
 from fleet.hardware.known import known
 from tests.kube.clients import Api
 from tests.kube.kubelet.cluster import a_cluster
-from tests.kube.operator_running import Asked, an_operator, eventually, install
+from tests.kube.operator_running import Asked, an_operator, install
 from tests.kube.running import an_api_server
 from tests.kube.test_serving_requests import Requests, a_request
+from tests.waiting import until
 
 SECONDS = 30
 
@@ -43,7 +44,7 @@ async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
         async with an_operator(asked):
             requests.apply(request).expect(201)
             # This operator is no pod, so that it can ask no router; that workers are ready when a router knows them, they say themselves.
-            await eventually(lambda: len(found := ready(asked)) == 3 and all(found.values()), SECONDS)
+            await until(lambda: len(found := ready(asked)) == 3 and all(found.values()), SECONDS)
 
             answer = await asyncio.to_thread(one_answer, cluster.way_to("please-router", 50051))
 
@@ -54,7 +55,7 @@ async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
                 "workers": 1,
             }
             asked.api.delete(asked.path("servingrequests", "please")).expect(200)
-            await eventually(lambda: requests.deployment() is None and not cluster.processes(), SECONDS)
+            await until(lambda: requests.deployment() is None and not cluster.processes(), SECONDS)
 
 
 def ready(asked):

@@ -11,10 +11,11 @@ from operators.requested import proposed
 from operators.resources.parts import GROUP, VERSION
 from operators.resources.request import ServingRequestSpec
 from tests.kube.documentation import shown_manifests
-from tests.kube.operator_running import an_operator, eventually
+from tests.kube.operator_running import an_operator
 from tests.kube.test_crds import refusal
 from tests.unit.operators.test_proposals import FEASIBLE, filled
 from tests.unit.operators.test_proposals import asked as asking
+from tests.waiting import until
 
 IMPOSSIBLE = {"ttftMs": 1, "tpotMs": 1}
 APART = {"ttftMs": 1000, "tpotMs": 20}
@@ -75,7 +76,7 @@ def roles(deployment):
 async def test_a_request_becomes_a_deployment_whose_pods_are_ready_and_goes_with_it(asked, requests):
     async with an_operator(asked):
         requests.apply(a_request()).expect(201)
-        await eventually(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
+        await until(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
 
         status, made = requests.status(), requests.deployment()
         assert (status["phase"], status["deployment"], status["observedGeneration"]) == ("Ready", "please", 1)
@@ -93,7 +94,7 @@ async def test_a_request_becomes_a_deployment_whose_pods_are_ready_and_goes_with
         assert len(written) <= 5, written
 
         asked.api.delete(asked.path("servingrequests", "please")).expect(200)
-        await eventually(lambda: requests.deployment() is None and not asked.workers())
+        await until(lambda: requests.deployment() is None and not asked.workers())
 
 
 async def test_what_cannot_be_kept_is_a_condition_and_makes_nothing(asked, requests):
@@ -108,9 +109,7 @@ async def test_what_cannot_be_kept_is_a_condition_and_makes_nothing(asked, reque
         for name, (changes, _) in cases.items():
             requests.apply(a_request(name, **changes)).expect(201)
         for name, (_, reason) in cases.items():
-            await eventually(
-                lambda name=name, reason=reason: requests.conditions(name).get("Feasible") == ("False", reason)
-            )
+            await until(lambda name=name, reason=reason: requests.conditions(name).get("Feasible") == ("False", reason))
             assert requests.conditions(name)["Ready"] == ("False", reason)
             assert requests.status(name)["phase"] == "Infeasible"
             assert requests.deployment(name) is None
@@ -118,77 +117,77 @@ async def test_what_cannot_be_kept_is_a_condition_and_makes_nothing(asked, reque
         assert (figure["goal"], figure["asked"], figure["met"]) == ("ttftMs", 1, False)
 
         requests.apply(a_request("slow")).expect(200)
-        await eventually(lambda: requests.conditions("slow").get("Applied") == ("True", "Applied"))
+        await until(lambda: requests.conditions("slow").get("Applied") == ("True", "Applied"))
 
 
 async def test_a_changed_request_changes_its_own_deployment_alone_also_from_one_pool_to_two(asked, requests):
     async with an_operator(asked):
         for name in ("please", "other"):
             requests.apply(a_request(name)).expect(201)
-        await eventually(
+        await until(
             lambda: all(requests.conditions(name).get("Ready", ("",))[0] == "True" for name in ("please", "other"))
         )
         before = requests.deployment("other")["metadata"]["generation"]
 
         requests.apply(a_request(objective=APART)).expect(200)
-        await eventually(
+        await until(
             lambda: (
                 requests.conditions().get("Ready", ("",))[0] == "True"
                 and roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
             )
         )
-        await eventually(lambda: asked.ready("please") and asked.ready("other"))
+        await until(lambda: asked.ready("please") and asked.ready("other"))
 
         assert requests.deployment("other")["metadata"]["generation"] == before
         requests.apply(a_request(objective=IMPOSSIBLE)).expect(200)
-        await eventually(lambda: requests.conditions().get("Feasible", ("",))[0] == "False")
+        await until(lambda: requests.conditions().get("Feasible", ("",))[0] == "False")
         assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
         requests.apply(a_request(apply=False)).expect(200)
-        await eventually(lambda: requests.conditions().get("Applied") == ("False", "NotAskedFor"))
+        await until(lambda: requests.conditions().get("Applied") == ("False", "NotAskedFor"))
         assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
 
 
 async def test_a_role_that_somebody_adds_is_theirs_and_is_not_fought_over(asked, requests):
     async with an_operator(asked) as operator:
         requests.apply(a_request()).expect(201)
-        await eventually(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
+        await until(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
 
         asked.apply(
             requests.deployment()
             | {"spec": {"roles": [{"name": "extra", "type": "aggregated"}]}}
             | {"metadata": {"name": "please"}}
         ).expect(200)
-        await eventually(lambda: asked.replicas() == {"workers": 3, "extra": 1} and asked.ready("please"))
+        await until(lambda: asked.replicas() == {"workers": 3, "extra": 1} and asked.ready("please"))
         generation = requests.deployment()["metadata"]["generation"]
         requests.apply(a_request(objective=APART)).expect(200)
-        await eventually(lambda: asked.replicas() == {"prefill": 2, "decode": 1, "extra": 1})
-        await eventually(lambda: asked.ready("please") and not operator.waiting())
+        await until(lambda: asked.replicas() == {"prefill": 2, "decode": 1, "extra": 1})
+        await until(lambda: asked.ready("please") and not operator.waiting())
 
         assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1, "extra": 1}
         assert requests.deployment()["metadata"]["generation"] <= generation + 3
         asked.server.forget_requests()
         operator.look_at_everything()
-        await eventually(lambda: not operator.waiting())
+        await until(lambda: not operator.waiting())
         assert asked.writes() == [], "roles are in another order on the server"
 
 
 async def test_a_proposal_is_applied_by_hand_as_it_is_and_then_nobody_elses(asked, requests):
     async with an_operator(asked) as operator:
         requests.apply(a_request(apply=False)).expect(201)
-        await eventually(lambda: requests.conditions().get("Proposed") == ("True", "Proposed"))
+        await until(lambda: requests.conditions().get("Proposed") == ("True", "Proposed"))
         assert requests.deployment() is None
 
         asked.apply(requests.status()["proposal"]).expect(201)
-        await eventually(lambda: asked.ready("please"))
+        await until(lambda: asked.ready("please"))
 
         requests.apply(a_request(objective=APART)).expect(200)
-        await eventually(lambda: requests.conditions().get("Applied") == ("False", "NameTaken"))
+        await until(lambda: requests.conditions().get("Applied") == ("False", "NameTaken"))
         assert roles(requests.deployment()) == {"router": 2, "workers": 3}
         assert requests.status().get("deployment", "") == ""
 
-        await eventually(lambda: not operator.waiting())  # so that it is the deletion that wakes it
+        await until(lambda: not operator.waiting())  # so that it is the deletion that wakes it
         asked.api.delete(asked.path("disaggdeployments", "please")).expect(200)
-        await eventually(lambda: (made := requests.deployment()) and "decode" in roles(made))
+        await until(lambda: (made := requests.deployment()) and "decode" in roles(made))
 
 
 def test_every_proposal_is_taken_by_schema_and_rules(asked):
@@ -229,12 +228,12 @@ async def test_a_request_with_the_longest_template_still_fits_into_etcd_and_a_lo
     async with an_operator(asked):
         # Many short ones: then who owns each field takes more room than the fields.
         requests.apply(a_request(objective=APART, podTemplate=filled(LARGEST, fields=4000))).expect(201)
-        await eventually(lambda: requests.conditions().get("Applied") == ("True", "Applied"))
+        await until(lambda: requests.conditions().get("Applied") == ("True", "Applied"))
         assert len(roles(requests.deployment())) == 3
         assert max(sizes()) < ETCD_BYTES
 
         requests.apply(a_request(objective=APART, podTemplate=filled(500_000))).expect(200)
-        await eventually(lambda: requests.conditions().get("Feasible") == ("False", "SpecificationRefused"))
+        await until(lambda: requests.conditions().get("Feasible") == ("False", "SpecificationRefused"))
         status = requests.status()
         assert "spec.podTemplate: takes 500,000 bytes" in status["conditions"][0]["message"]
         assert "proposal" not in status or not status["proposal"]

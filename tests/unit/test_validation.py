@@ -113,6 +113,7 @@ def test_what_is_outside_its_range_is_refused_by_name(name, value):
         ({"prompt": TokenPrompt(token_bytes([1, 500, 2]))}, "token_ids[1]"),
         ({"sampling": Sampling(stop_token_ids=(1, 500))}, "sampling.stop_token_ids[1]"),
         ({"sampling": Sampling(stop_token_ids=(-1,))}, "sampling.stop_token_ids[0]"),
+        ({"sampling": Sampling(stop_token_ids=(1,) * 1025)}, "sampling.stop_token_ids"),
         ({"sampling": Sampling(min_tokens=17, max_tokens=16)}, "sampling.min_tokens"),
     ],
 )
@@ -197,7 +198,7 @@ def test_the_limits_themselves_are_allowed():
         tenant="t" * 256,
         stop=("b" * 256,) * 16,
         prompt=TokenPrompt(token_bytes([0, 499])),
-        sampling=Sampling(stop_token_ids=(0, 499), min_tokens=16, max_tokens=16),
+        sampling=Sampling(stop_token_ids=(0, 499) * 512, min_tokens=16, max_tokens=16),
     )
 
     validate(request, a_card(), 2, vocab_size=500)

@@ -7,12 +7,17 @@ Rules:
 2. Batches are numbered. A gap is filled from where the engine repeats them; when that fails, everything known is void
    (`KvCleared`) and counting starts again with what comes.
 3. A number that was there before, with something else in it, is of another process of the engine: everything known is void.
+   Numbers that go on do not tell, so who asks for a gap asks for the batch before it too.
 4. So it is after a batch that cannot be read.
+5. Who repeats a lot is heard in pieces: an engine's socket lets fall what its listener has not taken, in the middle too. What is
+   missing is asked for again; of what has a hole still, only what follows the hole counts.
+6. However much there is to take in, other tasks of the event loop have their turn in between.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
+from itertools import count
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -26,11 +31,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REPLAY_TIMEOUT_SECONDS = 2.0  # the publisher looks at its replay socket every 0.1 s
+REPLAY_TIMEOUT_SECONDS = 2.0  # without anything; the publisher looks at its replay socket every 0.1 s
+REPLAY_SECONDS = 60.0  # for all of it, however it comes; a hundred thousand batches take less
 RECEIVE_BATCHES = 100_000  # buffered here at most, as many as the publisher keeps
 
 REMEMBERED_BATCHES = 1024
-BATCHES_A_TURN = 64  # of the event loop, of those that are repeated at the beginning
+BATCHES_A_TURN = 16  # of the event loop: a receipt of what is there does not give it up
+MOST_PIECES = 32  # of a replay; an engine's socket holds a thousand batches, its buffer ten thousand
 
 END_OF_REPLAY = b"\xff" * 8
 NUMBER_BYTES = 8
@@ -70,7 +77,7 @@ async def read_events(
         subscriber.subscribe(b"")
         expected: int | None = None  # the first that comes may have any number
         latest = _Latest()
-        before = (await _replayed(context, replay_endpoint, 0) or {}) if replay_endpoint else {}
+        before = await _repeated(context, replay_endpoint, 0)
         for number in sorted(before):
             heard.recovered += 1
             expected = number + 1
@@ -78,7 +85,9 @@ async def read_events(
             yield _taken(before[number], books, heard)
             if number % BATCHES_A_TURN == 0:
                 await asyncio.sleep(0)
-        while True:
+        for turn in count():
+            if turn % BATCHES_A_TURN == 0:
+                await asyncio.sleep(0)
             frames = await subscriber.recv_multipart()
             if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
                 yield _void(books, heard, f"a message of {len(frames)} frames")
@@ -88,13 +97,16 @@ async def read_events(
                 continue  # was published while it was asked for, or overtaken
             events: list[KvEvent] = []
             if expected is not None and number < expected:
-                log.warning("an engine publishes its KV events from the first one on again; starting over")
-                heard.restarts += 1
-                events.append(books.clear())
+                events.append(_restarted(books, heard))
                 expected, latest = 0, _Latest()
             if expected is not None and number > expected:
-                missed = await _missed(context, replay_endpoint, range(expected, number))
-                if missed is None:
+                repeated = await _repeated(context, replay_endpoint, max(0, expected - 1))
+                if not latest.agrees(expected - 1, repeated):
+                    events.append(_restarted(books, heard))
+                    expected, latest = 0, _Latest()
+                    repeated = await _repeated(context, replay_endpoint, 0)
+                missed = [repeated[each] for each in sorted(repeated) if expected <= each < number]
+                if len(missed) < number - expected:
                     log.warning("KV events were lost; starting over", extra={"from": expected, "to": number})
                     heard.gaps += 1
                     events.append(books.clear())
@@ -103,6 +115,8 @@ async def read_events(
                     for position, payload in enumerate(missed, start=expected):
                         latest.note(position, payload)
                         events += _taken(payload, books, heard)
+                        if position % BATCHES_A_TURN == 0:
+                            await asyncio.sleep(0)
             expected = number + 1
             latest.note(number, frames[2])
             yield [*events, *_taken(frames[2], books, heard)]
@@ -120,6 +134,10 @@ class _Latest:
     def has(self, number: int, payload: bytes) -> bool:
         return self._seen.get(number) == hash(payload)
 
+    def agrees(self, number: int, repeated: Mapping[int, bytes]) -> bool:
+        """Whether the batch of a number may be the one that was taken, as far as both are known."""
+        return number not in self._seen or number not in repeated or self.has(number, repeated[number])
+
     def note(self, number: int, payload: bytes) -> None:
         self._seen[number] = hash(payload)
         if len(self._seen) > REMEMBERED_BATCHES:
@@ -134,6 +152,13 @@ def _taken(payload: bytes, books: CacheBooks, heard: Heard) -> list[KvEvent]:
         return _void(books, heard, str(error))
 
 
+def _restarted(books: CacheBooks, heard: Heard) -> KvEvent:
+    """Another process of the engine publishes: everything known is void."""
+    log.warning("an engine publishes its KV events from the first one on again; starting over")
+    heard.restarts += 1
+    return books.clear()
+
+
 def _void(books: CacheBooks, heard: Heard, why: str) -> list[KvEvent]:
     if not heard.unreadable:  # not at every batch
         log.error("an engine's KV events cannot be read; its version may be too new", extra={"cause": why})
@@ -142,32 +167,57 @@ def _void(books: CacheBooks, heard: Heard, why: str) -> list[KvEvent]:
     return [books.clear()]
 
 
-async def _missed(context: "Context", endpoint: str, wanted: range) -> list[bytes] | None:
-    """The batches with these numbers; None if they cannot be had in time."""
-    if not endpoint:
-        return None
-    batches = await _replayed(context, endpoint, wanted.start)
-    if batches is None or any(number not in batches for number in wanted):
-        return None
-    return [batches[number] for number in wanted]
+async def _repeated(context: "Context", endpoint: str, start: int) -> Mapping[int, bytes]:
+    """All batches from a number on that are still repeated; none if they do not come in time, or from nowhere."""
+    batches: dict[int, bytes] = {}
+    until = asyncio.get_running_loop().time() + REPLAY_SECONDS
+    for _ in range(MOST_PIECES if endpoint else 0):
+        piece, ended = await _piece(context, endpoint, start, until)
+        batches |= piece
+        if not batches:
+            return {}
+        missing = next(number for number in count(min(batches)) if number not in batches)
+        if missing == start or (ended and missing > max(batches)):  # no more can be had, or is there
+            break
+        start = missing
+    return _after_holes(batches)
 
 
-async def _replayed(context: "Context", endpoint: str, start: int) -> Mapping[int, bytes] | None:
-    """All batches from a number on that are still repeated; None if they do not come in time."""
+async def _piece(context: "Context", endpoint: str, start: int, until: float) -> tuple[Mapping[int, bytes], bool]:
+    """What comes of what is repeated from a number on, and whether its end comes; not after an instant of the event loop's clock."""
     from zmq.constants import DEALER  # noqa: PLC0415 - comes with vLLM
 
     socket = context.socket(DEALER)
+    socket.set_hwm(RECEIVE_BATCHES)
     batches: dict[int, bytes] = {}
+    clock = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(REPLAY_TIMEOUT_SECONDS):
+        async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
             socket.connect(endpoint)
             await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-            while True:
+            for received in range(1, RECEIVE_BATCHES + 1):  # of them some may have come twice
                 *_, number, payload = await socket.recv_multipart()  # SGLang puts the topic before
                 if number == END_OF_REPLAY:
-                    return batches
+                    return batches, True
+                if len(number) != NUMBER_BYTES:
+                    return {}, True
                 batches[int.from_bytes(number, "big")] = payload
-    except (TimeoutError, ValueError):  # of one frame
-        return None
+                if received % BATCHES_A_TURN == 0:
+                    patience.reschedule(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS))
+                    await asyncio.sleep(0)
+    except TimeoutError:
+        return batches, False
+    except ValueError:  # of one frame
+        return {}, True
     finally:
         socket.close(linger=0)
+    return batches, False
+
+
+def _after_holes(batches: Mapping[int, bytes]) -> Mapping[int, bytes]:
+    """Those from which on none is missing."""
+    if not batches:
+        return {}
+    last = max(batches)
+    first = next(number for number in count(last, -1) if number - 1 not in batches)
+    return {number: batches[number] for number in range(first, last + 1)}

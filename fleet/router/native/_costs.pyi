@@ -19,6 +19,22 @@ def fleet_costs(
     prefill: bool,
     /,
 ) -> None: ...
+def fleet_lowest(
+    columns: Floats,
+    prompt_tokens: int,
+    engine: float,
+    store: float,
+    lower: float,
+    request: float,
+    decode: float,
+    spread: float,
+    others: float,
+    stall: float,
+    warm: bool,
+    even: bool,
+    prefill: bool,
+    /,
+) -> list[int]: ...
 def all_have_room(columns: Floats, /) -> bool: ...
 def block_keys(tokens: bytes | memoryview, size: int, factors: bytes, /) -> tuple[int, ...]: ...
 def lowest(costs: Floats, /) -> list[int]: ...

@@ -76,6 +76,33 @@ def fleet_costs(
     out += load
 
 
+def fleet_lowest(
+    columns: Floats,
+    prompt_tokens: int,
+    engine: float,
+    store: float,
+    lower: float,
+    request: float,
+    decode: float,
+    spread: float,
+    others: float,
+    stall: float,
+    warm: bool,
+    even: bool,
+    prefill: bool,
+    /,
+) -> list[int]:
+    """`lowest` of `fleet_costs`, for those who need no more of the costs.
+
+    Raises:
+        ValueError: There is none, or one is not finite.
+    """
+    costs = np.empty(columns.shape[1])
+    weights = (engine, store, lower, request, decode, spread, others, stall)
+    fleet_costs(columns, costs, prompt_tokens, *weights, warm, even, prefill)
+    return lowest(costs)
+
+
 def credit_of(
     columns: Floats, engine: float, store: float, lower: float, spread: float, even: bool
 ) -> tuple[Floats, Floats]:

@@ -58,12 +58,12 @@ class BoundedRing:
 
     def __init__(self, load_factor: float):
         self._load_factor = load_factor
-        self._members: tuple[str, ...] = ()
+        self._members: tuple[str, ...] = ()  # candidates or not, so that the ring is seldom laid out anew
         self._points: list[int] = []
-        self._owners: list[int] = []  # places in `_members`
+        self._owners: list[int] = []  # rows in `_members`
 
     def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:  # noqa: ARG002
-        members = tuple(candidates.worker_ids)
+        members = tuple(candidates.everybody)
         if members != self._members:
             self._members = members
             points = sorted(
@@ -73,17 +73,18 @@ class BoundedRing:
             )
             self._points = [point for point, _ in points]
             self._owners = [place for _, place in points]
-        bound = ceil(self._load_factor * (float(candidates.requests.sum()) + 1) / len(members))
+        bound = ceil(self._load_factor * (float(candidates.requests.sum()) + 1) / len(candidates))
         if asked.session:
             key = xxhash.xxh3_64_intdigest(asked.session.encode())
         else:
             key = asked.first_key or chance.randrange(1 << 64)
         requests = candidates.requests.tolist()
+        rows = range(len(requests)) if candidates.rows is None else candidates.rows.tolist()
+        places = {row: place for place, row in enumerate(rows) if requests[place] < bound}
         start = bisect_left(self._points, key)
         count = len(self._points)
         for step in range(count):
-            place = self._owners[(start + step) % count]
-            if requests[place] < bound:
+            if (place := places.get(self._owners[(start + step) % count])) is not None:
                 return place
         raise AssertionError("some worker has no more than the average")
 

@@ -11,6 +11,9 @@ Source: lib/kv-router/src/scheduling/selector/default.rs.
 
 and the choice by temperature: see `Softmax`. Its prefill workers are scored the same, without the decode term. The store's memory
 counts as host memory, tiers below it as disk.
+
+What is done otherwise: the decode worker of a pair is chosen as if it did everything, where Dynamo goes by its load alone; and answers
+count as they grow, which Dynamo can and by default does not.
 """
 
 from collections.abc import Mapping

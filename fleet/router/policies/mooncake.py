@@ -2,8 +2,8 @@
 
 For each prefill instance, with the longest match of all instances at hand:
 
-    if longest / own > balancing_threshold:  the missing blocks are fetched, TTFT = transfer + queue + prefill(prompt, longest)
-    else:                                    TTFT = queue + prefill(prompt, own)
+    if longest / own < balancing_threshold:  TTFT = queue + prefill(prompt, own)
+    else:                                    the missing blocks are fetched, TTFT = transfer + queue + prefill(prompt, longest)
 
 *queue* is the sum of the queued prefills; the paper fits prefill and transfer times offline, here they are a number of seconds
 a token each (`prefill_seconds_per_token`, `quadratic_seconds` for attention, and `transfer_seconds_per_token`). Its decode
@@ -35,7 +35,7 @@ class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def parts(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
         own = np.minimum(candidates.engine_blocks * candidates.block_tokens, asked.prompt_tokens)
         longest = own.max()
-        fetching = longest > self.balancing_threshold * own
+        fetching = (longest > own) & (longest >= self.balancing_threshold * own)
         prefix = np.where(fetching, longest, own)
         uncached = asked.prompt_tokens - prefix
         return {

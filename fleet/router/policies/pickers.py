@@ -12,8 +12,12 @@ _STEPS = 1 << 53  # as many as a float between 0 and 1 has
 
 
 def lowest(costs: Floats, chance: Chance) -> int:
-    """Place of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares (row R6)."""
-    places = native.lowest(costs)
+    """Place of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares."""
+    return drawn(native.lowest(costs), chance)
+
+
+def drawn(places: list[int], chance: Chance) -> int:
+    """One of them."""
     return places[0] if len(places) == 1 else places[chance.randrange(len(places))]
 
 
@@ -43,7 +47,8 @@ class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         low, high = min(values), max(values)
         if low == high:
             return chance.randrange(len(values))
-        scale = (high - low) * self.temperature
+        if (scale := (high - low) * self.temperature) == 0:  # too low for a float
+            return lowest(costs, chance)
         sums = list(accumulate(math.exp((low - value) / scale) for value in values))
         drawn = sums[-1] * chance.randrange(_STEPS) / _STEPS
         return next(place for place, bound in enumerate(sums) if drawn < bound)
@@ -64,9 +69,10 @@ class InTurn:
         if len(turns) > 2 * len(candidates) + 64:  # of workers that have left
             known = set(candidates.worker_ids)
             self._turns = turns = {name: turn for name, turn in turns.items() if name in known}
-        place = min(range(len(candidates)), key=lambda row: turns.get(candidates.worker_ids[row], 0))
+        names = candidates.worker_ids
+        place = min(range(len(names)), key=lambda row: turns.get(names[row], 0))
         self._turn += 1
-        turns[candidates.worker_ids[place]] = self._turn
+        turns[names[place]] = self._turn
         return place
 
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from fleet.roles import Phase
 from fleet.router.candidates import Asked, Candidates, Chance, Floats, Rows
-from fleet.router.policies.pickers import Lowest
-from fleet.router.policies.ports import Filter, Itemised, Picker, Policy, Scorer
+from fleet.router.policies.pickers import Lowest, drawn
+from fleet.router.policies.ports import Filter, Itemised, Picker, Policy, Ranking, Scorer
 
 
 class Pipeline:
@@ -34,8 +34,12 @@ class Pipeline:
         self._scorers = tuple(scorers)
         self._picker: Picker = picker or Lowest()
         self._total = self._sum
+        self._ranking: Ranking | None = None  # where all is said by who has the lowest cost
         if len(self._scorers) == 1 and self._scorers[0][1] == 1:
-            self._total = self._scorers[0][2].costs
+            scorer = self._scorers[0][2]
+            self._total = scorer.costs
+            if isinstance(self._picker, Lowest) and isinstance(scorer, Ranking):
+                self._ranking = scorer
 
     def choose(self, asked: Asked, candidates: Candidates, phase: Phase, chance: Chance, /) -> tuple[int, Policy]:
         rows: Rows | None = None
@@ -45,7 +49,10 @@ class Pipeline:
             keep = flags.nonzero()[0]
             if 0 < len(keep) < len(candidates):
                 rows, candidates = keep if rows is None else rows[keep], candidates.only(keep)
-        picked = self._picker.pick(self._total(asked, candidates, phase), asked, candidates, chance)
+        if self._ranking is None:
+            picked = self._picker.pick(self._total(asked, candidates, phase), asked, candidates, chance)
+        else:
+            picked = drawn(self._ranking.lowest(asked, candidates, phase), chance)
         return picked if rows is None else int(rows[picked]), self
 
     def _sum(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:

@@ -44,6 +44,19 @@ class Itemised(Protocol):
         ...
 
 
+@runtime_checkable
+class Ranking(Protocol):
+    """A scorer that can say whose cost is the lowest in less time than all costs take."""
+
+    def lowest(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> list[int]:
+        """Places of the lowest of `costs`, in order.
+
+        Raises:
+            ValueError: A cost is not finite.
+        """
+        ...
+
+
 class Picker(Protocol):
     def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:
         """The place of the chosen one."""

@@ -1,8 +1,8 @@
 """SMG's cache-aware rule (lightseekorg/smg v1.9, the former SGLang gateway), with its defaults.
 
     if most requests - least > balance_abs and most > balance_rel × least:  the worker with the fewest requests
-    else, if the longest match is at least `match_threshold` of the prompt: the worker that has it
-    else:                                                                    the worker with the smallest tree
+    else, if the longest match is more than `match_threshold` of the prompt: the worker that has it
+    else:                                                                     the worker with the smallest tree
 
 Its *tree* is what the router itself has sent to a worker; here that is counted in blocks that were new there. Copies of the rule in
 SGLang and vllm-router have other defaults: a threshold of 0.3, 64 requests and a factor of 1.5.
@@ -46,7 +46,7 @@ class CacheAware:
         if most - least > self._balance_abs and most > self._balance_rel * least:
             return lowest(requests.copy(), chance)
         matched = candidates.engine_blocks * candidates.block_tokens / asked.prompt_tokens
-        if matched.max() >= self._match_threshold:
+        if matched.max() > self._match_threshold:
             return lowest(-matched, chance)
         return lowest(np.array([self._trees.get(worker_id, 0.0) for worker_id in candidates.worker_ids]), chance)
 

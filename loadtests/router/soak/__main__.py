@@ -29,7 +29,7 @@ from loadtests.absent import Absent
 from loadtests.kvstore.nodes import StoreNode
 from loadtests.router.soak import trend
 from loadtests.router.soak.answers import Oracle
-from loadtests.router.soak.clients import SHOWN, Clients, TextOf
+from loadtests.router.soak.clients import Clients, TextOf
 from loadtests.router.soak.crowd import BLOCK_TOKENS, MODEL, SIMULATED, Crowd
 from loadtests.router.soak.parts import Part
 from loadtests.router.soak.wishes import Wish, wishes
@@ -48,6 +48,7 @@ END_SECONDS = 240.0  # for what is under way to end
 REST_SECONDS = 20.0  # for connections of clients that have gone to be closed
 SAMPLES = 900
 LEAST_PAUSE_SECONDS = 0.5  # between two samples
+SHOWN = 20  # broken promises that are told in full
 
 log = logging.getLogger("soak")
 
@@ -127,6 +128,7 @@ class Soak:
             ]
 
     async def _soak(self, router: Part, grpc: str) -> None:
+        """Rules 3 to 5, of a router that runs."""
         findings = self.findings
         async with AsyncClient(grpc) as operator:
             await self._until_served(operator)
@@ -148,7 +150,7 @@ class Soak:
             findings.complaints += self.crowd.unexpected_deaths()
             await self.clients.close()
             findings.complaints += await self._left_behind(operator)
-        await self._rest(process)
+        await self._come_to_rest(process)
 
     async def _until_served(self, operator: AsyncClient) -> None:
         async with asyncio.timeout(END_SECONDS):
@@ -235,8 +237,8 @@ class Soak:
                 return left
             await asyncio.sleep(0.1)
 
-    async def _rest(self, process: psutil.Process) -> None:
-        """Open files and tasks, as soon as they are as few as they were at first, or at last."""
+    async def _come_to_rest(self, process: psutil.Process) -> None:
+        """Wait until the router has as few open files and tasks as before its first client; note what it has more of, if it never does."""
         findings = self.findings
         deadline = time.monotonic() + REST_SECONDS
         while True:

@@ -22,7 +22,6 @@ LONGEST_SECONDS = 240.0
 on, everything takes long, for minutes sometimes, and nothing is wrong."""
 
 PATH = "/v1/completions"
-SHOWN = 20  # broken promises that are told in full
 WORTH_A_RETRY = {Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST}
 
 TextOf = Callable[[Sequence[int], Sequence[int]], str]
@@ -255,7 +254,7 @@ class HttpConnections:
         while self._idle and self._idle[-1][0].at_eof():  # idle for so long that the server has closed it
             self._idle.pop()[1].close()
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
-        whole = False
+        reusable = False
         try:
             writer.write(
                 f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
@@ -266,7 +265,7 @@ class HttpConnections:
             if not head.startswith(b"HTTP/1.1 200"):
                 length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
                 content = await reader.readexactly(int(length.partition(b":")[2]))
-                whole = b"connection: close" not in head.lower()
+                reusable = b"connection: close" not in head.lower()
                 yield _EVENT.decode(content)
                 return
             text = b""
@@ -282,11 +281,11 @@ class HttpConnections:
                         failed = failed or event.error is not None
                         yield event
             await reader.readexactly(2)
-            whole = not failed
+            reusable = not failed
             if not done and not failed:
                 raise ValueError("the stream ended without [DONE]")
         finally:
-            if whole:
+            if reusable:
                 self._idle.append((reader, writer))
             else:
                 writer.close()

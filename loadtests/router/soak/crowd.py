@@ -14,8 +14,8 @@ from workers.settings import SimulatedSettings, WorkerSettings
 
 MODEL = ModelName("tiny")
 BLOCK_TOKENS = 32
-WHOLE = 4  # workers for whole requests, as a rule
-PROMPTS = 1  # for prompts alone
+WHOLE_WORKERS = 4  # for whole requests, as a rule
+PROMPT_WORKERS = 1  # for prompts alone
 DRAIN_SECONDS = 20.0
 LONGEST_DRAIN_SECONDS = DRAIN_SECONDS + 15.0  # on a machine that is busy with something else
 FROZEN_SECONDS = 6.0  # twice what a router waits for a heartbeat
@@ -48,7 +48,7 @@ class Crowd:
 
     async def gather(self) -> None:
         """All who are there as a rule."""
-        for role in (Role.BOTH,) * WHOLE + (Role.PREFILL,) * PROMPTS:
+        for role in (Role.BOTH,) * WHOLE_WORKERS + (Role.PREFILL,) * PROMPT_WORKERS:
             self._workers.append(await self._born_as(role))
 
     async def harm(self, every_seconds: float, time_left: Callable[[], float]) -> None:

@@ -14,7 +14,8 @@ OPENING_TOKENS = (64, 768)
 OWN_TOKENS = (8, 320)
 ANSWER_TOKENS = (8, 40)
 SESSIONS = 200
-GREEDY, SAMPLED = 0.7, 0.85  # of all wishes; the rest draws by a seed, whose state no other worker has
+GREEDY = 0.7  # of all wishes
+SAMPLED = 0.15  # the rest draws by a seed, whose state no other worker has
 LEAVES = 0.03  # of all clients, in the middle of their answer
 
 
@@ -59,6 +60,6 @@ def _sampling(chance: random.Random, length: int) -> Sampling:
     kind = chance.random()
     if kind < GREEDY:
         return Sampling(max_tokens=length, temperature=0.0, ignore_eos=True)
-    if kind < SAMPLED:  # numbers that protobuf's 32 bits hold exactly: the engine draws by every bit of them
+    if kind < GREEDY + SAMPLED:  # numbers that protobuf's 32 bits hold exactly: the engine draws by every bit of them
         return Sampling(max_tokens=length, temperature=0.75, top_p=0.875, ignore_eos=True)
     return Sampling(max_tokens=length, temperature=0.75, seed=chance.randrange(1 << 31), ignore_eos=True)

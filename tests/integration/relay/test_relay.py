@@ -9,21 +9,11 @@ import openai
 import pytest
 
 from fleet.adapters import openai_worker
+from fleet.ids import RequestId
 from fleet.router.tenants import TenantSettings
-from tests.integration.test_http_connections import connected, error_of, post
-from tests.openai_servers import (
-    ASKED,
-    COMPLETIONS,
-    EVENTS,
-    MESSAGES,
-    MODEL,
-    Answering,
-    a_client,
-    a_relay,
-    texts,
-    token,
-    until,
-)
+from tests.http_peers import connected, error_of, post
+from tests.openai_servers import ASKED, COMPLETIONS, EVENTS, MESSAGES, MODEL, Answering, a_client, a_relay, texts, token
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -144,7 +134,13 @@ async def test_a_hint_that_nobody_can_follow_is_refused_under_the_name_that_the_
         await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", "fleet": {"pin": "nobody"}}))
         status, _, body = await peer.answer()
 
-        assert (status, error_of(body)["param"]) == (400, "fleet.pin")
+        error = error_of(body)
+        assert (status, error["param"], error["code"], error["cause"]) == (
+            400,
+            "fleet.pin",
+            "invalid_argument",
+            "pin_unknown",
+        )
         await world.settled()
 
 
@@ -179,17 +175,44 @@ async def test_without_a_key_of_its_own_the_server_gets_the_clients(server):
 async def test_keys_of_tenants_are_asked_for_and_shown_to_nobody(server):
     tenants = {"a": TenantSettings(api_key_sha256=(sha256(b"fk-1").hexdigest(),), requests_per_minute=2)}
     async with a_relay(server, tenants=tenants) as world, a_client(world, "fk-1") as client:
-        await client.completions.create(model=MODEL, prompt="say")
+        answers = [await client.completions.with_raw_response.create(model=MODEL, prompt="say five letters")]
         async with a_client(world, "fk-2") as stranger:
-            with pytest.raises(openai.AuthenticationError):
-                await stranger.completions.create(model=MODEL, prompt="say")
-        await client.completions.create(model=MODEL, prompt="say")
-        with pytest.raises(openai.RateLimitError):
-            await client.completions.create(model=MODEL, prompt="say")
+            with pytest.raises(openai.AuthenticationError) as unknown:
+                await stranger.completions.create(model=MODEL, prompt="say five letters")
+        answers.append(
+            await client.completions.with_raw_response.create(model=MODEL, prompt="say five letters", stream=True)
+        )
+        with pytest.raises(openai.RateLimitError) as limited:
+            await client.completions.create(model=MODEL, prompt="say five letters")
         await world.settled()
+
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0"]
+    assert answers[0].headers["x-ratelimit-limit-requests"] == "2"
+    assert unknown.value.response.headers["www-authenticate"] == "Bearer"
+    assert 25 <= int(limited.value.response.headers["retry-after"]) <= 30
 
     assert len(server.seen) == 2
     assert "authorization" not in server.seen[0].headers
+    usage = world.tenants.usage()["a"]
+    assert (usage.requests, usage.prompt_tokens) == (2, 2 * 4)
+    assert usage.answer_tokens == 5 + 6, "as the server says; of a stream without usage, its events"
+
+
+async def test_an_answer_says_what_the_request_is_called_here(server):
+    async with a_relay(server) as world, a_client(world) as client:
+        answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say")
+        request_id = answer.headers["x-fleet-request-id"]
+        assert answer.headers["x-request-id"] == answer.parse()._request_id == request_id
+        assert world.router.explain(RequestId(request_id)).placements[0].decode == "w0"
+
+        async def with_names_of_its_own(answering: Answering) -> None:
+            await answering.respond(200, b"{}", "X-Request-Id: theirs", "x-ratelimit-limit-requests: 7")
+
+        server.play = with_names_of_its_own
+        answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say")
+        assert answer.headers.get_list("x-request-id") == ["theirs"]
+        assert answer.headers.get_list("x-ratelimit-limit-requests") == ["7"]
+        assert answer.headers["x-fleet-request-id"] != request_id
 
 
 # Connections

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 import openai
 import pytest
 
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.openai_workers import OpenAiWorkers
 from fleet.router.http_settings import HttpSettings
-from tests.integration.test_http_connections import connected, error_of, post
+from fleet.router.settings import OpenAiWorkerSettings
+from tests.http_peers import connected, error_of, post
 from tests.openai_servers import (
     ASKED,
     COMPLETIONS,
@@ -27,8 +30,8 @@ from tests.openai_servers import (
     say_nothing,
     texts,
     token,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -205,6 +208,29 @@ async def test_a_dead_server_leaves_and_returns(servers):
         await world.settled()
 
 
+async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(server, caplog):
+    """As when a url in the settings is wrong: nobody would be told else."""
+    server.health_status = 503
+    urls = {"sick": server.url, "absent": "http://127.0.0.1:1"}
+    settings = [
+        OpenAiWorkerSettings(worker_id=name, url=url, model=MODEL, probe_seconds=0.02) for name, url in urls.items()
+    ]
+    heard = []
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(OpenAiWorkers(settings, 1.0, SystemClock()).run(heard.append))
+        await until(lambda: len(caplog.records) == 2)
+        await asyncio.sleep(0.2)  # it is asked again and again
+        server.health_status = 200
+        await until(lambda: heard)
+        running.cancel()
+
+    told = {record.worker: (record.url, record.cause) for record in caplog.records if record.levelname == "WARNING"}
+    assert len(caplog.records) == 2
+    assert told["sick"] == (server.url, "it answered with status 503")
+    assert told["absent"][0] == urls["absent"]
+    assert told["absent"][1], "in the words of the system"
+
+
 async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(servers):
     async def fail(answering: Answering) -> None:
         await answering.respond(500, b"{}")
@@ -259,7 +285,7 @@ async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
 
 
 async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_bound_and_grows_by_nothing(server):
-    """Row R11: 2 run and 4 wait; of 12 at once the others are told when to come again, and none that nobody is there."""
+    """2 run and 4 wait; of 12 at once the others are told when to come again, and none that nobody is there."""
     go = asyncio.Event()
 
     async def when_let(answering: Answering) -> None:

@@ -17,7 +17,7 @@ import zmq
 from fleet.adapters.text_codec import load_codec
 from fleet.ids import RequestId
 from tests.builders import token_ids
-from tests.integration.test_http_connections import connected, error_of, post
+from tests.http_peers import connected, error_of, post
 from tests.openai_servers import (
     ASKED,
     CHAT,
@@ -27,10 +27,11 @@ from tests.openai_servers import (
     Answering,
     a_client,
     a_relay,
+    five_tokens,
     texts,
     token,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -88,7 +89,6 @@ async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, m
 async def test_what_a_server_makes_of_the_golden_prompts_is_compared_before_it_joins(
     server, model_dir, made, tokenises, caplog
 ):
-    """Row B10, of servers that are not Fleet's."""
     codec = load_codec(model_dir)
     server.tokenise = made and (lambda text: made(token_ids(codec.encode(text))))
     async with a_relay(server, model_dir=model_dir) as world, a_client(world) as client:
@@ -135,7 +135,7 @@ async def test_what_was_sent_long_ago_is_believed_to_be_gone(server):
 async def test_an_answer_that_grows_weighs_more(server):
     async def many(answering: Answering) -> None:
         await answering.begin_events()
-        for _ in range(100):
+        for _ in range(200):  # three blocks: of what came first and of the rest, one is told in any case
             await answering.event(token("a"))
         await asyncio.sleep(60)
 
@@ -143,6 +143,30 @@ async def test_an_answer_that_grows_weighs_more(server):
     async with a_relay(server) as world, connected(world) as peer:
         await peer.send(post(COMPLETIONS, ASKED))
         await until(lambda: world.router.status().pools[0].workers[0].booked_blocks > 1)
+
+
+async def test_of_requests_that_wait_the_server_gets_the_one_first_whose_client_gave_it_priority(server):
+    go, got = asyncio.Event(), []
+
+    async def when_let(answering):
+        got.append(answering.seen.json["prompt"])
+        await go.wait()
+        await five_tokens(answering)
+
+    async def ask(prompt, priority):
+        async with connected(world) as peer:
+            await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": prompt, "fleet": {"priority": priority}}))
+            assert (await peer.answer())[0] == 200
+
+    server.play = when_let
+    async with a_relay(server, limits={"oversubscribe": 1.0}, max_running=1) as world:
+        async with asyncio.TaskGroup() as tasks:
+            for waiting, (prompt, priority) in enumerate((("runs", 0), ("later", 0), ("last", -5), ("first", 5))):
+                tasks.create_task(ask(prompt, priority))
+                await until(lambda waiting=waiting: world.router.status().queued == waiting and got)
+            go.set()
+        await world.settled()
+    assert got == ["runs", "first", "later", "last"]
 
 
 async def test_metrics_count_what_was_relayed(server):
@@ -202,6 +226,14 @@ async def test_models_of_other_workers_are_served_beside(server):
         await world.settled()
 
 
+async def explained(request_id, address):
+    """What `fleet explain` prints."""
+    command = (sys.executable, "-m", "fleet.cli.main", "explain", request_id, "--address", address, "--json")
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+    output, _ = await process.communicate()
+    return json.loads(output)
+
+
 async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(servers, model_dir, tmp_path):
     file = tmp_path / "router.toml"
     sections = [
@@ -214,10 +246,15 @@ async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(serve
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
     try:
         async with asyncio.timeout(30):
-            url = f"http://{json.loads(await process.stdout.readline())['http']}/v1"
+            told = json.loads(await process.stdout.readline())
+            url = f"http://{told['http']}/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=20, timeout=10) as client:
                 stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+                request_id = stream.response.headers["x-request-id"]
                 assert await texts(stream) == "abcde"
+                (placed,) = (await explained(request_id, told["grpc"]))["placements"]
+                chosen = {each["worker_id"]: each for each in placed["candidates"]}[placed["decode"]]
+                assert (sum(chosen["parts"].values()), placed["policy"]) == (pytest.approx(chosen["cost"]), "fleet")
                 with pytest.raises(openai.APIStatusError) as refused:  # as the settings have it
                     await client.with_options(max_retries=0).completions.create(model=MODEL, prompt="x" * 5000)
                 assert refused.value.status_code == 413

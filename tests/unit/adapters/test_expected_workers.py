@@ -18,9 +18,9 @@ from fleet.router.profile_settings import ProfileSettings
 from fleet.sim.agreement import serve
 from fleet.sim.shell import keys_spelled
 from tests.builders import a_description
-from tests.unit.cli.test_sim import MODEL
+from tests.model_shapes import LLAMA_8B
+from tests.simulated_worlds import StraightLine
 from tests.unit.sim.test_agreement import requests, three
-from tests.unit.sim.test_world import StraightLine
 
 
 def test_what_production_does_is_told_beside_what_was_expected_of_it():
@@ -46,7 +46,7 @@ def test_what_production_does_is_told_beside_what_was_expected_of_it():
 
 @pytest.fixture
 def model(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     return str(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Golden prompts compared at registration (row B10)."""
+"""Golden prompts compared at registration."""
 
 import logging
 

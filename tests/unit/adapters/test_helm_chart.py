@@ -1,6 +1,7 @@
 """What the chart has that is made from types is what they give, and no dashboard asks for what there is not."""
 
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from fleet.adapters.dashboards import DASHBOARDS, Queries
-from fleet.adapters.helm_chart import generated, rules, schema
+from fleet.adapters.helm_chart import generated, main, rules, schema
 from fleet.adapters.helm_values import OWNED, Values
 from fleet.adapters.metric_catalogue import of_operator, of_router, of_store
 from operators.access import ACCESS
@@ -26,6 +27,17 @@ def test_the_chart_has_what_the_types_give(made):
     stale = [name for name, content in made.items() if (CHART / name).read_text() != content]
 
     assert not stale, f"{stale} are not what the types give: {AGAIN}"
+
+
+@pytest.mark.parametrize(("options", "status"), [(["--help"], 0), ([], 2), (["--chart"], 2)])
+def test_whoever_asks_for_help_or_names_no_folder_gets_words_and_no_files(options, status, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["helm_chart", *options])
+
+    with pytest.raises(SystemExit, match=f"^{status}$"):
+        main()
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_chart_has_no_definition_and_no_dashboard_that_nothing_gives(made):

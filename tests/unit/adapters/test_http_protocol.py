@@ -3,7 +3,7 @@
 import pytest
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.http_messages import HeldBodies, KnownHeads
+from fleet.adapters.http_messages import HeldBodies, HttpHead, KnownHeads
 from fleet.adapters.http_protocol import Connection
 from fleet.router.http_settings import HttpSettings
 
@@ -137,6 +137,37 @@ async def test_only_the_header_that_gives_the_length_is_left_out_of_a_known_head
     request = served(connection, exchanges, tagged.replace(b"x-content-length: 2", b"x-content-length: 3"))
 
     assert request.headers[b"x-content-length"] == b"3"
+
+
+@pytest.mark.parametrize("digits", [b"", b"+2", b"-2", b" 2", b"2_0", b"0x2", b"2 ", b"2,2", b"\xb2", b"1000000000002"])
+def test_the_latest_head_is_found_with_another_length_and_with_nothing_else(digits):
+    content = REQUEST.removesuffix(b"{}")
+    heads, head = KnownHeads(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
+    heads.add(content, head, 2)
+    assert heads.find(content) == heads.find(content) == (head, 2)
+
+    found = heads.find(content.replace(b"2", b"345"))
+    assert found == (head, 345)
+    other = content.replace(b" 2", b" " + digits)
+    assert heads.find(other) == without_latest(heads).find(other)
+    assert heads.find(content.replace(b"POST", b"HEAD")) is None
+
+
+@pytest.mark.parametrize("other", [b"x-before: 2", b"x-behind: 2"])
+def test_the_latest_head_is_not_found_where_another_header_differs(other):
+    content = b"POST / HTTP/1.1\r\nx-before: 1\r\ncontent-length: 2\r\nx-behind: 1\r\n\r\n"
+    heads, head = KnownHeads(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
+    heads.add(content, head, 2)
+    assert heads.find(content) == (head, 2)
+
+    assert heads.find(content.replace(other[:-1] + b"1", other)) is None
+
+
+def without_latest(heads):
+    """The same heads, none of which was found."""
+    others = KnownHeads()
+    others._known = heads._known
+    return others
 
 
 async def test_a_long_body_that_comes_at_once_behind_a_known_head_is_refused_where_there_is_no_room():

@@ -47,7 +47,7 @@ def test_what_is_absent_or_null_takes_openais_defaults():
         assert asked.request.fill_context
 
 
-def test_sampling_is_read():
+def test_every_field_of_sampling_is_read():
     sent = {
         "max_tokens": 7,
         "temperature": 0,

@@ -11,7 +11,7 @@ from fleet.clock import SECOND, Nanos
 from fleet.router.settings import RouterSettings
 from fleet.sim.kernel import Kernel
 from kvstore.replay import Request
-from tests.unit.sim.test_world import BLOCK, a_plan, a_pool, a_world
+from tests.simulated_worlds import BLOCK, a_plan, a_pool, a_world
 
 BEGAN = 5 * SECOND
 

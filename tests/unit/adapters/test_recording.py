@@ -29,6 +29,7 @@ from fleet.router.messages import (
     ReplicaBooked,
     ReplicaLeft,
     RouterEvent,
+    SessionsBound,
     Stepped,
     StoreChanged,
     Ticked,
@@ -39,6 +40,7 @@ from fleet.router.messages import (
     WorkerLeft,
     WorkRejected,
 )
+from fleet.router.sessions import SessionBinding
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.truth import Knowledge
 from fleet.work import Adapter, Handoff, KvCleared, KvRemoved, KvStored, Progress, Rejected
@@ -68,6 +70,9 @@ EVENTS = (
     WorkRejected(worker_id="w", rejected=Rejected(request_id="r#1", reason=Reason.KV_MISMATCH, message="", field="x")),
     ReplicaBooked(replica="o", booked={"w": Booked(5, 2.5, 1)}),
     ReplicaLeft(replica="o"),
+    SessionsBound(
+        bindings=(SessionBinding(key=("t", "s"), worker_id="w"), SessionBinding(key=("", "s"), worker_id=None))
+    ),
     an_arrival(
         tokens=b"",
         deadline=NOW,

@@ -1,4 +1,4 @@
-"""Policies from other packages: found by name, and replaced by the default one when they fail (row R20)."""
+"""Policies from other packages: found by name, and replaced by the default one when they fail."""
 
 import random
 import threading
@@ -59,14 +59,15 @@ class Misbehaving:
 
     name = "misbehaving"
 
-    def __init__(self, act):
+    def __init__(self, act, itemise=None):
         self.act = act
+        self.itemise = itemise or raising
 
     def choose(self, asked, candidates, phase, chance, /):
         return self.act(candidates), self
 
     def costs(self, asked, candidates, phase, /):
-        raise RuntimeError("no terms")
+        return self.itemise(candidates)
 
 
 def raising(candidates):
@@ -81,8 +82,8 @@ def greedy(candidates):
 STANDINGS = [a_standing("d1"), a_standing("d2", requests=3)]
 
 
-def guarded(act, budget_seconds: float = 1.0) -> GuardedPolicy:
-    return GuardedPolicy(Misbehaving(act), policy("fleet", {}), budget_seconds)
+def guarded(act, budget_seconds: float = 1.0, itemise=None) -> GuardedPolicy:
+    return GuardedPolicy(Misbehaving(act, itemise), policy("fleet", {}), budget_seconds)
 
 
 def choose(chosen: GuardedPolicy) -> str:
@@ -189,11 +190,57 @@ def test_the_machine_counts_and_explains_who_decided():
     assert machine.snapshot().counters.policy_fallbacks == 1
 
 
-def test_terms_that_cannot_be_had_leave_the_rest_of_an_explanation():
-    machine = RouterMachine(RouterSettings(), random.Random(0), guarded(lambda _: 0))
+@pytest.mark.parametrize(
+    "itemise",
+    [
+        raising,
+        lambda _: {"short": np.zeros(0)},
+        lambda _: {"scalar": 1.0},
+        lambda _: {"nan": np.array([np.nan])},
+        lambda _: {"words": ["cheap"]},
+        lambda _: 7,
+    ],
+    ids=["raises", "too few", "no array", "no number", "words", "nothing to name"],
+)
+def test_terms_that_cannot_be_had_leave_the_rest_of_an_explanation(itemise):
+    machine = RouterMachine(RouterSettings(), random.Random(0), guarded(lambda _: 0, itemise=itemise))
     machine.handle(a_joined_worker("d1", Role.BOTH), START)
     machine.handle(an_arrival(), START)
 
     (placed,) = machine.explain(RequestId("r1")).placements
 
     assert (placed.policy, placed.decode, placed.candidates[0].parts) == ("misbehaving", "d1", {})
+
+
+def test_terms_that_do_not_come_hold_the_router_up_for_no_longer_than_a_decision():
+    """A gateway's request asks for them too, for those who come next; and whoever explains keeps all streams waiting."""
+    release = threading.Event()
+    machine = RouterMachine(
+        RouterSettings(), random.Random(0), guarded(lambda _: 0, 0.02, itemise=lambda _: release.wait() and {})
+    )
+    machine.handle(a_joined_worker("d1", Role.BOTH), START)
+    machine.handle(an_arrival(), START)
+
+    began = time.monotonic()
+    for _ in range(20):
+        machine.explain(RequestId("r1"))
+    assert time.monotonic() - began < 0.5
+    release.set()
+
+
+def test_an_index_of_numpy_names_a_worker_too():
+    chosen = guarded(lambda candidates: np.argmax(candidates.columns[0] * 0 + np.arange(len(candidates))))
+
+    assert choose(chosen) == "d2"
+    assert not chosen.fallbacks
+
+
+def test_costs_that_are_no_numbers_are_replaced_for_this_decision_and_counted():
+    class Nowhere(Struct, frozen=True):
+        def costs(self, asked, candidates, phase, /):
+            return np.full(len(candidates), np.nan)
+
+    chosen = GuardedPolicy(Pipeline("nowhere", scorers=[("nowhere", 1.0, Nowhere())]), policy("fleet", {}), 1.0)
+
+    assert choose(chosen) == "d1"
+    assert chosen.fallbacks == {"raised": 1}

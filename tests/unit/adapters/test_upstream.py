@@ -4,13 +4,15 @@ import asyncio
 
 import pytest
 
-from fleet.adapters.upstream import AnswerHeads, Upstream, read_head
+from fleet.adapters.turn_end import MOST_WAITING, TurnEnd
+from fleet.adapters.upstream import AnswerHeads, Upstream, Usage, read_head
 from fleet.ids import RequestId
 
 WORK = RequestId("r#1")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b"9\r\ndata: a\n\n\r\n"
 LAST = b"0\r\n\r\n"
+REQUEST = b"POST / HTTP/1.1\r\n\r\n"
 
 
 class Transport:
@@ -20,6 +22,9 @@ class Transport:
 
     def write(self, data):
         self.written += data
+
+    def writelines(self, pieces):
+        self.written += b"".join(pieces)
 
     def get_extra_info(self, _name):
         return None
@@ -38,6 +43,8 @@ class Relayed:
     request_id = RequestId("r")
     keeps_alive = chunks = True
     body = b"{}"
+    limits = b""
+    tenant = ""
 
     def __init__(self):
         self.client = Transport()
@@ -54,6 +61,7 @@ class Relayed:
 class Owner:
     def __init__(self):
         self.heads = AnswerHeads()
+        self.turn_end = TurnEnd()
         self.told = []
 
     def advanced(self, work_id, tokens):
@@ -65,35 +73,129 @@ class Owner:
     def failed(self, work_id, reason, message):
         self.told.append(("failed", message))
 
+    def stale(self, work_id, relayed):
+        self.told.append(("stale",))
+
     def closed(self, upstream):
         self.told.append(("closed",))
 
 
-@pytest.fixture
-def owner():
-    return Owner()
+async def make_busy(owner):
+    """Have a turn with several messages, so that those of the next one wait for its end."""
+    for _ in range(2):
+        owner.turn_end.send(lambda: None)
+    await asyncio.sleep(0)
 
 
 @pytest.fixture
-def asked(owner):
-    """A connection that was just asked something."""
+async def owner():
+    owner = Owner()
+    await make_busy(owner)
+    return owner
+
+
+@pytest.fixture
+async def asked(owner):
+    """A connection that was asked something in the turn before."""
     upstream = Upstream(owner, report_every=2)
     upstream.connection_made(Transport())
     relayed = Relayed()
-    upstream.begin(WORK, relayed, b"POST / HTTP/1.1\r\n\r\n")
+    upstream.begin(WORK, relayed, REQUEST)
+    await asyncio.sleep(0)
+    assert upstream._transport.written == REQUEST + relayed.body
+    await make_busy(owner)
     return upstream, relayed
 
 
-async def test_a_client_has_its_answer_before_anything_is_told_of_it(owner, asked):
+async def test_all_clients_of_a_turn_have_their_answers_before_anything_is_told_of_them(owner, asked):
     upstream, relayed = asked
+    other, another = Upstream(owner, report_every=2), Relayed()
+    other.connection_made(Transport())
+    other.begin(WORK, another, REQUEST)
+    await make_busy(owner)
+    written_when_told = []
+    relayed.end = lambda **_: written_when_told.append(another.client.written)
 
     upstream.data_received(HEAD + EVENT + LAST)
+    other.data_received(HEAD + EVENT + LAST)
 
-    assert relayed.client.written.endswith(EVENT + LAST)
     assert owner.told == []
     await asyncio.sleep(0)
-    assert owner.told == [("finished", 1, "reusable")]
-    assert relayed.ended == relayed.answer_tokens == 1
+    assert owner.told == [("finished", 1, "reusable")] * 2
+    assert relayed.client.written.endswith(EVENT + LAST)
+    assert written_when_told == [relayed.client.written]
+    assert another.ended == another.answer_tokens == relayed.answer_tokens == 1
+
+
+async def test_every_client_has_its_answer_however_many_come_in_a_turn(owner):
+    asked = [(Upstream(owner, report_every=2), Relayed()) for _ in range(3 * MOST_WAITING)]
+    for upstream, relayed in asked:
+        upstream.connection_made(Transport())
+        upstream.begin(WORK, relayed, REQUEST)
+    await asyncio.sleep(0)
+
+    for upstream, _ in asked:
+        upstream.data_received(HEAD + EVENT)
+    for upstream, _ in asked:
+        upstream.data_received(LAST)
+    await asyncio.sleep(0)
+
+    assert all(upstream._transport.written == REQUEST + relayed.body for upstream, relayed in asked)
+    assert all(relayed.client.written.endswith(EVENT + LAST) for _, relayed in asked)
+
+
+async def test_a_server_that_speaks_before_it_was_asked_has_not_answered(owner):
+    upstream, relayed = Upstream(owner, report_every=2), Relayed()
+    upstream.connection_made(Transport())
+    upstream.begin(WORK, relayed, REQUEST)
+    await asyncio.sleep(0)
+    upstream.data_received(HEAD + EVENT + LAST)
+    await asyncio.sleep(0)
+    owner.told.clear()
+    again = Relayed()
+    await make_busy(owner)
+
+    upstream.begin(WORK, again, REQUEST)
+    upstream.data_received(HEAD + EVENT + LAST)
+    await asyncio.sleep(0)
+    upstream.connection_lost(None)
+
+    assert again.client.written == b""
+    assert upstream._transport.written == REQUEST + relayed.body  # and not the second request
+    assert owner.told == [("stale",)]  # so it is sent again, over another connection
+
+
+@pytest.mark.parametrize("end", ["drop", "fail", "flush", "lost"])
+async def test_a_client_has_what_came_before_anything_else_is_said_to_it(owner, asked, end):
+    upstream, relayed = asked
+    upstream.data_received(HEAD + EVENT)
+    upstream.data_received(EVENT)
+
+    match end:
+        case "drop":
+            upstream.drop()
+        case "fail":
+            upstream.fail("it said nothing for 1 s")
+        case "flush":
+            upstream.flush()
+        case "lost":
+            upstream.connection_lost(None)
+
+    assert relayed.client.written.endswith(EVENT + EVENT)
+    written = relayed.client.written
+    await asyncio.sleep(0)
+    assert relayed.client.written == written  # once
+
+
+async def test_a_request_that_is_dropped_in_its_turn_is_not_sent(owner):
+    upstream = Upstream(owner, report_every=2)
+    upstream.connection_made(Transport())
+    upstream.begin(WORK, Relayed(), REQUEST)
+
+    upstream.drop()
+    await asyncio.sleep(0)
+
+    assert upstream._transport.written == b""
 
 
 async def test_tokens_are_told_once_however_many_come_in_a_turn(owner, asked):
@@ -141,6 +243,36 @@ async def test_what_follows_a_complete_answer_ends_the_connection_and_not_the_an
 
     assert relayed.client.written.endswith(EVENT + LAST)
     assert owner.told == [("finished", 1, "of no use")]
+
+
+async def test_what_an_answer_says_of_its_tokens_counts_wherever_it_is_cut(owner):
+    """By the network, into two pieces: in the middle of usage, too."""
+    usage = b'"usage":{"prompt_tokens":7,"completion_tokens":21,"prompt_tokens_details":{"cached_tokens":3}}}'
+    body = b'{"choices":[{"text":"' + b"a" * 5000 + b'"}],' + usage
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    for cut in range(1, len(usage)):
+        upstream, relayed = Upstream(owner, report_every=2), Relayed()
+        upstream.connection_made(Transport())
+        relayed.tenant = "somebody"
+        upstream.begin(WORK, relayed, REQUEST)
+        upstream.flush()
+        upstream.data_received(head + body[:-cut])
+        upstream.data_received(body[-cut:])
+        await asyncio.sleep(0)
+
+        assert (relayed.ended, relayed.answer_tokens) == (1, 21), cut
+        assert upstream.usage() == Usage(7, 3), cut
+
+
+@pytest.mark.parametrize("told", [b"-5", b'"many"', b"9" * 10, b"9" * 99])
+async def test_nobody_is_charged_for_what_is_no_count(asked, told):
+    upstream, relayed = asked
+    relayed.tenant = "somebody"
+    body = b'{"prompt_tokens":1,"completion_tokens":' + told + b"}"
+    upstream.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    await asyncio.sleep(0)
+
+    assert (relayed.ended, relayed.answer_tokens) == (1, 1)
 
 
 def test_what_concerns_one_connection_stays_there():

@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from tests.unit.cli.test_sim import MODEL, SCENARIO
+from tests.model_shapes import LLAMA_8B
+from tests.scenarios import SCENARIO
 
 
 @pytest.fixture
 def scenario(tmp_path):
     """A file that can be run."""
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.json").write_text(json.dumps(LLAMA_8B))
     file = tmp_path / "scenario.toml"
     file.write_text(SCENARIO)
     return file

@@ -74,11 +74,11 @@ def test_a_misused_command_line_exits_2_with_one_line(argv, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_a_bad_row_exits_2_with_its_line_and_field(tmp_path, capsys):
+def test_a_bad_row_exits_3_with_its_line_and_field(tmp_path, capsys):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": ["x"]}\n')
 
-    assert run(["kv", "replay", str(path), "--capacity-blocks", "5"]) == 2
+    assert run(["kv", "replay", str(path), "--capacity-blocks", "5"]) == 3
 
     captured = capsys.readouterr()
     assert captured.err == f"fleet: {path}:1: hash_ids[0]: Expected `int`, got `str`\n"

@@ -6,34 +6,8 @@ import re
 import pytest
 
 from fleet.cli.main import run
+from tests.model_shapes import LLAMA_8B
 from tests.traces import CONVERSATION
-
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
-SCENARIO = """
-model = "model.json"
-seed = 3
-[workload]
-kind = "drawn"
-requests = 100
-rate = 8.0
-prompt_tokens = 1000
-output_tokens = 60
-[[pools]]
-role = "both"
-gpu = "h100"
-gpus = 2
-[slo]
-ttft_ms = 500
-tpot_ms = 30
-"""
 
 
 def outcome(capsys, *argv):
@@ -157,7 +131,7 @@ def test_what_cannot_be_run_is_refused_in_one_line_by_its_field(scenario, tmp_pa
 
 def test_a_model_that_does_not_fit_is_refused(scenario, tmp_path, capsys):
     large = {
-        **MODEL,
+        **LLAMA_8B,
         "hidden_size": 16384,
         "num_hidden_layers": 126,
         "num_attention_heads": 128,

@@ -6,11 +6,12 @@ import pytest
 
 from fleet.cli.main import run
 from fleet.sim import agreement
-from tests.unit.cli.test_sim import MODEL, SCENARIO
+from tests.model_shapes import LLAMA_8B
+from tests.scenarios import SCENARIO
 
 
 def a_scenario(tmp_path):
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.json").write_text(json.dumps(LLAMA_8B))
     path = tmp_path / "scenario.toml"
     path.write_text(SCENARIO)
     return [
@@ -24,7 +25,7 @@ def a_scenario(tmp_path):
     ]
 
 
-def test_a_scenario_agrees(tmp_path, capsys):
+def test_production_and_simulation_decide_a_scenario_alike_and_that_exits_0(tmp_path, capsys):
     assert run(["sim", "agree", *a_scenario(tmp_path), "--json", "-"]) == 0
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["agree"]

@@ -19,8 +19,8 @@ from fleet.cli.main import run
 from fleet.cli.progress import Progress
 from fleet.errors import ConfigurationRefused
 from fleet.sim import sweep
+from tests.scenarios import SCENARIO
 from tests.traces import AGENTIC, CONVERSATION
-from tests.unit.cli.test_sim import SCENARIO
 
 COMPUTES_SECONDS = 0.3  # of processor time: its run has begun
 TRACE = f"workload={{kind='trace',file='{CONVERSATION}',requests=60}}"

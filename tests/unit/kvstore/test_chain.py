@@ -127,7 +127,7 @@ def test_salts_of_adapters_are_those_of_the_golden_vectors():
 
 @given(tokens, st.integers(0, 15), st.binary(min_size=36, max_size=36), st.binary(min_size=36, max_size=36))
 def test_distinct_images_never_share_a_block_from_where_they_begin(ids, where, one, other):
-    """Row F7. An extra is an offset and the digest of an image."""
+    """An extra is an offset and the digest of an image."""
     mine = chain(packed(ids), 4, extras={where: one})
     theirs = chain(packed(ids), 4, extras={where: other})
     without = chain(packed(ids), 4)

@@ -1,4 +1,4 @@
-"""Row B9: a session that waits keeps its blocks, under a quota and a deadline."""
+"""A session that waits keeps its blocks, under a quota and a deadline."""
 
 import pytest
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.buffers import crc32c
-from kvstore.clock import MILLISECOND, Nanos, nanos
+from kvstore.clock import MILLISECOND
 from kvstore.errors import StoreUnreachable
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import BlockOutcome, Slot
@@ -16,14 +16,11 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.transports import nixl
 from kvstore.transports.nixl import NixlOffer, NixlTransport
 from kvstore.transports.nixl_agent import AgentFailed, Memory, Way, joined, spans
-from tests.kv_builders import BLOCK_BYTES, a_block, eventually
+from tests.kv_builders import BLOCK_BYTES, a_block, empty, soon
+from tests.waiting import eventually
 
 CLOCK = MonotonicClock()
 BLOCKS = 8
-
-
-def soon(seconds: float = 5) -> Nanos:
-    return Nanos(CLOCK.now() + nanos(seconds))
 
 
 def address_of(array: np.ndarray) -> int:
@@ -95,10 +92,6 @@ def pool():
 def a_transport(pool: Pool, *agents, renew=lambda deadline: None) -> NixlTransport:
     made = iter(agents)
     return NixlTransport(pool.offer, BLOCK_BYTES, CLOCK, soon(), renew, lambda name: next(made))
-
-
-def empty(count: int) -> list[np.ndarray]:
-    return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
 
 
 @pytest.mark.parametrize(("chunk_bytes", "batch"), [(8 << 20, 1024), (3 * BLOCK_BYTES, 5), (1, 1)])

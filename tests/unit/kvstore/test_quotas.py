@@ -1,4 +1,4 @@
-"""Row K11: tenants never share, and one that is over its quota makes room among its own blocks."""
+"""Tenants never share, and one that is over its quota makes room among its own blocks."""
 
 from kvstore import quotas as accounts
 from kvstore.block import chain, salt_for

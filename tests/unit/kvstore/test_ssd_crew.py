@@ -6,7 +6,8 @@ import pytest
 
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd.crew import BATCH_RECORDS, LEAST_BATCH_BYTES, Crew, batches
-from tests.ssd_disks import Gate, MovedClock, soon
+from tests.kv_builders import soon
+from tests.ssd_disks import Gate, MovedClock
 
 KIB = 1 << 10
 

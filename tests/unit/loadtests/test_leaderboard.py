@@ -7,7 +7,7 @@ import pytest
 
 from fleet.clock import SECOND, Nanos
 from fleet.hardware.latency import EngineLatency
-from fleet.router.policies.built_in import policy
+from fleet.router.policies.built_in import BUILT_IN, policy
 from fleet.sim.results import Ended
 from kvstore.replay import Request
 from loadtests.router import leaderboard
@@ -142,6 +142,20 @@ def test_the_command_pairs_seeds_names_the_best_and_writes_rows(tmp_path, capsys
     ((ours, theirs),) = json.loads(report.read_text())
     assert (ours["policy"], theirs["policy"]) == ("fleet", "round_robin")
     assert [each["requests"] for each in ours["outcomes"]] == [40, 40]
+
+
+def test_all_policies_run_in_it_and_serve_the_same_requests(tmp_path):
+    report = tmp_path / "rows.json"
+    arguments = ["--workloads", "few-prefixes", "--workers", "2", "--loads", "0.5", "--seeds", "1", "--requests", "20"]
+
+    assert leaderboard.main([*arguments, "--json", str(report)]) == 0
+
+    (rows,) = json.loads(report.read_text())
+    found = {row["policy"]: row["outcomes"] for row in rows}
+    assert found.keys() == BUILT_IN.policies.keys() - {"composed"}
+    assert found.keys() >= {"round_robin", "random", "p2c", "least_loaded", "consistent_hash", "sticky"}
+    assert found.keys() >= {"dynamo", "mooncake", "llm_d"}
+    assert all([each["requests"] for each in outcomes] == [40] for outcomes in found.values())
 
 
 @pytest.mark.parametrize(

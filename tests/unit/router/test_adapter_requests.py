@@ -1,4 +1,4 @@
-"""From the name of an adapter in a request to what the router is asked (row E6)."""
+"""From the name of an adapter in a request to what the router is asked."""
 
 import pytest
 from prometheus_client import CollectorRegistry

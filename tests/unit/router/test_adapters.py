@@ -1,4 +1,4 @@
-"""Adapters: who serves them, and where requests for them go (row E6)."""
+"""Adapters: who serves them, and where requests for them go."""
 
 import pytest
 from msgspec import structs

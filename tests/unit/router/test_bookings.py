@@ -26,7 +26,7 @@ def bookings() -> tuple[WorkerBookings, np.ndarray]:
 
 
 def test_an_answer_near_its_expected_end_weighs_less_and_never_nothing():
-    """Row R4: 320 tokens expected. What is there grows by a block every 32, what counts shrinks as the rest gets short."""
+    """320 tokens expected. What is there grows by a block every 32, what counts shrinks as the rest gets short."""
     made, column = bookings()
     made.book(R1, (1, 2), 64, 64, START, expected_tokens=320)
     counted = []

@@ -99,11 +99,27 @@ def test_what_some_end_in_stays_divided():
     chains, holder = Chains(), ChainHolder(1)
     keys = tuple(range(1, 101))
     there = divided(chains, [holder], keys)
+    while len(there) > 50:  # those that end in the first half
+        chains.remove(there.pop())
 
     chains.remove(chains.add(holder, keys))
 
     chains.check(there)
-    assert len(chains._pieces) == 100
+    assert sorted(piece.start for piece in chains._pieces.values()) == [0, *range(51, 100)]
+
+
+def test_who_comes_and_goes_where_its_holder_has_been_changes_nothing_further_up():
+    chains, holders = Chains(), [ChainHolder(1), ChainHolder(2)]
+    keys = tuple(range(1, 101))
+    whole = divided(chains, holders, keys)[0]
+    last, counted = whole.last, [(piece, piece.count) for piece in chains._pieces.values()]
+
+    again = chains.add(whole.holder, keys)
+
+    assert {piece.start for piece, count in counted if piece.count != count} == {99}
+    assert again.last is last
+    chains.remove(again)
+    assert all(piece.count == count for piece, count in counted)
 
 
 def test_a_chain_that_is_gone_leaves_nothing_to_collect():

@@ -38,6 +38,9 @@ def test_costs_are_those_of_the_twin_bit_for_bit(workers):
         costs.fleet_costs(table, found, 1000, *weights, *switches)
 
         assert expected.tobytes() == found.tobytes()
+        table = table[:, [*range(workers), rng.randrange(workers)]]  # one of them twice, so that there may be two
+        twins = twin.fleet_lowest(table, 1000, *weights, *switches)
+        assert costs.fleet_lowest(np.ascontiguousarray(table), 1000, *weights, *switches) == twins
 
 
 @native
@@ -55,11 +58,22 @@ def test_costs_that_are_no_numbers_are_refused(module, values):
         module.lowest(np.array(values))
 
 
+@pytest.mark.parametrize("module", [costs, twin])
+@pytest.mark.parametrize(("workers", "prompt_tokens"), [(0, 1), (3, math.inf), (70, math.nan)])
+def test_costs_of_workers_that_are_no_numbers_are_refused(module, workers, prompt_tokens):
+    weights = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="costs must be finite"):
+        module.fleet_lowest(np.ones((quantity.QUANTITIES, workers)), prompt_tokens, *weights, False, True, False)
+
+
 @native
 @pytest.mark.parametrize("shape", [(quantity.QUANTITIES - 1, 4), (quantity.QUANTITIES, 3), (1, 4)])
 def test_a_table_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match="17 quantities"):
         costs.fleet_costs(np.zeros(shape), np.empty(4), 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, True, True, False)
+    if shape[0] != quantity.QUANTITIES:
+        with pytest.raises(ValueError, match="17 quantities"):
+            costs.fleet_lowest(np.zeros(shape), 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, True, True, False)
 
 
 @native

@@ -1,4 +1,4 @@
-"""From how many tokens on a prompt is handed over, when that is learned (row B15)."""
+"""From how many tokens on a prompt is handed over, when that is learned."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Who may serve a request, and what a client is told when nobody may (row R13)."""
+"""Who may serve a request, and what a client is told when nobody may."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The index against a plain reference on a public trace: the same answers, for a known part of the work (row I3).
+"""The index against a plain reference on a public trace: the same answers, for a known part of the work.
 
 Work is counted in steps of the interpreter, which are the same on every machine and however busy it is; of what C does in one
 step, processor time tells, more coarsely.

@@ -322,7 +322,6 @@ def test_a_request_goes_only_where_its_answer_fits_too():
 
 
 def test_a_pair_is_dissolved_and_formed_again_as_prefill_workers_come_and_go():
-    """Row D12."""
     router = Driver(*PAIR)
     router.leave("p1")
 
@@ -372,7 +371,6 @@ def test_only_what_has_to_be_computed_is_backlog():
 
 
 def test_two_live_requests_with_a_shared_prefix_are_charged_for_it_once():
-    """Row R3."""
     router = Driver(*ONE)
     prefix = a_prompt(320)
 
@@ -387,7 +385,6 @@ def test_two_live_requests_with_a_shared_prefix_are_charged_for_it_once():
 
 
 def test_the_answer_costs_one_block_per_block_of_tokens():
-    """Row R4."""
     router = Driver(*ONE)
     work = the(Dispatch, router.send(an_arrival(tokens=64, sampling=Sampling(max_tokens=200))))
 
@@ -532,7 +529,6 @@ def test_workers_are_told_the_time_that_is_left():
 
 
 def test_cancelling_reaches_the_worker_that_is_working():
-    """Row D8, the router's part."""
     router = Driver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
@@ -661,7 +657,6 @@ def test_a_draining_worker_gets_no_new_work_and_finishes_its_old():
 
 
 def test_a_lost_prefill_worker_is_replaced_by_another():
-    """Row D5."""
     router = Driver(*PAIR, ("p2", Role.PREFILL))
     lost = the(Dispatch, router.send(a_long_arrival()))
 
@@ -673,7 +668,7 @@ def test_a_lost_prefill_worker_is_replaced_by_another():
 
 @pytest.mark.parametrize("placement", [Placement.AUTO, Placement.DISAGGREGATED])
 def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt(placement):
-    """Row D5: the client sees latency only, even where it asked for a pair."""
+    """The client sees latency only, even where it asked for a pair."""
     router = Driver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(placement=placement)))
 
@@ -703,6 +698,18 @@ def test_who_sees_the_answer_itself_is_told_of_its_end_only():
     assert the(Complete, router.step(work, 13, finish=LENGTH)).request_id == "r1"
 
 
+def test_an_answer_that_is_passed_on_at_once_still_says_how_long_its_prompt_took():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival(tokens=100, only_end=True)))
+    router.now = Nanos(router.now + SECOND)
+
+    router.step(work, 11, 12, finish=LENGTH)
+
+    paces = {each.worker_id: each.token_seconds for each in router.machine.remote_prefill().workers}
+    assert paces[work.worker_id] == 1 / 100
+    assert router.booked(work.worker_id) == (0, 0, 0)
+
+
 def test_a_prefill_that_hands_nothing_over_is_a_failed_prefill():
     router = Driver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
@@ -711,7 +718,7 @@ def test_a_prefill_that_hands_nothing_over_is_a_failed_prefill():
 
 
 def test_a_hand_off_that_the_decode_worker_cannot_read_makes_it_compute_the_prompt():
-    """Row D3, the router's part: a refusal of the hand-off, not of the request."""
+    """It is a refusal of the hand-off, not of the request."""
     router = Driver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
     decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff(fingerprint="other")))

@@ -1,15 +1,17 @@
-"""Row R2: whatever happens in whatever order, bookings return to zero and every request ends exactly once."""
+"""Whatever happens in whatever order, bookings return to zero and every request ends exactly once."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from fleet.clock import SECOND, Nanos
 from fleet.errors import Reason
 from fleet.ids import WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import KvPath, Phase, Placement, Role
-from fleet.router.messages import KvChanged, Ticked, WorkerDraining
+from fleet.router.messages import Booked, KvChanged, ReplicaBooked, Ticked, Tuned, WorkerDraining
+from fleet.router.placement import Decision
 from fleet.work import KvRemoved, KvStored
 from kvstore.block import chain
 from tests.builders import BLOCK_TOKENS, a_handoff, a_prompt, a_report, an_arrival, token_ids
@@ -138,8 +140,16 @@ class AnyInterleaving(RuleBasedStateMachine):
         deadline=st.none() | st.integers(1, 5),
         placement=st.sampled_from(list(Placement)),
         kv_path=st.sampled_from([None, *PATHS]),
+        pin=st.sampled_from([None, None, None, "d1", "b1"]),
+        others=st.fixed_dictionaries(
+            {
+                "tenant": st.sampled_from(["", "acme"]),
+                "session": st.sampled_from(["", "", "s1", "s2"]),
+                "expected_tokens": st.sampled_from([0, 0, 1, 100]),
+            }
+        ),
     )
-    def client_asks(self, length, sampling, priority, deadline, placement, kv_path) -> None:
+    def client_asks(self, length, sampling, priority, deadline, placement, kv_path, pin, others) -> None:
         self.arrivals += 1
         request_id = f"r{self.arrivals}"
         self.open[request_id] = 0
@@ -154,9 +164,26 @@ class AnyInterleaving(RuleBasedStateMachine):
                     deadline=None if deadline is None else Nanos(self.router.now + deadline * SECOND),
                     placement=placement,
                     kv_path=kv_path,
+                    pin=None if pin is None else WorkerId(pin),
+                    **others,
                 )
             )
         )
+
+    @rule(
+        oversubscribe=st.sampled_from([0.5, 1.0, 3.0]),
+        max_queued=st.integers(0, 4),
+        remote_prefill_min_tokens=st.sampled_from([0, 64, 1000]),
+        priority_seconds=st.sampled_from([0.0, 10.0]),
+    )
+    def thresholds_are_set(self, **changes) -> None:
+        self.perform(self.router.send(Tuned(thresholds=structs.replace(self.router.machine.thresholds(), **changes))))
+        assert structs.asdict(self.router.machine.thresholds()).items() >= changes.items()
+
+    @rule(replica=st.sampled_from(["r2", "r3"]), requests=st.integers(0, 3))
+    def another_router_books(self, replica: str, requests: int) -> None:
+        booked = {WorkerId(worker_id): Booked(100 * requests, 3.0 * requests, requests) for worker_id in ("d1", "b1")}
+        self.perform(self.router.send(ReplicaBooked(replica=replica, booked=booked if requests else {})))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -219,6 +246,15 @@ class AnyInterleaving(RuleBasedStateMachine):
         assert snapshot.active == len(self.open)
         assert snapshot.counters.ended == len(self.ended)
         assert snapshot.queued + len(self.running) == snapshot.active
+
+    @invariant()
+    def nobody_waits_whom_somebody_could_serve(self) -> None:
+        machine = self.router.machine
+        for request_id in machine._waiting.ids():
+            live = machine._live[request_id]
+            assert not isinstance(
+                machine._chooser.choose(live, machine._roster.standings(live), self.router.now), Decision
+            )
 
     def teardown(self) -> None:
         """Whoever is still there is served to the end; then nothing may be booked."""

@@ -98,7 +98,7 @@ def test_a_hit_in_the_engine_beats_one_in_the_store_beats_none():
 
 
 def test_equal_workers_get_equal_shares():
-    """Row R6: within five per cent of uniform, wherever they stand in the list."""
+    """Within five per cent of uniform, wherever they stand in the list."""
     standings = [a_standing(f"d{number}") for number in range(4)]
     rng = random.Random(4)
 
@@ -162,7 +162,7 @@ def test_a_request_waits_when_all_who_could_serve_it_are_full():
     assert decide(Asked(prompt_tokens=100), [full, small], SETTINGS, random.Random(0)) == Wait()
 
 
-# The aggregated-or-disaggregated rule (row R15).
+# The aggregated-or-disaggregated rule.
 
 
 @pytest.mark.parametrize(

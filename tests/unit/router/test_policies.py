@@ -1,5 +1,6 @@
 """Policies against their published formulas, and the choices that follow from them."""
 
+import heapq
 import itertools
 import math
 import random
@@ -8,17 +9,19 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.ids import RequestId, WorkerId
+from fleet.requests import Finish, Sampling
 from fleet.roles import Phase, Role
 from fleet.router.candidates import Asked
-from fleet.router.messages import KvChanged
+from fleet.router.messages import Arrived, KvChanged, Stepped
 from fleet.router.policies.built_in import BUILT_IN, parameters, policy
 from fleet.router.policies.pickers import Softmax
 from fleet.router.settings import RouterSettings
 from fleet.work import KvStored
 from kvstore.block import chain
-from tests.builders import BLOCK_TOKENS, a_prompt, an_arrival
+from tests.builders import BLOCK_TOKENS, a_prompt, an_arrival, some_progress
 from tests.unit.router.driver import Dispatch, Driver, the
 from tests.unit.router.rows import a_standing, candidates_of, decide, score
 
@@ -38,7 +41,7 @@ def choice(name: str, asked: Asked, *standings, rng: random.Random | None = None
     return candidates.worker_ids[place]
 
 
-# The default policy's cost (rows R1 and R7).
+# The default policy's cost.
 
 GOLDEN = [
     ({}, 20.0),
@@ -214,6 +217,18 @@ def test_a_block_is_only_fetched_for_what_it_takes_less_than_computing_it():
     assert score(slow, 320, SETTINGS).parts["credit"] == -6
 
 
+@pytest.mark.parametrize("backlog", [0, 640])
+def test_by_default_the_faster_the_tier_of_a_hit_the_better(backlog):
+    tiers = ("", "below_blocks", "store_blocks", "engine_blocks")
+    standings = [
+        a_standing(f"w{tier}", prompt_tokens=320, backlog_tokens=backlog, **{tier: 8} if tier else {}) for tier in tiers
+    ]
+
+    cold, below, memory, hot = costs("fleet", ASKED, *standings)
+    assert cold > below > memory > hot
+    assert choice("fleet", ASKED, *standings) == "wengine_blocks"
+
+
 def test_twice_as_fast_hardware_takes_twice_the_backlog():
     fast = a_standing("fast", backlog_tokens=1000, prefill_speed=2.0)
     slow = a_standing("slow", backlog_tokens=500)
@@ -230,6 +245,17 @@ def test_a_first_token_in_time_goes_before_a_lower_cost():
     assert choice("fleet", Asked(prompt_tokens=320), hot, quick, ttft_goal_seconds=0.5) == "quick"
     assert choice("fleet", Asked(prompt_tokens=320, seconds_left=0.5), hot, quick) == "quick"
     assert choice("fleet", Asked(prompt_tokens=320, seconds_left=0.1), hot, quick) == "hot", "nobody keeps it"
+
+
+def test_a_session_and_a_temperature_count_in_the_choice_as_in_the_costs():
+    here, there = a_standing("here", requests=1), a_standing("there")
+    assert choice("fleet", ASKED, here, there, **ALONE) == "there"
+    bound = Asked(prompt_tokens=320, session="s", bound=WorkerId("here"))
+    assert choice("fleet", bound, here, there, **ALONE, session_blocks=1.5) == "here"
+
+    rng = random.Random(3)
+    drawn = {choice("fleet", ASKED, here, there, rng=rng, **ALONE, temperature=1.0) for _ in range(50)}
+    assert drawn == {"here", "there"}
 
 
 # Dynamo.
@@ -258,6 +284,12 @@ def test_dynamos_cost_is_the_published_one(fields, parameters, cost):
     assert found == pytest.approx(cost, abs=1e-9)
 
 
+def test_dynamos_prefill_workers_are_scored_without_what_decodes_there():
+    busy = a_standing("busy", prompt_tokens=320, backlog_tokens=64, engine_blocks=4, active_blocks=100, requests=3)
+
+    assert costs("dynamo", ASKED, busy, phase=Phase.PREFILL) == [2 + 10 - 4]
+
+
 def test_dynamos_credit_decays_with_the_backlog_beyond_the_least():
     hot = a_standing("hot", prompt_tokens=320, engine_blocks=10, backlog_tokens=32 * 10 + 64)
     idle = a_standing("idle", prompt_tokens=320, backlog_tokens=64)
@@ -272,7 +304,7 @@ def test_dynamos_credit_decays_with_the_backlog_beyond_the_least():
 
 @pytest.mark.parametrize("temperature", [0.2, 1.0, 3.0])
 def test_temperature_draws_as_the_min_max_softmax_says(temperature):
-    """Row R5: chi-square, 5 degrees of freedom; 20.5 is exceeded by one fair run in a thousand."""
+    """Chi-square, 5 degrees of freedom; 20.5 is exceeded by one fair run in a thousand."""
     values = np.array([3.0, 4.0, 5.0, 5.0, 9.0, 13.0])
     weights = [math.exp(-(value - 3) / (10 * temperature)) for value in values]
     expected = [20_000 * weight / sum(weights) for weight in weights]
@@ -288,6 +320,10 @@ def test_temperature_zero_takes_the_lowest_and_equal_costs_are_drawn_uniformly()
     for temperature in (0.0, 1.0):
         drawn = Counter(Softmax(temperature=temperature).pick(np.ones(4), ASKED, None, rng) for _ in range(10_000))
         assert all(abs(drawn[place] - 2500) <= 125 for place in range(4)), drawn
+
+
+def test_a_temperature_too_low_for_a_float_takes_the_lowest():
+    assert Softmax(temperature=5e-324).pick(np.array([0.2, 0.1, 0.3]), ASKED, None, random.Random(0)) == 1
 
 
 def test_round_robin_takes_turns_whoever_comes_and_goes():
@@ -353,6 +389,15 @@ def test_consistent_hash_keeps_keys_in_place_but_never_overloads():
     assert {before[key] for key in moved} == {"w7"}, "only what the lost worker had moves"
     counts = Counter(before.values())
     assert len(counts) == 8
+    ring, everybody = policy("consistent_hash", {}), candidates_of([a_standing(name) for name in names], SETTINGS)
+    candidates = everybody.only(np.array([6, 0, 1, 2, 3, 4, 5]))  # all but w7, which has no room, say
+    chosen = {
+        key: candidates.worker_ids[
+            ring.choose(Asked(prompt_tokens=9, first_key=key), candidates, Phase.AGGREGATED, random.Random(0))[0]
+        ]
+        for key in keys
+    }
+    assert chosen == after, "who is no candidate now is passed over as if it had left"
     # With bounded loads, one key alone fills nobody beyond 1.25 times the average.
     ring, requests = policy("consistent_hash", {"load_factor": 1.25}), [0] * 8
     for _ in range(80):
@@ -380,13 +425,14 @@ def test_mooncakes_rule_fetches_where_the_longest_match_is_much_longer():
         "quadratic_seconds": 0.0,
     }
     best = a_standing("best", prompt_tokens=320, engine_blocks=8, backlog_tokens=1000)
-    near = a_standing("near", prompt_tokens=320, engine_blocks=2)  # 8 / 2 is not above 4: computes
+    near = a_standing("near", prompt_tokens=320, engine_blocks=3)  # 8 / 3 is below 4: computes
+    far = a_standing("far", prompt_tokens=320, engine_blocks=2, backlog_tokens=1000)  # 8 / 2 is not: fetches
     cold = a_standing("cold", prompt_tokens=320)  # fetches
 
-    found = costs("mooncake", ASKED, best, near, cold, **parameters)
+    found = costs("mooncake", ASKED, best, near, far, cold, **parameters)
 
-    assert found == pytest.approx([0.1 + 64e-4, 256e-4, 256e-5 + 64e-4])
-    assert choice("mooncake", ASKED, best, near, cold, **parameters) == "cold"
+    assert found == pytest.approx([0.1 + 64e-4, 224e-4, 0.1 + 192e-5 + 64e-4, 256e-5 + 64e-4])
+    assert choice("mooncake", ASKED, best, near, far, cold, **parameters) == "cold"
 
 
 def test_llm_ds_scores_are_the_published_ones():
@@ -402,7 +448,6 @@ def test_llm_ds_scores_are_the_published_ones():
 
 @pytest.mark.parametrize("name", BUILT_IN.policies)
 def test_every_policy_places_every_request_and_can_explain_it(name):
-    """Row R22."""
     router = Driver(("d1", Role.DECODE), ("d2", Role.BOTH), ("p1", Role.PREFILL), policy=name)
     for number in range(20):
         request_id = f"r{number}"
@@ -436,7 +481,7 @@ def placements(router: Driver, *, prefix: int, requests: int, own: int = 64) -> 
 
 @pytest.mark.parametrize(("requests", "full_prefills"), [(2, 1), (8, 1), (16, 1), (32, 2), (64, 4)])
 def test_siblings_that_arrive_together_compute_their_prompt_a_few_times_only(requests, full_prefills):
-    """Row R17: before any cache has told of it. Sixteen idle workers; without foresight there would be one each."""
+    """Before any cache has told of it. Sixteen idle workers; without foresight there would be one each."""
     router = Driver(*((f"w{number}", Role.BOTH) for number in range(16)))
 
     found = placements(router, prefix=1024, requests=requests, own=0)
@@ -446,7 +491,7 @@ def test_siblings_that_arrive_together_compute_their_prompt_a_few_times_only(req
 
 
 def test_a_prefix_that_is_hot_spreads_over_more_workers_the_more_requests_there_are():
-    """Row R8: one hot prefix, from 4 to 64 at once; each further copy costs one prefill, so hits stay near all."""
+    """One hot prefix, from 4 to 64 at once; each further copy costs one prefill, so hits stay near all."""
     reach, hit_rates = [], []
     for requests in (4, 16, 32, 64):
         router = Driver(*((f"w{number}", Role.BOTH) for number in range(8)))
@@ -463,6 +508,57 @@ def test_a_prefix_that_is_hot_spreads_over_more_workers_the_more_requests_there_
         rate >= 1 - workers / requests
         for rate, workers, requests in zip(hit_rates, reach, (4, 16, 32, 64), strict=True)
     )
+
+
+def spread_at(rate: float) -> tuple[int, float]:
+    """Workers that got requests, and the share of requests that found the prefix: one prefix, ten seconds at a rate.
+
+    Eight workers with batches of 16, of which one has the prefix; each computes 5,000 tokens a second, one prompt after the other,
+    and answers for a second.
+    """
+    router = Driver(*((f"w{number}", Role.BOTH) for number in range(8)))
+    machine, start = router.machine, router.now
+    stored = (KvStored(tuple(chain(a_prompt(1024), BLOCK_TOKENS))),)
+    machine.handle(KvChanged(worker_id=WorkerId("w0"), events=stored), start)
+    order = itertools.count()
+    due: list[tuple[float, int, Arrived | Dispatch, Finish | None]] = []
+    for number in range(int(10 * rate)):
+        prompt = a_prompt(1024) + a_prompt(32, first=100_000 * (number + 1))
+        arrival = an_arrival(request_id=f"r{number}", tokens=prompt, sampling=Sampling(max_tokens=8))
+        heapq.heappush(due, (number / rate, next(order), arrival, None))
+    idle_from: Counter[str] = Counter()
+    found = []
+    while due:
+        seconds, _, what, finish = heapq.heappop(due)
+        now = Nanos(start + round(seconds * SECOND))
+        if isinstance(what, Arrived):
+            commands = machine.handle(what, now)
+        else:
+            progress = some_progress(7, request_id=what.start.request_id, finish=finish)
+            commands = machine.handle(KvChanged(worker_id=what.worker_id, events=stored), now)
+            commands += machine.handle(Stepped(worker_id=what.worker_id, progress=(progress,)), now)
+        for work in commands:
+            if isinstance(work, Dispatch):
+                (placed,) = machine.explain(RequestId(work.start.request_id.partition("#")[0])).placements
+                found.append((work.worker_id, placed.prefill_tokens < 512))
+                first = max(idle_from[work.worker_id], seconds) + placed.prefill_tokens / 5000
+                idle_from[work.worker_id] = first
+                heapq.heappush(due, (first, next(order), work, None))
+                heapq.heappush(due, (first + 1, next(order), work, Finish.STOP))
+    machine.check()
+    return len({worker_id for worker_id, _ in found}), sum(hit for _, hit in found) / len(found)
+
+
+def test_a_hot_prefix_at_a_rising_rate_spreads_to_as_many_workers_as_it_needs_and_hits_stay():
+    """A batch of 16 serves about 16 a second: from there on each more of these takes one worker more, and one prefill."""
+    measured = {rate: spread_at(rate) for rate in (1, 8, 16, 32, 64, 96)}
+
+    workers = [count for count, _ in measured.values()]
+    assert workers == sorted(workers)
+    assert workers[:2] == [1, 1]
+    for rate, (count, hit_rate) in measured.items():
+        assert rate / 20 <= count <= 1 + rate / 8, measured
+        assert hit_rate >= 1 - (count - 1) / (10 * rate), measured
 
 
 def test_cold_requests_are_not_drawn_to_the_worker_with_a_hot_prefix():

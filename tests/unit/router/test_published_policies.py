@@ -1,4 +1,4 @@
-"""Rules of other routers that choose by cases or remember what they chose, by hand from their published form (row B11)."""
+"""Rules of other routers that choose by cases or remember what they chose, by hand from their published form."""
 
 import random
 
@@ -72,16 +72,16 @@ def test_smg_looks_at_requests_alone_when_they_are_apart_by_number_and_by_factor
     assert Router("smg").pick(warm, idle) == chosen
 
 
-def test_smg_takes_a_match_of_half_the_prompt_and_else_whoever_was_sent_least_that_was_new():
+def test_smg_takes_a_match_of_more_than_half_the_prompt_and_else_whoever_was_sent_least_that_was_new():
+    most = a_standing("most", prompt_tokens=320, engine_blocks=6)
     half = a_standing("half", prompt_tokens=320, engine_blocks=5)
-    less = a_standing("less", prompt_tokens=320, engine_blocks=4)
     cold = a_standing("cold", prompt_tokens=320)
     router = Router("smg")
 
-    assert router.pick(cold, half) == "half"  # five new blocks
-    assert router.pick(less, a_standing("half", prompt_tokens=320)) == "less"  # six
-    assert router.pick(less, a_standing("half", prompt_tokens=320)) == "half"  # ten more
-    assert router.pick(a_standing("less", prompt_tokens=320), a_standing("half", prompt_tokens=320), cold) == "cold"
+    assert router.pick(cold, most) == "most"  # four new blocks
+    assert router.pick(half, a_standing("most", prompt_tokens=320)) == "half"  # five, since it had been sent nothing
+    assert router.pick(half, a_standing("most", prompt_tokens=320)) == "most"  # ten more
+    assert router.pick(a_standing("half", prompt_tokens=320), a_standing("most", prompt_tokens=320), cold) == "cold"
 
 
 # Infera.

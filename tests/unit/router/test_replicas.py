@@ -73,7 +73,7 @@ def test_a_router_tells_what_it_has_booked_itself_and_not_what_it_was_told():
 
 @pytest.mark.parametrize("between", [1, 2])
 def test_routers_that_tell_each_other_balance_nearly_as_well_as_one(between):
-    """R18: the busiest worker has at most 1.2 times what it has with one router, told every few requests."""
+    """The busiest worker has at most 1.2 times what it has with one router, told every few requests."""
 
     def busiest(routers: int) -> float:
         drivers = [Driver(*WORKERS, seed=seed) for seed in range(routers)]

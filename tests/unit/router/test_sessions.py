@@ -1,4 +1,4 @@
-"""Sessions: where they stay, for how long, and what happens when that worker is gone (row R14)."""
+"""Sessions: where they stay, for how long, and what happens when that worker is gone."""
 
 import pytest
 
@@ -6,9 +6,10 @@ from fleet.clock import SECOND, Nanos
 from fleet.errors import Reason
 from fleet.ids import WorkerId
 from fleet.roles import Role
+from fleet.router import sessions as sessions_module
 from fleet.router.impossible import Cause
-from fleet.router.messages import WorkerDraining
-from fleet.router.sessions import Sessions
+from fleet.router.messages import SessionsBound, WorkerDraining
+from fleet.router.sessions import MOST_TOLD, SessionBinding, Sessions
 from tests.builders import an_arrival
 from tests.unit.router.driver import Dispatch, Driver, Refuse, the
 
@@ -47,6 +48,45 @@ def test_tenants_do_not_share_their_sessions_names():
     sessions.bind(("x", "a"), W1, at(0))
 
     assert sessions.bound(("y", "a"), at(0)) is None
+
+
+def test_what_happened_here_is_news_once_and_what_was_heard_is_none():
+    sessions = Sessions(ttl_seconds=10, capacity=10, telling=True)
+    sessions.bind(A, W2, at(0))
+    sessions.bind(A, W1, at(1))
+    sessions.bind(("", "b"), W2, at(1))
+    sessions.forget(("", "b"))
+    sessions.heard(SessionBinding(key=("", "c"), worker_id=W2), at(1))
+
+    assert sessions.news() == [
+        SessionBinding(key=A, worker_id=W1),
+        SessionBinding(key=("", "b"), worker_id=None),
+    ]
+    assert sessions.news() == []
+    assert sessions.bound(("", "c"), at(2)) == W2
+
+
+def test_news_that_nobody_asks_for_are_bounded(monkeypatch):
+    monkeypatch.setattr(sessions_module, "MOST_TOLD", 3)
+    silent, telling = (Sessions(ttl_seconds=10, capacity=100, telling=telling) for telling in (False, True))
+    for number in range(9):
+        for sessions in (silent, telling):
+            sessions.bind(("", str(number)), W1, at(0))
+
+    assert (len(silent.news()), len(telling.news())) == (0, 3)
+
+
+def test_who_is_reached_later_is_told_the_latest():
+    sessions = Sessions(ttl_seconds=10, capacity=MOST_TOLD + 5)
+    for number in range(MOST_TOLD + 1):
+        sessions.bind(("", str(number)), W1, at(0))
+    sessions.bind(("", "1"), W2, at(0))
+
+    latest = sessions.latest()
+
+    assert len(latest) == MOST_TOLD
+    assert latest[0].key == ("", "2")
+    assert latest[-1] == SessionBinding(key=("", "1"), worker_id=W2)
 
 
 def ask(router: Driver, request_id: str, session: str = "s"):
@@ -131,3 +171,33 @@ def test_without_affinity_sessions_are_not_looked_at():
     router = Driver(*WORKERS, session_affinity="off", policy="sticky")
 
     assert len({worker_of(router, f"r{number}") for number in range(4)}) == 4
+
+
+def test_a_session_stays_where_it_is_whichever_router_its_requests_come_by():
+    routers = [Driver(*WORKERS, seed=seed, session_affinity="hard", replicas_listen="unix:r") for seed in range(3)]
+
+    def tell() -> None:
+        for router in routers:
+            news = tuple(router.machine.sessions.news())
+            for other in routers:
+                if other is not router:
+                    other.send(SessionsBound(bindings=news))
+
+    def served(router: Driver, request_id: str, session: str) -> str:
+        worker = worker_of(router, request_id, session)
+        router.cancel(request_id)
+        tell()
+        return worker
+
+    homes = {number: served(routers[number % 3], f"r{number}", f"s{number}") for number in range(8)}
+    assert len(set(homes.values())) > 2, "they are spread, so that staying is no accident"
+    for turn in range(1, 4):
+        for number in range(8):
+            assert served(routers[(number + turn) % 3], f"r{number}-{turn}", f"s{number}") == homes[number]
+
+    for router in routers:
+        router.leave(homes[0])
+    assert the(Refuse, ask(routers[0], "lost", "s0")).field == "session"
+    tell()
+    home = served(routers[1], "again", "s0")  # refused once, and not by each of them
+    assert served(routers[2], "and again", "s0") == home

@@ -138,6 +138,8 @@ def test_time_that_goes_backwards_fills_no_bucket():
     acme = limited(requests_per_minute=1)
     acme.admit("acme", 1, START)
     assert refusal(acme.admit, "acme", 1, Nanos(0)).retry_after_ms == 60_000
+    acme.used("acme", 5, Nanos(0))
+    assert refusal(acme.admit, "acme", 1, START).retry_after_ms == 60_000, "nor when it has come back to where it was"
 
 
 # Several routers.

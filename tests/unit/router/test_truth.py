@@ -1,4 +1,4 @@
-"""What was believed to be cached against what workers report (rows R16, B10)."""
+"""What was believed to be cached against what workers report."""
 
 import pytest
 from hypothesis import given

@@ -17,7 +17,7 @@ from fleet.sim.shell import keys_spelled, spelled
 from fleet.sim.store import StoreProfile, TierProfile
 from kvstore.messages import POOL_TIER
 from kvstore.replay import Request
-from tests.unit.sim.test_world import BLOCK, a_plan, a_pool
+from tests.simulated_worlds import BLOCK, a_plan, a_pool
 
 REQUESTS = 80
 

@@ -6,7 +6,7 @@ from fleet.clock import SECOND, Nanos
 from fleet.sim.answers import OURS, Answers
 from fleet.sim.run import simulate
 from kvstore.replay import Request
-from tests.unit.sim.test_world import BLOCK, a_plan
+from tests.simulated_worlds import BLOCK, a_plan
 
 NOW = Nanos(0)
 
@@ -36,7 +36,7 @@ def test_a_prompt_too_short_for_the_answer_or_of_another_session_continues_nothi
     assert answers.named(Request(NOW, 80, (11, 12, 13, 14, 15), 4, 8))[0] == (11, 12, 13, 14, 15)
 
 
-def test_memory_is_bounded():
+def test_no_more_turns_are_remembered_than_asked_for():
     answers = Answers(BLOCK, remembered=10)
     for number in range(100):
         answers.named(Request(NOW, 32, (2 * number, 2 * number + 1), 40))

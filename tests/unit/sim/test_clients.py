@@ -13,7 +13,7 @@ from fleet.sim.results import Ended, RunOutcome
 from fleet.sim.run import Plan, simulate
 from fleet.sim.workloads import Drawn, requests_of, sessions_of
 from kvstore.replay import Request
-from tests.unit.sim.test_world import BLOCK, a_plan, a_pool, a_world
+from tests.simulated_worlds import BLOCK, a_plan, a_pool, a_world
 
 
 def with_clients(clients, plan: Plan | None = None) -> Plan:

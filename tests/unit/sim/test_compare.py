@@ -8,7 +8,7 @@ from msgspec import structs
 from fleet.sim.compare import compare, means
 from fleet.sim.intervals import interval
 from fleet.sim.results import RunOutcome
-from tests.unit.sim.test_world import a_plan, a_run
+from tests.simulated_worlds import a_plan, a_run
 
 
 @pytest.fixture(scope="module")

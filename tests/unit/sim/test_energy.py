@@ -15,8 +15,9 @@ from fleet.router.policies.built_in import policy
 from fleet.router.policies.price import Price
 from fleet.sim.objectives import Objective, ranked, spent
 from fleet.sim.sweep import Row
-from tests.unit.cli.test_sim import MODEL, SCENARIO
-from tests.unit.sim.test_world import a_plan, a_pool, a_run
+from tests.model_shapes import LLAMA_8B
+from tests.scenarios import SCENARIO
+from tests.simulated_worlds import a_plan, a_pool, a_run
 
 PRICED = {
     "scorers": [
@@ -99,7 +100,7 @@ def test_those_that_keep_the_slo_come_first_and_seeds_are_averaged():
 
 
 def test_the_command_ranks_a_sweep_by_what_good_requests_cost(tmp_path, capsys):
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.json").write_text(json.dumps(LLAMA_8B))
     scenario = tmp_path / "scenario.toml"
     scenario.write_text(SCENARIO)
     over = ["--over", "pools.0.gpus=2,4", "--over", "pools.0.gpu=h100,b200", "--processes", "1"]

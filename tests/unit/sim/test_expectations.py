@@ -17,8 +17,8 @@ from fleet.sim.kernel import Kernel
 from fleet.work import Progress
 from kvstore.replay import Request
 from tests.builders import a_joined_worker, a_prompt, an_arrival
+from tests.simulated_worlds import BLOCK, StraightLine, a_plan, a_pool, a_world
 from tests.unit.router.driver import START, Dispatch, the
-from tests.unit.sim.test_world import BLOCK, StraightLine, a_plan, a_pool, a_world
 
 WITHIN = 0.2
 

@@ -15,7 +15,7 @@ from fleet.sim.results import Ended
 from fleet.sim.run import Plan
 from fleet.sim.world import World
 from kvstore.replay import Request
-from tests.unit.sim.test_world import BLOCK, a_plan, a_pool, a_world
+from tests.simulated_worlds import BLOCK, a_plan, a_pool, a_world
 
 FIRST = WorkerId("both-0")
 AT = Nanos(3 * SECOND)

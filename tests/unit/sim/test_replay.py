@@ -18,9 +18,10 @@ from fleet.router.observed import ObservedMachine
 from fleet.sim.agreement import serve
 from fleet.sim.replay import Replay
 from fleet.sim.shell import keys_spelled
-from tests.unit.cli.test_sim import MODEL, SCENARIO
+from tests.model_shapes import LLAMA_8B
+from tests.scenarios import SCENARIO
+from tests.simulated_worlds import StraightLine
 from tests.unit.sim.test_agreement import lost, pairs, requests
-from tests.unit.sim.test_world import StraightLine
 
 PLAN = pairs(lost("decode-1", 1.4))
 
@@ -85,7 +86,7 @@ def test_what_a_profile_says_of_recorded_workers_is_told_beside_what_they_did(li
 def test_the_command_says_how_well_a_scenario_predicts_a_recording(lines, tmp_path, capsys):
     path, scenario = tmp_path / "flight", tmp_path / "scenario.toml"
     path.write_bytes(b"".join(lines))
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.json").write_text(json.dumps(LLAMA_8B))
     scenario.write_text(SCENARIO.replace('role = "both"', 'name = "decode"\nrole = "both"'))
     assert run(["sim", "replay", str(path), "--expect", str(scenario)]) == 0
     told = capsys.readouterr().out.splitlines()

@@ -13,8 +13,8 @@ from fleet.sim.results import Slo
 from fleet.sim.rows import GROUP, row_of, row_writer
 from fleet.sim.run import simulate
 from kvstore.replay import Request
+from tests.simulated_worlds import BLOCK, a_plan
 from tests.unit.sim.test_results import ended
-from tests.unit.sim.test_world import BLOCK, a_plan
 
 SLO = Slo(ttft_ms=100.0, tpot_ms=20.0)
 

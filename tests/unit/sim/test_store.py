@@ -16,7 +16,7 @@ from fleet.sim.store import Borrower, Changed, NodeStore, StoreProfile, Tier, Ti
 from kvstore.eviction.policies import policy as named
 from kvstore.messages import POOL_TIER
 from kvstore.replay import Request, replay
-from tests.unit.sim.test_world import BLOCK, StraightLine, a_plan, a_pool, a_run, a_world
+from tests.simulated_worlds import BLOCK, StraightLine, a_plan, a_pool, a_run, a_world
 
 POOL = TierProfile(name=POOL_TIER, blocks=1000)
 NODE = StoreId("both-node-0")

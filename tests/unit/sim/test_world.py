@@ -12,87 +12,12 @@ from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
 from fleet.roles import Phase, Role
 from fleet.router.messages import Dispatch
-from fleet.router.settings import RouterSettings
-from fleet.sim.faults import Fault, WorkerLost
+from fleet.sim.faults import WorkerLost
 from fleet.sim.kernel import Kernel
-from fleet.sim.pools import PoolProfile
-from fleet.sim.results import Ended, Slo
-from fleet.sim.run import Plan, Run, simulate
-from fleet.sim.store import StoreProfile
-from fleet.sim.work import EngineLimits
-from fleet.sim.workloads import Drawn, requests_of
-from fleet.sim.world import World
+from fleet.sim.results import Ended
+from fleet.sim.run import simulate
 from kvstore.replay import Request
-
-BLOCK = 16
-
-
-class StraightLine:
-    """About a small model: 2 ms a step, 20 µs a prompt token, 0.1 ms a sequence."""
-
-    def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
-        return 0.002 + 2e-5 * prefill_tokens + 1e-4 * decodes + 1e-8 * decode_context
-
-
-def a_pool(role: Role = Role.BOTH, workers: int = 2, **limits: int) -> PoolProfile:
-    given = {"kv_blocks": 400, "block_tokens": BLOCK, "max_running": 16, "step_tokens": 512, **limits}
-    return PoolProfile(
-        name=role.value,
-        role=role,
-        workers=workers,
-        times=StraightLine(),
-        limits=EngineLimits(**given),
-        gpus=1,
-        dollars_per_hour=2.0,
-        busy_watts=700.0,
-        idle_watts=70.0,
-        kv_bytes_per_token=1000.0,
-        bandwidth=1e9,
-        link_latency=Nanos(10_000),
-        start_time=Nanos(2 * SECOND),
-    )
-
-
-def a_plan(
-    *pools: PoolProfile,
-    seed: int = 1,
-    faults: tuple[Fault, ...] = (),
-    store: StoreProfile | None = None,
-    **router: object,
-) -> Plan:
-    return Plan(
-        pools=pools or (a_pool(),),
-        router=RouterSettings(**router),
-        slo=Slo(ttft_ms=200.0, tpot_ms=20.0),
-        block_tokens=BLOCK,
-        message_delay=Nanos(200_000),
-        seed=seed,
-        faults=faults,
-        store=store,
-    )
-
-
-def a_world(kernel: Kernel, plan: Plan, record=None) -> tuple[World, list[Ended]]:
-    """A cluster, and the requests that are over."""
-    ended: list[Ended] = []
-    world = World(
-        kernel,
-        plan.pools,
-        plan.router,
-        seed=plan.seed,
-        block_tokens=plan.block_tokens,
-        message_delay=plan.message_delay,
-        ended=ended.append,
-        record=record,
-        store=plan.store,
-    )
-    return world, ended
-
-
-def a_run(plan: Plan, ended: list[Ended] | None = None, **drawn: object) -> Run:
-    workload = Drawn(**{"requests": 200, "rate": 20.0, "prompt_tokens": 300, "output_tokens": 40, **drawn})
-    requests = requests_of(workload, None, block_tokens=BLOCK, seed=plan.seed)
-    return simulate(plan, requests, told=None if ended is None else ended.append)
+from tests.simulated_worlds import a_plan, a_pool, a_run, a_world
 
 
 def test_every_request_ends_with_all_its_tokens():

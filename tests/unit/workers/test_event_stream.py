@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 from fleet.work import KvCleared, KvStored
 from tests.unit.workers.published import SALT, SGLANG, VLLM, a_batch, names, removed, some_books, stored
 from workers.cache_view import CacheView
+from workers.engines import event_stream
 from workers.engines.cache_books import salt_of_client
 from workers.engines.event_stream import END_OF_REPLAY, Heard, read_events
 
@@ -48,14 +49,17 @@ class Publisher:
     async def send(self, *frames: bytes) -> None:
         await self._out.send_multipart(frames)
 
-    async def repeat(self, *, kept_from: int = 0) -> None:
-        """Answer the next who asks."""
+    async def repeat(self, *, kept_from: int = 0, falls: Container[int] = (), ends: bool = True) -> int:
+        """Answer the next who asks, less what falls; returns from where on it asked."""
         client, _, start = await self._replay.recv_multipart()
+        asked = int.from_bytes(start, "big")
         before = [client, b""] if not self._topic else [client, b"", self._topic]
         for number, batch in enumerate(self._batches):
-            if number >= max(kept_from, int.from_bytes(start, "big")):
+            if number >= max(kept_from, asked) and number not in falls:
                 await self._replay.send_multipart([*before, number.to_bytes(8, "big"), batch])
-        await self._replay.send_multipart([*before, END_OF_REPLAY, b""])
+        if ends:
+            await self._replay.send_multipart([*before, END_OF_REPLAY, b""])
+        return asked
 
     async def repeat_always(self) -> None:
         while True:
@@ -143,6 +147,80 @@ async def test_a_gap_is_filled_from_the_replay(topic):
     assert (heard.batches, heard.recovered, heard.gaps) == (3, 1, 0)
 
 
+CHAIN = [
+    a_batch(stored([number], number - 1 if number else None, 32 * number, 32 * number + 32)) for number in range(8)
+]
+BLOCKS = names(0, 256)
+
+
+@pytest.mark.parametrize(
+    ("falls", "ends", "asked"),
+    [({3, 4}, True, [0, 3]), ({3, 6}, True, [0, 3]), ({5, 6, 7}, False, [0, 5]), ({}, False, [0, 8])],
+    ids=["the middle", "twice", "the end", "the mark"],
+)
+async def test_what_an_engines_socket_lets_fall_of_a_replay_is_asked_for_again(monkeypatch, falls, ends, asked):
+    monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 0.5)
+    heard_from = []
+    with a_publisher() as publisher:
+        publisher.keep(CHAIN)
+
+        async def drive() -> None:
+            heard_from.append(await publisher.repeat(falls=falls, ends=ends))
+            heard_from.append(await publisher.repeat())
+
+        told, heard = await read(publisher, 8, drive)
+
+    assert told == [[KvStored((name,))] for name in BLOCKS]
+    assert heard_from == asked
+    assert heard.recovered == 8
+
+
+async def test_of_a_replay_whose_hole_stays_what_follows_it_counts():
+    """What was removed in the hole is not known."""
+    with a_publisher() as publisher:
+        publisher.keep([*CHAIN[:6], FIRST, SALTED])
+
+        async def drive() -> None:
+            await publisher.repeat(falls={4, 5})
+            await publisher.repeat(falls={4, 5})
+            await publisher.publish(LONGER)
+
+        told, heard = await read(publisher, 3, drive)
+
+    assert told == [[ONE], [SALTED_ONE], [TWO]]
+    assert (heard.recovered, heard.gaps) == (2, 0)
+
+
+async def test_however_much_has_come_others_have_their_turn():
+    """A receipt of what is there already does not give the event loop up by itself."""
+    many, turns = 400, 0
+    with a_publisher() as publisher:
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with asyncio.timeout(20):
+            stream = read_events(publisher.endpoint, "", some_books())
+            first = asyncio.ensure_future(anext(stream))
+            await publisher.subscribed()
+            for _ in range(many):
+                await publisher.publish(FIRST)
+            await first
+            await asyncio.sleep(0.05)  # all of it is there
+            working = asyncio.ensure_future(others())
+            await asyncio.sleep(0)
+            before = turns
+            for _ in range(many - 2):
+                await anext(stream)
+            working.cancel()
+            await stream.aclose()
+
+    assert turns - before > many / event_stream.BATCHES_A_TURN / 2
+
+
 async def test_a_gap_that_cannot_be_filled_voids_everything():
     with a_publisher() as publisher:
 
@@ -191,8 +269,27 @@ async def test_an_engine_that_began_again_is_followed_from_its_first_batch():
     assert (heard.restarts, heard.gaps) == (1, 0)
 
 
+async def test_an_engine_that_began_again_unheard_is_not_taken_for_the_one_before():
+    """Its first batches were lost with the connection, and their numbers go on where the others ended."""
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            await publisher.repeat()
+            await publisher.publish(FIRST)
+            publisher.restart()
+            await publisher.publish(SALTED, lost=True)
+            await publisher.publish(FIRST, lost=True)
+            await publisher.publish(LONGER)
+            await publisher.repeat()
+            await publisher.repeat()
+
+        told, heard = await read(publisher, 2, drive)
+
+    assert told == [[ONE], [KvCleared(), SALTED_ONE, ONE, TWO]]
+    assert (heard.restarts, heard.gaps, heard.recovered) == (1, 0, 2)
+
+
 async def test_with_one_batch_in_twenty_lost_and_one_overtaken_the_view_equals_the_truth():
-    """Row I6."""
     rng = random.Random(11)
     truth: dict[int, tuple[bytes, ...]] = {}
     batches = []
@@ -257,6 +354,59 @@ async def test_what_cannot_be_read_voids_everything_and_the_stream_goes_on():
     assert told == [[ONE], [KvCleared()], [KvCleared()], [SALTED_ONE]]
     assert heard.unreadable == 2
     assert "frames" in heard.why
+
+
+async def test_a_number_far_ahead_is_a_gap_and_takes_no_longer_than_one():
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            await publisher.repeat()
+            await publisher.publish(FIRST)
+            await publisher.send(b"", (2**63).to_bytes(8, "big"), SALTED)
+            await publisher.repeat()
+
+        told, heard = await read(publisher, 2, drive)
+
+    assert told == [[ONE], [KvCleared(), SALTED_ONE]]
+    assert (heard.gaps, heard.restarts) == (1, 0)
+
+
+@pytest.mark.parametrize("seconds", ["REPLAY_TIMEOUT_SECONDS", "REPLAY_SECONDS"])
+async def test_who_repeats_without_end_is_heard_for_a_while_and_others_have_their_turn(monkeypatch, seconds):
+    """The same batches again and again, or other ones; too few at a time to be done, and too many to be silent."""
+    monkeypatch.setattr(event_stream, seconds, 0.3)
+    again = seconds == "REPLAY_TIMEOUT_SECONDS"
+    monkeypatch.setattr(event_stream, "RECEIVE_BATCHES", 200 if again else 10**9)
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            client, _, _ = await publisher._replay.recv_multipart()
+            for number in range(10**9):
+                counted = number % 16 if again else number
+                await publisher._replay.send_multipart([client, b"", counted.to_bytes(8, "big"), FIRST])
+                await asyncio.sleep(0)
+
+        async with asyncio.timeout(10):
+            stream = read_events(publisher.endpoint, publisher.replay_endpoint, some_books())
+            driving = asyncio.ensure_future(drive())
+            assert await anext(stream) == [ONE]
+            driving.cancel()
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("number", [b"", bytes(7), b"\x01" + bytes(8)])
+async def test_a_replay_of_garbage_is_none(number):
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            client, _, _ = await publisher._replay.recv_multipart()
+            await publisher._replay.send_multipart([client, b"", number, FIRST])
+            await publisher.publish(SALTED)
+
+        told, heard = await read(publisher, 1, drive)
+
+    assert told == [[SALTED_ONE]]
+    assert heard.recovered == 0
 
 
 async def test_recorded_frames_of_sglang_arrive_whole():

@@ -25,6 +25,7 @@ from fleet.work import (
 )
 from kvstore.block import chain
 from tests.engine_driving import fresh_prompt, greedy, work
+from tests.waiting import until
 from workers.cache_view import CHUNK, CacheView
 from workers.engines.simulated import open_engine
 from workers.machine import LifePhase
@@ -306,9 +307,7 @@ async def test_a_router_that_reads_again_hears_everything_in_order():
     async with a_worker() as worker, worker.router(full=True) as router:
         start = work(fresh_prompt(40), 20)
         router.session.receive(start)
-        async with asyncio.timeout(10):
-            while worker.server.held:
-                await asyncio.sleep(0.005)
+        await until(lambda: not worker.server.held)
         assert router.heard == []
 
         router.full = False

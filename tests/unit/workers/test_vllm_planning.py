@@ -295,7 +295,7 @@ def test_counts_say_where_the_blocks_came_from():
     ("good", "tiers"), [(3, {"cpu": 1, "ssd": 2}), (2, {"cpu": 1, "ssd": 1}), (1, {"cpu": 1}), (0, {})]
 )
 def test_counts_say_which_tier_of_the_store_had_the_blocks(good, tiers):
-    """Row B3: those from below are the last ones of the four that matched, of which the engine has the first."""
+    """Those from below are the last ones of the four that matched, of which the engine has the first."""
     world = World()
     request = a_request(21)
     world.hold(request, 4)

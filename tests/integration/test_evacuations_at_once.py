@@ -1,6 +1,8 @@
 """Several evacuations of one node at a time, by hand: a tier answers when the test says so."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +51,17 @@ class Node:
         return await self._evacuations.evacuate(
             self.store.digest, names or self.names, leaving=False, deadline=Nanos(DEADLINE)
         )
+
+    @asynccontextmanager
+    async def evacuating(self) -> AsyncIterator[asyncio.Task]:
+        """One that has been asked for; at the end it is over."""
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+            yield tasks.create_task(self.evacuate())
+
+    async def is_asked(self) -> None:
+        """Wait until the tier has something to do."""
+        while not self.asked:
+            await asyncio.sleep(0)
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -106,8 +119,7 @@ async def test_what_two_workers_bring_away_at_once_is_written_once_and_counts_fo
 
 async def test_what_is_there_at_the_deadline_is_not_open_though_it_is_under_way_once_more():
     node = Node()
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
-        one = tasks.create_task(node.evacuate())
+    async with node.evacuating() as one:
         await have_begun(one)
         first = node.asked.pop()
         node.hierarchy.hand_down(0, [address.key for address in first.addresses], node.clock.now())
@@ -144,11 +156,6 @@ async def test_what_finds_no_room_by_the_deadline_is_not_charged():
     assert node.budget == (1 << 20) - 2
 
 
-async def until(condition) -> None:
-    while not condition():
-        await asyncio.sleep(0)
-
-
 # What the tier was given once
 
 
@@ -156,9 +163,8 @@ async def test_what_may_have_gone_from_the_tier_is_asked_about_at_once_and_goes_
     node = Node()
     node.had(*node.names[:4])
     node.held = {node.names[0], node.names[3]}
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
-        one = tasks.create_task(node.evacuate())
-        await until(lambda: node.asked)
+    async with node.evacuating() as one:
+        await node.is_asked()
         (question,) = node.asked
         assert question.keys == tuple(node.keys[:4]), "nothing of less worth goes before it is clear whether these must"
         while not one.done():
@@ -182,11 +188,10 @@ async def test_what_a_tier_that_tells_what_it_lets_go_has_is_not_asked_about():
 async def test_what_a_tier_cannot_say_it_is_given_again():
     node = Node()
     node.had(*node.names)
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
-        one = tasks.create_task(node.evacuate())
-        await until(lambda: node.asked)
+    async with node.evacuating() as one:
+        await node.is_asked()
         node.fail()
-        await until(lambda: node.asked)
+        await node.is_asked()
         assert [type(movement) for movement in node.asked] == [Keep]
         node.answer()
 
@@ -199,9 +204,8 @@ async def test_while_a_tier_cannot_be_asked_what_it_never_had_goes_first():
     node.hierarchy.confirm(0, node.keys[:1], node.clock.now())
     node.hierarchy.failed(*node.hierarchy.commands(), node.clock.now() - SECOND, node.clock.now())  # fenced for a while
     node.had(node.names[0])
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
-        one = tasks.create_task(node.evacuate())
-        await until(lambda: node.asked)
+    async with node.evacuating() as one:
+        await node.is_asked()
         node.answer()
         await asyncio.sleep(0)
         node.clock.move(DEADLINE)
@@ -214,11 +218,10 @@ async def test_while_a_tier_cannot_be_asked_what_it_never_had_goes_first():
 
 async def test_a_batch_that_failed_is_offered_again_and_what_the_tier_does_not_take_is_not():
     node = Node()
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
-        one = tasks.create_task(node.evacuate())
-        await until(lambda: node.asked)
+    async with node.evacuating() as one:
+        await node.is_asked()
         node.fail()
-        await until(lambda: node.asked)
+        await node.is_asked()
         node.answer(refused=node.names[2:3])
 
     assert (one.result().failed, one.result().moved, one.result().refused) == (1, BLOCKS - 1, 1)
@@ -227,12 +230,11 @@ async def test_a_batch_that_failed_is_offered_again_and_what_the_tier_does_not_t
 
 async def test_what_a_call_that_was_cut_short_left_out_is_offered_again():
     node = Node()
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
-        one = tasks.create_task(node.evacuate())
-        await until(lambda: node.asked)
+    async with node.evacuating() as one:
+        await node.is_asked()
         node.failures += 1  # that the tier has counted, and answered with what it got
         node.answer(refused=node.names[2:])
-        await until(lambda: node.asked)
+        await node.is_asked()
         node.answer()
 
     assert (one.result().moved, one.result().refused) == (BLOCKS, 0)
@@ -241,8 +243,7 @@ async def test_what_a_call_that_was_cut_short_left_out_is_offered_again():
 async def test_a_block_that_fails_while_others_arrive_is_left_and_stops_nobody():
     node = Node(batch_bytes=BLOCK_BYTES)
     bad = node.keys[0]
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
-        one = tasks.create_task(node.evacuate())
+    async with node.evacuating() as one:
         while not one.done():
             node.asked.sort(key=lambda copy: copy.addresses[0].key != bad)
             if node.asked and node.asked[0].addresses[0].key == bad:
@@ -256,8 +257,7 @@ async def test_a_block_that_fails_while_others_arrive_is_left_and_stops_nobody()
 
 async def test_blocks_of_a_tier_that_is_away_are_not_given_up_before_the_deadline():
     node = Node(budget=BLOCKS)
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
-        one = tasks.create_task(node.evacuate())
+    async with node.evacuating() as one:
         while not one.done():
             if node.asked:
                 node.fail()

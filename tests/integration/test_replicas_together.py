@@ -1,0 +1,192 @@
+"""Two routers of one event loop that tell each other over real sockets: how often, where sessions go, and whose leases are whose."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from fleet.adapters import replicas
+from fleet.adapters.clock import SystemClock
+from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService
+from fleet.adapters.replicas import Replicas
+from fleet.client.errors import error_of
+from fleet.errors import Reason
+from fleet.ids import WorkerId
+from fleet.roles import Role
+from fleet.router.machine import RouterMachine
+from fleet.router.messages import ReplicaBooked
+from fleet.router.server import RouterServer
+from fleet.router.settings import RouterSettings
+from fleet.v1 import selection_pb2 as pb
+from fleet.v1.selection_pb2_grpc import SelectionStub
+from kvstore.frames import open_server
+from tests.builders import a_joined_worker, a_prompt
+from tests.waiting import until
+
+pytestmark = pytest.mark.integration
+
+WORKERS = ("w0", "w1", "w2", "w3")
+
+
+class NoWorkers:
+    def start(self, worker_id, start):
+        raise AssertionError("work was sent")
+
+    def cancel(self, worker_id, request_id):
+        raise AssertionError("work was cancelled that was never sent")
+
+
+class Told(RouterServer):
+    """Counts what it hears of the others' bookings."""
+
+    times = 0
+
+    def hear(self, event):
+        self.times += isinstance(event, ReplicaBooked)
+        super().hear(event)
+
+
+class Deaf:
+    """A router that takes connections and answers nothing."""
+
+    def received(self, payload):
+        pass
+
+    def resumed(self):
+        pass
+
+    def lost(self, cause):
+        pass
+
+
+class One:
+    """A router with its selection service, on a port of its own."""
+
+    def __init__(self, folder, number, count, **settings):
+        others = tuple(f"unix:{folder}/{each}" for each in range(count) if each != number)
+        settings = RouterSettings(
+            router_id=f"r{number}", replicas_listen=f"unix:{folder}/{number}", replicas=others, **settings
+        )
+        selecting = SelectingWorkers(NoWorkers())
+        self.server = Told(RouterMachine(settings, random.Random(number)), selecting, SystemClock())
+        for worker_id in WORKERS:
+            self.server.hear(a_joined_worker(worker_id, Role.BOTH))
+        self.selection = SelectionService(self.server, selecting, tenant_secret=b"")
+        self.replicas = Replicas(settings, self.server, None, self.selection, lambda: "")
+        self.selection.others = self.replicas
+        self._asked = 0
+
+    @asynccontextmanager
+    async def running(self):
+        port = grpc.aio.server()
+        self.selection.add(port)
+        address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"
+        await port.start()
+        running = asyncio.create_task(self.replicas.run())
+        async with grpc.aio.insecure_channel(address) as channel:
+            self.stub = SelectionStub(channel)
+            yield self
+        running.cancel()
+        await asyncio.wait([running])
+        await port.stop(0)
+
+    async def select(self, **fields):
+        self._asked += 1
+        return await self.stub.Select(pb.SelectRequest(tokens=a_prompt(100, first=1000 * self._asked), **fields))
+
+    async def worker_of(self, session):
+        selected = await self.select(session=session)
+        await self.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
+        return selected.decode.worker_id
+
+    def booked(self):
+        return sum(worker.booked_requests for pool in self.server.status().pools for worker in pool.workers)
+
+    def booked_elsewhere(self):
+        return sum(worker.booked_elsewhere for pool in self.server.status().pools for worker in pool.workers)
+
+
+def met(*routers, others=0):
+    return all(len(each.replicas._links) == len(routers) - 1 + others for each in routers)
+
+
+@pytest.fixture(autouse=True)
+def _meeting_soon(monkeypatch):
+    monkeypatch.setattr(replicas, "DIAL_SECONDS", 0.05)
+
+
+async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path):
+    """To hear of another is an event too: it must not be one to tell of."""
+    async with One(tmp_path, 0, 2).running() as a, One(tmp_path, 1, 2).running() as b:
+        await until(lambda: met(a, b) and a.server.times and b.server.times)
+        a.server.times = b.server.times = 0
+        clock = asyncio.get_running_loop()
+        began = clock.time()
+
+        selected = await a.select()
+        await until(lambda: b.booked_elsewhere() == 1)
+        await asyncio.sleep(0.2)
+
+        anyway = 1 + (clock.time() - began) / replicas.ANYWAY_SECONDS
+        assert b.server.times <= 1 + anyway, "the booking, and what is told anyway"
+        assert a.server.times <= anyway
+        assert b.server.booked() == {}
+        await a.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
+        await until(lambda: b.booked_elsewhere() == 0)
+
+
+async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp_path):
+    hard = {"session_affinity": "hard"}
+    async with One(tmp_path, 0, 3, **hard).running() as a:
+        async with One(tmp_path, 1, 3, **hard).running() as b:
+            await until(lambda: a.replicas._links and b.replicas._links)
+            homes = {f"s{number}": await (a, b)[number % 2].worker_of(f"s{number}") for number in range(12)}
+            assert len(set(homes.values())) > 1
+            await until(lambda: all(len(each.server.sessions) == len(homes) for each in (a, b)))
+            assert {session: await b.worker_of(session) for session in homes} == homes
+        async with One(tmp_path, 2, 3, **hard).running() as c:
+            await until(lambda: len(c.server.sessions) == len(homes))
+
+            assert {session: await c.worker_of(session) for session in homes} == homes
+
+
+async def test_a_lease_is_reported_and_released_through_whichever_router_is_asked(tmp_path):
+    async with One(tmp_path, 0, 2).running() as a, One(tmp_path, 1, 2).running() as b:
+        await until(lambda: met(a, b))
+        selected = await a.select(lease_ms=40_000)
+
+        told = await b.stub.Report(pb.ReportRequest(lease_id=selected.lease_id, answer_tokens=1))
+
+        assert told.lease_ms == 40_000
+        worker = next(iter(a.server.booked().values()))
+        assert (worker.requests, worker.prefill_tokens) == (1, 0)
+        await b.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
+        assert (a.booked(), b.booked()) == (0, 0)
+        for router in (a, b):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await router.stub.Report(pb.ReportRequest(lease_id=selected.lease_id))
+            assert error_of(caught.value).reason is Reason.REQUEST_NOT_FOUND
+            await router.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
+
+
+async def test_a_router_that_hangs_does_not_hold_up_what_is_said_of_leases(tmp_path, monkeypatch):
+    """Two answer, and the third takes connections and says nothing."""
+    monkeypatch.setattr(replicas, "ANSWER_SECONDS", 60.0)
+    silent = open_server("replicas", f"unix:{tmp_path}/2", lambda _: Deaf())
+    async with silent, One(tmp_path, 0, 3).running() as a, One(tmp_path, 1, 3).running() as b:
+        await until(lambda: met(a, b, others=1))
+        selected = await a.select()
+
+        await b.stub.Report(pb.ReportRequest(lease_id=selected.lease_id), timeout=20)
+
+
+async def test_what_a_router_that_dies_had_booked_is_free(tmp_path):
+    async with One(tmp_path, 0, 2).running() as a:
+        async with One(tmp_path, 1, 2).running() as b:
+            await until(lambda: met(a, b))
+            await b.select(pin=WorkerId("w0"))
+            await until(lambda: a.booked_elsewhere() == 1)
+
+        await until(lambda: a.booked_elsewhere() == 0)

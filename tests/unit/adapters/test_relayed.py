@@ -1,0 +1,71 @@
+"""What a client is told last of a request that is refused while its answer comes."""
+
+import pytest
+
+from fleet.adapters.http_exchange import Exchange
+from fleet.adapters.http_messages import HttpHead, HttpRequest
+from fleet.adapters.relay import Relayed
+from fleet.clock import Nanos
+from fleet.errors import Reason, Refused
+from fleet.ids import RequestId
+
+EVENT = b"9\r\ndata: a\n\n\r\n"
+REQUEST = HttpRequest(
+    HttpHead(method="POST", path="/v1/completions", headers={}, keep_alive=True, chunked_answer=True), b"{}"
+)
+
+
+class Line:
+    """To the client."""
+
+    old = False
+
+    def __init__(self):
+        self.written = b""
+        self.kept_alive = None
+
+    def relay(self, _source):
+        return self
+
+    def write(self, pieces):
+        self.written += b"".join(pieces)
+
+    def finished(self, *, keep_alive):
+        self.kept_alive = keep_alive
+
+
+class Flow:
+    """An answer of which one event has come in this turn."""
+
+    def __init__(self, line, *, at_boundary):
+        self._line = line
+        self._at_boundary = at_boundary
+
+    def flush(self):
+        self._line.written += EVENT
+
+    def at_boundary(self):
+        return self._at_boundary
+
+
+class Relay:
+    takes_keys = False
+
+    def first_byte(self, relayed):
+        pass
+
+    def ended(self, relayed, refused):
+        pass
+
+
+@pytest.mark.parametrize("at_boundary", [True, False])
+def test_an_error_goes_behind_what_came_in_the_same_turn(at_boundary):
+    line = Line()
+    relayed = Relayed(Relay(), Exchange(line, REQUEST), RequestId("r"), Nanos(0), "")
+    relayed.begin(None, Flow(line, at_boundary=at_boundary))
+
+    relayed.refuse(Refused(Reason.DRAINING, "this router is going away"))
+
+    assert line.written.startswith(EVENT)
+    assert (b"going away" in line.written.removeprefix(EVENT)) == at_boundary
+    assert line.kept_alive is False

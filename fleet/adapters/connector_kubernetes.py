@@ -216,7 +216,7 @@ class KubernetesConnector:
             version=scaler.version if scaler is not None else "",
             pinned=self._pinned(role, scaler),
         )
-        if seen.ready == seen.wanted:
+        if there is not None and seen.ready == there.desired == seen.wanted:
             return seen
         if not current:
             return structs.replace(

@@ -167,11 +167,11 @@ class VirtualConnector:
                 before=intent.before,
                 version=str(intent.revision),
             )
-        why, message = report.why or Why.UNDER_WAY, report.message
         if intent is not None and kept.report.revision < intent.revision:
-            why, message = Why.NOT_TAKEN_UP, f"the orchestrator has not read revision {intent.revision} of the plan"
-        if seen.ready != seen.wanted:
-            seen = structs.replace(seen, why=why, message=message)
+            unread = f"the orchestrator has not read revision {intent.revision} of the plan"
+            seen = structs.replace(seen, why=Why.NOT_TAKEN_UP, message=unread)
+        elif seen.ready != seen.wanted:
+            seen = structs.replace(seen, why=report.why or Why.UNDER_WAY, message=report.message)
         return structs.replace(seen, pinned=report.pinned or self._pinned(intent))
 
     def _pinned(self, intent: PoolIntent | None) -> str:

@@ -32,7 +32,7 @@ class Writer(StrEnum):
 
 
 class Why(StrEnum):
-    """Why a pool has other replicas than are wanted."""
+    """Why a pool has other replicas than are wanted, or may have them soon."""
 
     NOT_TAKEN_UP = "not_taken_up"  # nobody has acted on the plan yet
     UNDER_WAY = "under_way"
@@ -67,7 +67,7 @@ class PoolSeen(Struct, frozen=True, kw_only=True):
     """Why the number is not for this writer to change; empty: it is."""
 
     why: Why | None = None
-    """It has not as many as wanted; None where it has."""
+    """It has not as many as wanted, or whoever obeys has not read that yet; None where neither is so."""
 
     message: str = ""
     """For a person: more about that."""
@@ -79,7 +79,8 @@ class PoolSeen(Struct, frozen=True, kw_only=True):
 
     @property
     def settled(self) -> bool:
-        return self.wanted == self.ready and not self.draining
+        """As wanted, and it stays so: what only happens to be there before a plan is taken up may still change."""
+        return self.wanted == self.ready and not self.draining and self.why is None
 
     @property
     def unfinished(self) -> bool:

@@ -72,7 +72,12 @@ def sizes(seen: Observation) -> dict[str, tuple[int, int, int]]:
 
 
 async def sees(connector: Connector, **pools: tuple[int, int, int]) -> Observation:
-    return await until(connector, lambda seen: sizes(seen) == pools)
+    """Once whoever obeys has read the plan: before that it may be so by chance."""
+
+    def is_so(seen: Observation) -> bool:
+        return sizes(seen) == pools and all(each.why is not Why.NOT_TAKEN_UP for each in seen.pools)
+
+    return await until(connector, is_so)
 
 
 async def test_the_same_plans_are_seen_the_same_way(a_world):
@@ -160,7 +165,7 @@ async def test_a_plan_whose_planner_is_gone_stays_wanted_and_anybody_can_go_on_w
 
 async def test_a_pool_that_is_not_there_is_refused_by_its_name_and_nothing_is_written(a_world):
     async with a_world.open() as planner:
-        seen = await planner.observe()
+        seen = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         for plan in (a_plan("odd", decode=2, vision=1), a_plan("odd", vision=0)):
             with pytest.raises(Refused, match=r"^vision: there is no such pool; there are decode, prefill$"):
                 await planner.apply(plan, seen)
@@ -172,7 +177,7 @@ async def test_who_does_not_answer_is_unreachable_in_time(a_world, monkeypatch):
     for module in ("fleet.planner.ports", "fleet.adapters.connector_virtual"):
         monkeypatch.setattr(f"{module}.CALL_SECONDS", 0.2)
     async with a_world.open() as planner:
-        seen = await planner.observe()
+        seen = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
     async with asyncio.timeout(10), a_world.open_cut() as cut:
         with pytest.raises(Unreachable):
             await cut.observe()

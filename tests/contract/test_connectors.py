@@ -282,6 +282,24 @@ async def test_an_orchestrator_that_has_gone_takes_nothing_up_and_the_plan_says_
     assert 0 < (datetime.fromisoformat(plan["settle_by"]) - utc_now()).total_seconds() <= SECONDS
 
 
+async def test_a_plan_is_not_settled_by_what_happened_to_be_there_before_it_is_taken_up(tmp_path):
+    def report(revision, asked, draining):
+        pool = {"asked": asked, "ready": 1, "draining": draining}
+        (tmp_path / "report.json").write_text(json.dumps({"revision": revision, "pools": {"decode": pool}}))
+
+    report(revision=7, asked=3, draining=0)  # two begin
+    async with connector_of(FolderTarget(folder=str(tmp_path)), Writer.PLANNER) as planner:
+        await planner.apply(a_plan("less", decode=1), await planner.observe())
+        early = (await planner.observe()).pool(DECODE)
+        report(revision=8, asked=1, draining=1)
+        leaving = (await planner.observe()).pool(DECODE)
+        report(revision=8, asked=1, draining=0)
+        left = (await planner.observe()).pool(DECODE)
+
+    assert [each.settled for each in (early, leaving, left)] == [False, False, True]
+    assert [each.why for each in (early, leaving, left)] == [Why.NOT_TAKEN_UP, None, None]
+
+
 async def test_a_folder_without_a_report_is_obeyed_by_nobody(tmp_path):
     async with connector_of(FolderTarget(folder=str(tmp_path)), Writer.PLANNER) as planner:
         with pytest.raises(Unreachable, match="is it running"):

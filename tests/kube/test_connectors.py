@@ -11,6 +11,7 @@ from fleet.errors import ConfigurationRefused
 from fleet.planner.messages import Why, Writer
 from fleet.planner.ports import Refused, Stale, Unreachable
 from fleet.planner.settings import KubernetesTarget
+from operators.resources.parts import GROUP, VERSION
 from tests.connectors import Mortal, silent_port
 from tests.contract.connector_promises import *  # noqa: F403 - they run here
 from tests.contract.connector_promises import DECODE, ROOM, Killed, a_plan, sees, until
@@ -102,6 +103,28 @@ async def test_a_replica_that_ends_again_and_again_is_failing(a_world, nodes):
 
     assert seen.pool(DECODE).wanted == 2
     assert "dd-decode-" in seen.pool(DECODE).message
+
+
+async def test_a_pool_is_not_settled_by_what_happens_to_be_there_before_the_operator_acts(asked):
+    def said(desired):
+        role = {"name": "decode", "desired": desired, "ready": 1, "registered": 1}
+        status = {"observedGeneration": 1, "roles": [role]}
+        path = f"{asked.path('disaggdeployments', 'dd')}/status"
+        asked.api.patch(path, "merge", {"status": status}, fieldManager="other").expect(200)
+
+    asked.apply(a_deployment(a_role("prefill"), a_role("decode"))).expect(201)
+    scaler = {"target": {"deployment": "dd", "role": "decode"}, "replicas": 1}
+    meta = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RoleScaler", "metadata": {"name": "dd-decode"}}
+    asked.api.apply(asked.path("rolescalers", "dd-decode"), meta | {"spec": scaler}, "somebody").expect(201)
+    target = KubernetesTarget(deployment="dd", namespace=asked.namespace, kubeconfig=asked.kubeconfig)
+    async with connector_of(target, Writer.PERSON) as planner:
+        said(desired=3)  # two begin
+        early = (await planner.observe()).pool(DECODE)
+        said(desired=1)
+        acted = (await planner.observe()).pool(DECODE)
+
+    assert [(each.wanted, each.ready, each.why) for each in (early, acted)] == [(1, 1, Why.NOT_TAKEN_UP), (1, 1, None)]
+    assert (early.settled, acted.settled) == (False, True)
 
 
 class Meanwhile:

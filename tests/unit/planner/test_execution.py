@@ -36,7 +36,8 @@ def test_a_plan_is_settled_when_all_of_its_pools_are_as_it_says_and_nothing_drai
 
     assert settled(plan, seen(a_pool(), prefill, a_pool("other", wanted=5, ready=1)))
     assert not settled(plan, seen(a_pool()))
-    for decode in (a_pool(wanted=3, ready=3), a_pool(ready=1), a_pool(ready=3), a_pool(draining=1)):
+    unread = a_pool(why=Why.NOT_TAKEN_UP)
+    for decode in (a_pool(wanted=3, ready=3), a_pool(ready=1), a_pool(ready=3), a_pool(draining=1), unread):
         assert not settled(plan, seen(decode, prefill))
 
 

@@ -7,8 +7,9 @@ Rules:
    ends the connection.
 3. The head waits for the first bytes of the content, so that both leave in one write, and so that a server that fails in
    between costs nothing but time. What concerns this connection alone is taken out of it.
-4. An answer whose status is 500 or more, or below 200, is none; neither is one that is cut off. Whether another server may
-   give one instead is not decided here.
+4. An answer whose status is 500 or more is none; neither is one that is cut off. Whether another server may give one instead is
+   not decided here. What a server says before its answer (``100 Continue``, ``103 Early Hints``) is passed over, unless it goes on
+   and on; another protocol (101) is no answer.
 5. Tokens are not looked at. Events are counted, which is near enough to know how long an answer has become; a tenant is charged for
    what the server says at the end, if it says it.
 6. A request, and an answer's head with what came with it, leave at the end of the turn, and what an answer brings about here
@@ -37,13 +38,16 @@ MAX_KNOWN_HEADS = 256  # of answers; with a date in it, a head is known for a se
 SMALL_BODY_BYTES = 16 << 10  # up to here copying is cheaper than a second buffer to send
 FIRST_SERVER_ERROR = 500
 FIRST_FINAL_STATUS = 200
+MAX_INTERIM_HEADS = 16  # before an answer; usual is one
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 USAGE_BYTES = 4096  # at the end of an answer, where usage is
+MOST_RECENT = 16  # reads that are kept apart: as many events of the usual size are about as many bytes
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # of more digits it is no count
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
+_INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}[ \r].*?\r\n\r\n", re.DOTALL)
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
 _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the end of an event at the end of a chunk
 
@@ -124,8 +128,8 @@ class Upstream(asyncio.Protocol):
         self._head: AnswerHead | None = None
         self._held = b""  # of the head
         self._unsent: list[bytes] = []  # until the turn ends: the request, or of the answer once there is a client
-        self._latest = b""
-        self._earlier = b""
+        self._recent: list[bytes] = []  # what came of the answer; at least so much of its end as usage takes
+        self._interim_heads = 0  # before the answer
         self._served = 0  # requests
         self._events = 0  # not told yet
         self._keep_alive = False  # of the client's connection
@@ -161,12 +165,12 @@ class Upstream(asyncio.Protocol):
         self._complete = False
         self._held = b""
         self._events = 0
+        self._interim_heads = 0
         self.quiet = True
         self._quiet_since = None
         self._due.expect()
         if not relayed.chunks:
-            self._bodies = []
-            self._parser = httptools.HttpResponseParser(_DueWithBodies(self._due, self._bodies))
+            self._unpack()
         body = relayed.body
         self._unsent = [opening + body] if len(body) <= SMALL_BODY_BYTES else [opening, body]
         self._owner.turn_end.send(self.flush)
@@ -200,7 +204,9 @@ class Upstream(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.fail(f"its answer is no HTTP answer: {error}")
+            # It takes one answer and no more, so that of one behind others it is told the beginning anew.
+            if self._client is not None or not self._pass_over(self._held + data):
+                self.fail(f"its answer is no HTTP answer: {error}")
             return
         client = self._client
         if client is None:
@@ -210,7 +216,12 @@ class Upstream(asyncio.Protocol):
             client.write(data)
         else:
             self._pass_on(data if self._bodies is None else self._unpacked(self._bodies))
-        self._earlier, self._latest = self._latest, data
+        if len(data) >= USAGE_BYTES:
+            self._recent = [data]
+        else:
+            self._recent.append(data)
+            if len(self._recent) > MOST_RECENT:
+                self._recent = [self._end()]
         self._events += data.count(b"data:")
         if not self._due.end:
             self._complete = True
@@ -227,7 +238,7 @@ class Upstream(asyncio.Protocol):
         elif self._complete or (self._ends_with_connection and exc is None):
             self._relayed = relayed
             self._finish()
-        elif self._served > 1 and self._due.begin:
+        elif self._served > 1 and self._due.begin and not self._interim_heads:
             self._owner.stale(self._work_id, relayed)
         else:
             cause = "" if exc is None else f": {exc}"
@@ -238,11 +249,8 @@ class Upstream(asyncio.Protocol):
         return read_usage(self._end())
 
     def _end(self) -> bytes:
-        """Of an answer: where its usage is, if it has one; it may have come in two pieces."""
-        latest = self._latest
-        if len(latest) < USAGE_BYTES:
-            latest = self._earlier[-USAGE_BYTES:] + latest
-        return latest[-USAGE_BYTES:]
+        """Of an answer: where its usage is, if it has one, in however many pieces it came."""
+        return b"".join(self._recent)[-USAGE_BYTES:]
 
     @property
     def _ends_with_connection(self) -> bool:
@@ -266,7 +274,7 @@ class Upstream(asyncio.Protocol):
 
     def at_boundary(self) -> bool:
         head = self._head
-        return head is not None and head.streams and head.chunked and self._latest.endswith(_BOUNDARIES)
+        return head is not None and head.streams and head.chunked and self._end().endswith(_BOUNDARIES)
 
     # Inside
 
@@ -281,6 +289,8 @@ class Upstream(asyncio.Protocol):
                 self.fail(f"the head of its answer is larger than {MAX_HEAD_BYTES} bytes")
             return
         status = self._parser.get_status_code()
+        if status < FIRST_FINAL_STATUS and self._pass_over(data):
+            return
         if status >= FIRST_SERVER_ERROR or status < FIRST_FINAL_STATUS:
             excerpt = data[end : end + EXCERPT_BYTES].decode("latin-1")
             reason = Reason.WORKER_LOST if status in UNAVAILABLE else Reason.INTERNAL
@@ -315,10 +325,29 @@ class Upstream(asyncio.Protocol):
                 )
             )
         )
-        self._earlier, self._latest = b"", data
+        self._recent = [data]
         self._events = max(1, data.count(b"data:", end))
         self._complete = complete
         self._owner.turn_end.afterwards(self._finish if complete else self._tell)
+
+    def _pass_over(self, data: bytes) -> bool:
+        """Go on behind the interim heads with which the answer begins; False if it begins with none, or with too many."""
+        begin = 0
+        while (interim := _INTERIM_HEAD.match(data, begin)) is not None:
+            begin = interim.end()
+            self._interim_heads += 1
+        if not begin or self._interim_heads > MAX_INTERIM_HEADS:
+            return False
+        self._held = b""
+        self._due = _Due()
+        self._due.expect()
+        if self._bodies is None:
+            self._parser = httptools.HttpResponseParser(self._due)
+        else:
+            self._unpack()
+        if begin < len(data):
+            self.data_received(data[begin:])
+        return True
 
     def _tell(self) -> None:
         """Of the events since it was told last."""
@@ -328,6 +357,11 @@ class Upstream(asyncio.Protocol):
             return  # dropped, or told of meanwhile
         relayed.answer_tokens += events
         self._owner.advanced(self._work_id, events)
+
+    def _unpack(self) -> None:
+        """Have the parser give the content of the answer."""
+        self._bodies = []
+        self._parser = httptools.HttpResponseParser(_DueWithBodies(self._due, self._bodies))
 
     def _unpacked(self, bodies: list[bytes]) -> bytes:
         """What has come, for a client that does not understand chunks."""

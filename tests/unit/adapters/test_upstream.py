@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fleet.adapters.turn_end import MOST_WAITING, TurnEnd
-from fleet.adapters.upstream import AnswerHeads, Upstream, Usage, read_head
+from fleet.adapters.upstream import MAX_INTERIM_HEADS, MOST_RECENT, USAGE_BYTES, AnswerHeads, Upstream, Usage, read_head
 from fleet.ids import RequestId
 
 WORK = RequestId("r#1")
@@ -262,6 +262,93 @@ async def test_what_an_answer_says_of_its_tokens_counts_wherever_it_is_cut(owner
 
         assert (relayed.ended, relayed.answer_tokens) == (1, 21), cut
         assert upstream.usage() == Usage(7, 3), cut
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+async def test_usage_counts_in_however_many_pieces_it_comes(asked, size):
+    upstream, relayed = asked
+    relayed.tenant = "somebody"
+    usage = (
+        b'data: {"usage":{"prompt_tokens":7,"completion_tokens":21,"prompt_tokens_details":{"cached_tokens":3}}}\n\n'
+    )
+    rest = EVENT * 100 + b"%x\r\n" % len(usage) + usage + b"\r\n" + LAST
+
+    upstream.data_received(HEAD + EVENT)
+    for begin in range(0, len(rest), size):
+        upstream.data_received(rest[begin : begin + size])
+    await asyncio.sleep(0)
+
+    assert (relayed.ended, relayed.answer_tokens) == (1, 21)
+    assert upstream.usage() == Usage(7, 3)
+
+
+async def test_however_long_an_answer_is_little_of_it_is_kept(asked):
+    upstream, _ = asked
+    upstream.data_received(HEAD + EVENT)
+    for _ in range(10_000):
+        upstream.data_received(EVENT)
+
+    assert sum(len(piece) for piece in upstream._recent) <= USAGE_BYTES + MOST_RECENT * len(EVENT)
+
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+HINTS = b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\nlink: </b.css>; rel=preload\r\n\r\n"
+
+
+@pytest.mark.parametrize("interim", [CONTINUE, HINTS, HINTS + CONTINUE, CONTINUE * MAX_INTERIM_HEADS])
+@pytest.mark.parametrize("chunks", [True, False])
+async def test_what_a_server_says_before_its_answer_is_passed_over_wherever_it_is_cut(owner, interim, chunks):
+    sent = interim + HEAD + EVENT + LAST
+    for cut in range(1, len(sent)):
+        upstream, relayed = Upstream(owner, report_every=2), Relayed()
+        relayed.chunks = chunks
+        upstream.connection_made(Transport())
+        upstream.begin(WORK, relayed, REQUEST)
+        upstream.flush()
+        upstream.data_received(sent[:cut])
+        upstream.data_received(sent[cut:])
+        await asyncio.sleep(0)
+
+        assert relayed.ended == 1, cut
+        assert relayed.client.written.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert relayed.client.written.endswith(EVENT + LAST if chunks else b"\r\n\r\ndata: a\n\n")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        CONTINUE * (MAX_INTERIM_HEADS + 1),
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
+        CONTINUE + b"hello\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("size", [10, 10_000])
+async def test_who_says_too_much_before_its_answer_or_something_else_has_failed(owner, asked, said, size):
+    upstream, relayed = asked
+    sent = said + HEAD + EVENT + LAST
+    for begin in range(0, len(sent), size):
+        if not upstream._transport.closed:
+            upstream.data_received(sent[begin : begin + size])
+    await asyncio.sleep(0)
+
+    assert [event for event, *_ in owner.told] == ["failed"]
+    assert relayed.client.written == b""
+
+
+async def test_a_server_that_has_said_to_go_on_has_seen_the_request(owner, asked):
+    """So that it is not sent again when the connection closes then, as after one that was idle for too long."""
+    upstream, _ = asked
+    upstream.data_received(HEAD + EVENT + LAST)
+    await asyncio.sleep(0)
+    owner.told.clear()
+    upstream.begin(WORK, Relayed(), REQUEST)
+    upstream.flush()
+    upstream.data_received(CONTINUE)
+
+    upstream.connection_lost(None)
+
+    assert [event for event, *_ in owner.told] == ["failed"]
 
 
 @pytest.mark.parametrize("told", [b"-5", b'"many"', b"9" * 10, b"9" * 99])

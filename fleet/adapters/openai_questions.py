@@ -13,6 +13,7 @@ STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """What a process meets that has no socket left."""
 
 MAX_ANSWER_BYTES = 1 << 20
+FIRST_FINAL_STATUS = 200  # those before say that an answer will follow
 
 
 class Unreachable(Exception):
@@ -81,7 +82,7 @@ async def ask(
         if isinstance(error, OSError) and error.errno in STARVED:
             raise Starved(cause_of(error)) from error
         raise Unreachable(cause_of(error)) from error
-    if not answer.status:
+    if answer.status < FIRST_FINAL_STATUS:
         raise Unreachable("it closed the connection without an answer")
     return answer.status, bytes(answer.content)
 
@@ -103,7 +104,10 @@ class _Answer:
         self.complete = False
 
     def feed(self, data: bytes) -> None:
-        self._parser.feed_data(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offered:  # is no HttpParserError
+            raise httptools.HttpParserError("it goes on in another protocol") from offered
         self.complete = self.complete or len(self.content) > MAX_ANSWER_BYTES
 
     def on_headers_complete(self) -> None:
@@ -113,4 +117,4 @@ class _Answer:
         self.content += body
 
     def on_message_complete(self) -> None:
-        self.complete = True
+        self.complete = self.status >= FIRST_FINAL_STATUS

@@ -1,0 +1,33 @@
+"""What simple questions to a foreign server make of its answers, over real sockets."""
+
+import pytest
+
+from fleet.adapters.openai_questions import ServerAddress, Unreachable, ask
+from tests.scripted_server import Script, a_scripted_server
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+HINTS = b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\n\r\n"
+UPGRADE = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n"
+
+
+async def asked(said: bytes, drip: bytes = b"") -> tuple[int, bytes]:
+    with a_scripted_server(Script((said,), drip=drip)) as port:
+        return await ask(ServerAddress.of(f"http://127.0.0.1:{port}", ""), b"GET", "/health", within_seconds=60)
+
+
+async def test_an_answer_is_its_status_and_its_content():
+    assert await asked(ANSWER) == (200, b"{}")
+
+
+@pytest.mark.parametrize("drip", [0, len(ANSWER)])
+async def test_what_a_server_says_before_its_answer_is_none(drip):
+    assert await asked((HINTS + ANSWER)[: len(HINTS + ANSWER) - drip], drip=ANSWER[len(ANSWER) - drip :]) == (
+        200,
+        b"{}",
+    )
+
+
+@pytest.mark.parametrize("said", [HINTS, UPGRADE, b"", b"hello"])
+async def test_a_server_that_says_something_else_does_not_answer(said):
+    with pytest.raises(Unreachable):
+        await asked(said)

@@ -15,7 +15,8 @@ Rules:
    it, and, of the processes behind one port, their metrics. So is what a proxy says of a lease (`fleet.adapters.grpc_selection`).
    Who does not answer within `ANSWER_SECONDS` is left out.
 7. Thresholds that were set are told to all, and to who is reached later: of what was set by several the latest counts.
-8. Where sessions go is told with the bookings (`fleet.router.sessions`), and to who is reached later.
+8. Where sessions go is told with the bookings (`fleet.router.sessions`), and to who is reached later; so routers that could not
+   reach each other agree on it as soon as they can.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from msgspec import Struct, structs
 
 from fleet.adapters.clock import unix_milliseconds
 from fleet.adapters.grpc_cluster import checked_thresholds, encode_explanation
+from fleet.clock import MILLISECOND
 from fleet.control.messages import Deregister, Register
 from fleet.errors import Refused
 from fleet.ids import Incarnation, RequestId, WorkerId
@@ -49,6 +51,7 @@ DIAL_SECONDS = 1.0  # for an answer, and between two attempts
 ANSWER_SECONDS = 1.0  # of a router to what an operator asks
 MAX_MESSAGE_BYTES = 16 << 20  # a worker has about 50 bytes
 BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
+LATEST = 1 << 62  # nanoseconds of Unix time, in the year 2116: no clock says more
 MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
 MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # to be taken by a router that does not listen; then it is dialled anew
 
@@ -133,6 +136,7 @@ class Replicas:
         Raises:
             StoreNotStarted: `replicas_listen` cannot be listened on.
         """
+        self._router.hear(SessionsBound(clock=self._now_unix_ms() * MILLISECOND))
         async with (
             open_server("replicas_listen", self._settings.replicas_listen, self._accept, limit=MAX_MESSAGE_BYTES),
             asyncio.TaskGroup() as tasks,
@@ -278,7 +282,8 @@ class Replicas:
                 await asyncio.sleep(DIAL_SECONDS)
                 continue
             log.info("reached another router", extra={"address": address})
-            link.send(pb.ReplicaMessage(hello=pb.ReplicaHello(router_id=self._settings.router_id)).SerializeToString())
+            hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ms())
+            link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             link.send(_bookings(self._router.booked()).SerializeToString())
             for message in _sessions(self._router.sessions.latest()):
                 link.send(message.SerializeToString())
@@ -371,6 +376,7 @@ class _Heard:
         match kind:
             case "hello":
                 self._replica = f"{message.hello.router_id}@{id(self)}"  # a new connection is not the old one
+                self._router.hear(SessionsBound(clock=_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":
                 self._router.hear(ReplicaBooked(replica=self._replica, booked=_booked(message.bookings)))
             case "registered":
@@ -432,7 +438,7 @@ def _sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]
     """That tell all of them."""
     for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
         told = [
-            pb.SessionBinding(tenant=each.key[0], session=each.key[1], worker_id=each.worker_id or "")
+            pb.SessionBinding(tenant=each.key[0], session=each.key[1], worker_id=each.worker_id or "", stamp=each.stamp)
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]
         yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))
@@ -440,7 +446,18 @@ def _sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]
 
 def _binding(told: pb.SessionBinding) -> SessionBinding:
     worker_id = WorkerId(told.worker_id) if told.worker_id else None
-    return SessionBinding(key=(told.tenant, told.session), worker_id=worker_id)
+    return SessionBinding(key=(told.tenant, told.session), worker_id=worker_id, stamp=_instant(told.stamp))
+
+
+def _instant(told: int) -> int:
+    """Nanoseconds that another router tells.
+
+    Raises:
+        ConnectionError: They are none: all clocks would be put forward to them, for ever.
+    """
+    if told > LATEST:
+        raise ConnectionError(f"another router's clock says {told} ns")
+    return told
 
 
 def _tuned(told: pb.ReplicaTuned) -> Tuned:

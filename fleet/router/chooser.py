@@ -63,7 +63,7 @@ class Chooser:
                 message = f"its worker was lost; {outcome.message}"
                 outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
         if isinstance(outcome, Impossible) and outcome.cause is Cause.SESSION_LOST:
-            self.sessions.forget(live.session_key)
+            self.sessions.forget(live.session_key, now)
         return outcome
 
     def choose_decode(

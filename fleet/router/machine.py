@@ -170,6 +170,7 @@ class RouterMachine:
                     self._roster.share(event.replica, {})
                     self._freed.update(dict.fromkeys(self._waiting.models(), False))
                 case SessionsBound():
+                    self._chooser.sessions.clock_heard(event.clock, now)
                     for binding in event.bindings:
                         self._chooser.sessions.heard(binding, now)
                 case WorkerJoined():

@@ -115,9 +115,10 @@ class ReplicaLeft(Struct, frozen=True, kw_only=True):
 
 
 class SessionsBound(Struct, frozen=True, kw_only=True):
-    """Another router has bound or forgotten sessions."""
+    """Another router has bound or forgotten sessions, or has said what its clock says."""
 
-    bindings: tuple[SessionBinding, ...]
+    bindings: tuple[SessionBinding, ...] = ()
+    clock: int = 0  # Unix time in nanoseconds; 0: it has not
 
 
 ReplicaEvent = ReplicaBooked | ReplicaLeft | SessionsBound

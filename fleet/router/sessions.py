@@ -8,6 +8,10 @@ Rules:
 4. A session's requests may come by any router of the cluster. So what is bound or forgotten here is told to the others, as the news
    since the last time, and what they tell counts as if it had happened here; it is not told on. Of either there are `MOST_TOLD` at
    most: of the news the first, to a router that is reached later the latest bindings.
+5. Of what several routers say of one session the latest counts, by the *stamp* that the router gave it which placed the request. It
+   never changes on its way, so all come to the same, in whatever order they hear it, and at once when a link that was cut is whole
+   again. Stamps are instants of a clock that the routers have in common: each one's own, put forward to the latest that it has heard
+   of. Routers that have met need no synchronised clocks for that; who never has is as right as Unix time on its host.
 """
 
 from collections import OrderedDict
@@ -29,6 +33,7 @@ class SessionBinding(Struct, frozen=True, kw_only=True):
 
     key: SessionKey
     worker_id: WorkerId | None  # None: it has been forgotten
+    stamp: int = 0  # when, by the common clock (rule 5), in nanoseconds; 0: of an older version, which does not say
 
 
 class Sessions:
@@ -45,8 +50,10 @@ class Sessions:
         self._ttl = int(ttl_seconds * SECOND)
         self._capacity = capacity
         self._telling = telling
-        self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos]] = OrderedDict()
-        self._news: dict[SessionKey, WorkerId | None] = {}
+        self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos, int]] = OrderedDict()  # worker, last use, stamp
+        self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}  # worker, stamp
+        self._ahead = 0  # of this router's clock is the common one
+        self._stamp = 0  # the latest of all
 
     def __len__(self) -> int:
         return len(self._bindings)
@@ -55,44 +62,65 @@ class Sessions:
         """The worker of a session; None when it has none, or has been idle for too long."""
         if (binding := self._bindings.get(key)) is None:
             return None
-        worker_id, used = binding
+        worker_id, used, _ = binding
         if now - used > self._ttl:
             del self._bindings[key]
             return None
         return worker_id
 
     def bind(self, key: SessionKey, worker_id: WorkerId, now: Nanos) -> None:
-        self._note(key, worker_id)
-        self._bind(key, worker_id, now)
+        stamp = self._note(key, worker_id, now) if self._telling else 0
+        self._bind(key, worker_id, now, stamp)
 
-    def forget(self, key: SessionKey) -> None:
-        self._note(key, None)
+    def forget(self, key: SessionKey, now: Nanos) -> None:
+        if self._telling:
+            self._note(key, None, now)
         self._bindings.pop(key, None)
+
+    def clock_heard(self, clock: int, now: Nanos) -> None:
+        """A clock says that it is so many nanoseconds past (rule 5)."""
+        self._ahead = max(self._ahead, clock - now)
 
     def heard(self, binding: SessionBinding, now: Nanos) -> None:
         """Another router has bound or forgotten a session."""
-        if binding.worker_id is None:
-            self._bindings.pop(binding.key, None)
+        key, worker_id = binding.key, binding.worker_id
+        if binding.stamp:
+            self.clock_heard(binding.stamp, now)
+            self._stamp = max(self._stamp, binding.stamp)
+        stamp = binding.stamp or self._next_stamp(now)
+        if (known := self._bindings.get(key)) is not None and (known[2], known[0]) >= (stamp, worker_id or ""):
+            return
+        if worker_id is None:
+            self._bindings.pop(key, None)
         else:
-            self._bind(binding.key, binding.worker_id, now)
+            self._bind(key, worker_id, now, stamp)
 
     def news(self) -> list[SessionBinding]:
         """What was bound or forgotten here since it was asked for."""
         news, self._news = self._news, {}
-        return [SessionBinding(key=key, worker_id=worker_id) for key, worker_id in news.items()]
+        return [SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, stamp) in news.items()]
 
     def latest(self) -> list[SessionBinding]:
         """What was bound last, the latest at the end."""
         latest = list(islice(reversed(self._bindings.items()), MOST_TOLD))
-        return [SessionBinding(key=key, worker_id=worker_id) for key, (worker_id, _) in reversed(latest)]
+        return [
+            SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, _, stamp) in reversed(latest)
+        ]
 
-    def _note(self, key: SessionKey, worker_id: WorkerId | None) -> None:
-        if self._telling and (key in self._news or len(self._news) < MOST_TOLD):
-            self._news[key] = worker_id
+    def _note(self, key: SessionKey, worker_id: WorkerId | None, now: Nanos) -> int:
+        """Have it told; returns its stamp."""
+        stamp = self._next_stamp(now)
+        if key in self._news or len(self._news) < MOST_TOLD:
+            self._news[key] = worker_id, stamp
+        return stamp
 
-    def _bind(self, key: SessionKey, worker_id: WorkerId, now: Nanos) -> None:
+    def _next_stamp(self, now: Nanos) -> int:
+        self._stamp = stamp = max(now + self._ahead, self._stamp + 1)
+        return stamp
+
+    def _bind(self, key: SessionKey, worker_id: WorkerId, now: Nanos, stamp: int) -> None:
         bindings = self._bindings
-        bindings[key] = worker_id, now
+        bindings[key] = worker_id, now, stamp
         bindings.move_to_end(key)
         while bindings and (len(bindings) > self._capacity or now - next(iter(bindings.values()))[1] > self._ttl):
             bindings.popitem(last=False)

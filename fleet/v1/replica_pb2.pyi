@@ -79,15 +79,19 @@ class ReplicaHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    unix_ms: _builtins.int
+    """by the sender's clock"""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "unix_ms", b"unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -199,20 +203,24 @@ class SessionBinding(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    STAMP_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session: _builtins.str
     worker_id: _builtins.str
     """empty: it has been forgotten"""
+    stamp: _builtins.int
+    """of several the latest counts; 0: whichever is heard last"""
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         session: _builtins.str = ...,
         worker_id: _builtins.str = ...,
+        stamp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "stamp", b"stamp", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

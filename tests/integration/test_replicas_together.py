@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
@@ -61,11 +61,45 @@ class Deaf:
         pass
 
 
+class Wire:
+    """Passes on to a socket what comes at another one, while it is not cut."""
+
+    def __init__(self, folder, number):
+        self._from, self._to = f"{folder}/wire{number}", f"{folder}/{number}"
+        self._writers = []
+
+    async def heal(self):
+        self._server = await asyncio.start_unix_server(self._passing, self._from)
+
+    def cut(self):
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _passing(self, reader, writer):
+        try:
+            beyond, to = await asyncio.open_unix_connection(self._to)
+        except OSError:  # nobody listens yet
+            writer.transport.abort()
+            return
+        self._writers += [writer, to]
+        await asyncio.wait([asyncio.create_task(_pass(reader, to)), asyncio.create_task(_pass(beyond, writer))])
+
+
+async def _pass(reader, writer):
+    with suppress(OSError):
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+    writer.close()
+
+
 class One:
     """A router with its selection service, on a port of its own."""
 
-    def __init__(self, folder, number, count, **settings):
-        others = tuple(f"unix:{folder}/{each}" for each in range(count) if each != number)
+    def __init__(self, folder, number, count, *, link="", **settings):
+        """It dials `link` and a number for each other one."""
+        others = tuple(f"unix:{folder}/{link}{each}" for each in range(count) if each != number)
         settings = RouterSettings(
             router_id=f"r{number}", replicas_listen=f"unix:{folder}/{number}", replicas=others, **settings
         )
@@ -100,6 +134,10 @@ class One:
         selected = await self.select(session=session)
         await self.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
         return selected.decode.worker_id
+
+    def homes(self):
+        """Workers by session."""
+        return {binding.key[1]: binding.worker_id for binding in self.server.sessions.latest()}
 
     def booked(self):
         return sum(worker.booked_requests for pool in self.server.status().pools for worker in pool.workers)
@@ -150,6 +188,37 @@ async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp
             await until(lambda: len(c.server.sessions) == len(homes))
 
             assert {session: await c.worker_of(session) for session in homes} == homes
+
+
+async def test_routers_that_could_not_reach_each_other_agree_on_sessions_once_they_can(tmp_path):
+    """On what was bound last, whoever did, and without a further request."""
+    wires = [Wire(tmp_path, number) for number in range(2)]
+    for wire in wires:
+        await wire.heal()
+    async with One(tmp_path, 0, 2, link="wire").running() as a, One(tmp_path, 1, 2, link="wire").running() as b:
+        await until(lambda: met(a, b))
+        for session in ("first a", "first b"):
+            await a.select(session=session, pin=WorkerId("w3"))
+        await until(lambda: a.homes() == b.homes() == {"first a": "w3", "first b": "w3"})
+        for wire in wires:
+            wire.cut()
+        await until(lambda: not a.replicas._links and not b.replicas._links)
+        for router, session, worker in (
+            (a, "first a", "w0"),
+            (b, "first a", "w1"),
+            (b, "first b", "w1"),
+            (a, "first b", "w0"),
+        ):
+            await router.select(session=session, pin=WorkerId(worker))
+        assert a.homes() == {"first a": "w0", "first b": "w0"}
+        assert b.homes() == {"first a": "w1", "first b": "w1"}
+
+        for wire in wires:
+            await wire.heal()
+
+        await until(lambda: a.homes() == b.homes() == {"first a": "w1", "first b": "w0"})
+    for wire in wires:
+        wire.cut()
 
 
 async def test_a_lease_is_reported_and_released_through_whichever_router_is_asked(tmp_path):

@@ -55,13 +55,10 @@ def test_what_happened_here_is_news_once_and_what_was_heard_is_none():
     sessions.bind(A, W2, at(0))
     sessions.bind(A, W1, at(1))
     sessions.bind(("", "b"), W2, at(1))
-    sessions.forget(("", "b"))
+    sessions.forget(("", "b"), at(1))
     sessions.heard(SessionBinding(key=("", "c"), worker_id=W2), at(1))
 
-    assert sessions.news() == [
-        SessionBinding(key=A, worker_id=W1),
-        SessionBinding(key=("", "b"), worker_id=None),
-    ]
+    assert [(told.key, told.worker_id) for told in sessions.news()] == [(A, W1), (("", "b"), None)]
     assert sessions.news() == []
     assert sessions.bound(("", "c"), at(2)) == W2
 
@@ -87,6 +84,70 @@ def test_who_is_reached_later_is_told_the_latest():
     assert len(latest) == MOST_TOLD
     assert latest[0].key == ("", "2")
     assert latest[-1] == SessionBinding(key=("", "1"), worker_id=W2)
+
+
+def routers_sessions(*clocks: float) -> list[tuple[Sessions, Nanos]]:
+    """Of routers that have met, and what the clock of each says at the time 0."""
+    met = [(Sessions(ttl_seconds=10, capacity=10, telling=True), at(clock)) for clock in clocks]
+    for one, now in met:
+        for _, clock in met:
+            one.clock_heard(clock, now)
+    return met
+
+
+@pytest.mark.parametrize("clocks", [(0, 0, 0), (0, 1000, 5), (7, 3, 0)])
+def test_all_routers_come_to_the_binding_that_was_made_last_in_whatever_order_they_hear_of_it(clocks):
+    routers = routers_sessions(*clocks)
+    told = []
+    for number, second in ((1, 1), (0, 2), (2, 3), (1, 4), (0, 5)):
+        one, clock = routers[number]
+        one.bind(A, WorkerId(f"w{second}"), Nanos(clock + at(second)))
+        told += one.news()
+
+    for number, (one, clock) in enumerate(routers):
+        for binding in told[number:] + told[:number]:
+            one.heard(binding, Nanos(clock + at(6)))
+        assert one.bound(A, Nanos(clock + at(6))) == "w5"
+
+
+def test_two_bindings_of_one_instant_are_settled_alike_everywhere():
+    (one, _), (other, _) = routers_sessions(0, 0)
+    one.bind(A, W1, at(1))
+    other.bind(A, W2, at(1))
+    for each, news in ((one, other.news()), (other, one.news())):
+        each.heard(news[0], at(1))
+
+    assert one.bound(A, at(1)) == other.bound(A, at(1)) == W2
+
+
+def test_what_is_bound_after_something_was_heard_counts_more_wherever_that_came_from():
+    one = Sessions(ttl_seconds=10, capacity=10, telling=True)
+    one.heard(SessionBinding(key=A, worker_id=W2, stamp=at(1000)), at(1))
+    one.bind(A, W1, at(1))
+
+    (told,) = one.news()
+    assert told.stamp > at(1000)
+    assert one.bound(A, at(1)) == W1
+
+
+def test_an_older_binding_is_forgotten_and_a_newer_one_is_not():
+    (one, _), (other, _) = routers_sessions(0, 0)
+    one.bind(A, W1, at(1))
+    other.forget(A, at(2))
+    (forgotten,) = other.news()
+    one.heard(forgotten, at(2))
+    assert one.bound(A, at(2)) is None
+    one.bind(A, W2, at(3))
+    one.heard(forgotten, at(3))
+    assert one.bound(A, at(3)) == W2
+
+
+def test_what_a_router_of_an_older_version_says_counts_when_it_is_heard():
+    (one, _) = routers_sessions(0)[0]
+    one.bind(A, W1, at(1))
+    one.heard(SessionBinding(key=A, worker_id=W2), at(2))
+
+    assert one.bound(A, at(2)) == W2
 
 
 def ask(router: Driver, request_id: str, session: str = "s"):

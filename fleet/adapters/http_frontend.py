@@ -268,7 +268,7 @@ class HttpFrontend:
             else:
                 await self._collect(exchange, asked, shape)
         except Refused as refused:
-            raise renamed(refused, asked.names) from refused
+            fail(exchange, renamed(refused, asked.names), ("x-request-id", request_id))
 
     async def _stream(self, exchange: Exchange, asked: Asked, make: type[ChatShape | CompletionShape]) -> None:
         headers: tuple[tuple[str, str], ...] = (

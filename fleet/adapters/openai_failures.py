@@ -11,8 +11,13 @@ from fleet.adapters.status import APPEARANCES
 from fleet.errors import Reason, Refused
 
 
-def fail(exchange: Exchange, refused: Refused) -> None:
+def fail(exchange: Exchange, refused: Refused, *more: tuple[str, str]) -> None:
     """Answer a request that is refused; what has begun as a stream ends with an event that says so.
+
+    Args:
+        exchange: The request, and where the answer goes.
+        refused: Why.
+        more: Headers of the answer, if it has not begun.
 
     Raises:
         ClientGone: The connection is closed.
@@ -21,7 +26,9 @@ def fail(exchange: Exchange, refused: Refused) -> None:
         exchange.send(event(error_object(refused)), content_type=EVENT_STREAM, last=True)
         return
     seconds = -(-refused.retry_after_ms // 1000)
-    headers: tuple[tuple[str, str], ...] = (("retry-after", str(seconds)),) if seconds else ()
+    headers = more
+    if seconds:
+        headers += (("retry-after", str(seconds)),)
     if refused.reason is Reason.UNAUTHENTICATED:
         headers += (("www-authenticate", "Bearer"),)  # a 401 has to say how (RFC 9110, 15.5.2)
     exchange.respond(APPEARANCES[refused.reason].http, error_object(refused), headers=headers)

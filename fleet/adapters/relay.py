@@ -159,7 +159,8 @@ class Relayed:
             self._exchange.relayed(keep_alive=False)
             return
         with suppress(ClientGone):
-            fail(self._exchange, refused)
+            name = self.request_id
+            fail(self._exchange, refused, ("x-fleet-request-id", name), ("x-request-id", name))
         if self._began:
             self._exchange.relayed(keep_alive=False)
         else:

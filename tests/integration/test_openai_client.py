@@ -212,6 +212,7 @@ async def test_refusals_have_their_status_also_when_streaming(fronts, client, re
 
     assert (raised.value.status_code, raised.value.code) == (status, reason)
     assert raised.value.response.headers["retry-after"] == "2"
+    assert len(raised.value.request_id) == 32
 
 
 async def test_a_failure_in_the_middle_of_a_stream_is_an_error_of_the_client(fronts, client):

@@ -12,6 +12,7 @@ import pytest
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.openai_workers import OpenAiWorkers
+from fleet.ids import RequestId
 from fleet.router.http_settings import HttpSettings
 from fleet.router.settings import OpenAiWorkerSettings
 from tests.http_peers import connected, error_of, post
@@ -177,7 +178,7 @@ async def test_a_router_without_a_socket_left_blames_no_server_and_goes_on_when_
 
 
 async def test_a_request_that_finds_no_socket_in_time_is_refused_as_one_too_many(server):
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server, limits={"connect_timeout_seconds": 1.0}) as world, connected(world) as peer:
         with no_file_left():
             await peer.send(post(COMPLETIONS, ASKED))
             status, headers, content = await peer.answer()
@@ -208,7 +209,7 @@ async def test_a_dead_server_leaves_and_returns(servers):
         await world.settled()
 
 
-async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(server, caplog):
+async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(server, said):
     """As when a url in the settings is wrong: nobody would be told else."""
     server.health_status = 503
     urls = {"sick": server.url, "absent": "http://127.0.0.1:1"}
@@ -218,14 +219,14 @@ async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(s
     heard = []
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(OpenAiWorkers(settings, 1.0, SystemClock()).run(heard.append))
-        await until(lambda: len(caplog.records) == 2)
+        await until(lambda: len(said.records) == 2)
         await asyncio.sleep(0.2)  # it is asked again and again
         server.health_status = 200
         await until(lambda: heard)
         running.cancel()
 
-    told = {record.worker: (record.url, record.cause) for record in caplog.records if record.levelname == "WARNING"}
-    assert len(caplog.records) == 2
+    told = {record.worker: (record.url, record.cause) for record in said.records if record.levelname == "WARNING"}
+    assert len(said.records) == 2
     assert told["sick"] == (server.url, "it answered with status 503")
     assert told["absent"][0] == urls["absent"]
     assert told["absent"][1], "in the words of the system"
@@ -323,6 +324,22 @@ async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_
         await until(lambda: world.serving() == 0)
         assert (await ask(world))[0] == 503
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("status", [422, 500, 503])
+async def test_whoever_refuses_a_request_it_is_said_what_it_is_called_here(server, status):
+    async def refuse(answering: Answering) -> None:
+        await answering.respond(status, b'{"error": {"message": "no such thing"}}')
+
+    server.play = refuse
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        answered, headers, _ = await peer.answer()
+
+        assert (answered == 422) == (status == 422)
+        assert headers["x-request-id"] == headers["x-fleet-request-id"]
+        assert world.router.explain(RequestId(headers["x-request-id"])).placements[0].decode == "w0"
+        await world.settled()
 
 
 async def test_no_server_is_a_refusal_that_says_so(server):

@@ -344,7 +344,7 @@ class HttpFrontend:
         exchange.respond(code, msgspec.json.encode(told))
 
     async def _openapi(self, exchange: Exchange) -> None:
-        exchange.respond(HTTPStatus.OK, document())
+        exchange.respond(HTTPStatus.OK, document(embeddings=self._relay is not None))
 
     async def _metrics(self, exchange: Exchange) -> None:
         if self._processes is None:

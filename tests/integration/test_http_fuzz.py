@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import urllib.request
 from contextlib import contextmanager
 
 import pytest
@@ -20,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
 
 from fleet.adapters.openapi import document
 from tests.fronts import open_fronts
+from tests.openai_servers import OpenAiServer, a_relay
 
 pytestmark = pytest.mark.integration
 
@@ -28,34 +30,43 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @contextmanager
 def serving(model_dir):
-    """Fronts on a loop in a thread of their own; yields the HTTP address."""
+    """Fronts on a loop in a thread of their own; yields the HTTP addresses, of one with models and of one before a foreign server."""
     started: list[str] = []
+    foreign = OpenAiServer()
     ready, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        async with open_fronts(model_dir) as fronts:
+        await foreign.start()
+        async with open_fronts(model_dir) as fronts, a_relay(foreign, seconds=3600) as relay:
             fronts.will_answer("An answer.")
-            started.append(fronts.http.address)
+            started.extend((fronts.http.address, relay.http.address))
             loops.append(asyncio.get_running_loop())
             ready.set()
             await stop.wait()
+        await foreign.stop()
 
     loops: list[asyncio.AbstractEventLoop] = []
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     assert ready.wait(30)
-    yield started[0]
+    yield started
     loops[0].call_soon_threadsafe(stop.set)
     thread.join(30)
 
 
 @pytest.fixture(scope="module")
-def address(model_dir):
-    with serving(model_dir) as address:
-        yield address
+def addresses(model_dir):
+    with serving(model_dir) as addresses:
+        yield addresses
 
 
-API = schemathesis.openapi.from_dict(json.loads(document()))
+@pytest.fixture(scope="module")
+def address(addresses):
+    return addresses[0]
+
+
+API = schemathesis.openapi.from_dict(json.loads(document(embeddings=True)))
+EMBEDDINGS = "POST /v1/embeddings"
 OPERATIONS = {operation.label: operation for operation in (found.ok() for found in API.get_all_operations())}
 
 
@@ -70,15 +81,22 @@ KINDS = [
 @pytest.mark.parametrize(("name", "mode"), KINDS)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_whatever_the_document_allows_or_forbids_is_answered_as_documented(address, name, mode, data):
+def test_whatever_the_document_allows_or_forbids_is_answered_as_documented(addresses, name, mode, data):
     case = data.draw(OPERATIONS[name].as_strategy(generation_mode=mode))
-    case.call_and_validate(base_url=f"http://{address}", checks=CHECKS, timeout=10)
+    case.call_and_validate(base_url=f"http://{addresses[name == EMBEDDINGS]}", checks=CHECKS, timeout=60)
+
+
+def test_the_document_has_embeddings_where_somebody_makes_them(addresses):
+    assert OPERATIONS.keys() >= {EMBEDDINGS, "POST /v1/completions"}
+    for address, made in zip(addresses, (False, True), strict=True):
+        with urllib.request.urlopen(f"http://{address}/openapi.json", timeout=60) as answer:
+            assert ("/v1/embeddings" in json.load(answer)["paths"]) is made
 
 
 def answered(address: str, sent: bytes) -> bytes:
     """All that comes back until the server closes, or has nothing more to say."""
     host, port = address.split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         got = b""

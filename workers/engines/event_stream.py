@@ -11,7 +11,9 @@ Rules:
 4. So it is after a batch that cannot be read.
 5. Who repeats a lot is heard in pieces: an engine's socket lets fall what its listener has not taken, in the middle too. What is
    missing is asked for again; of what has a hole still, only what follows the hole counts.
-6. However much there is to take in, other tasks of the event loop have their turn in between.
+6. Who does not answer at all is not asked at every gap, which would be waited for each time: only after a pause, which doubles while
+   it does not.
+7. However much there is to take in, other tasks of the event loop have their turn in between.
 """
 
 import asyncio
@@ -33,6 +35,10 @@ log = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_SECONDS = 2.0  # without anything; the publisher looks at its replay socket every 0.1 s
 REPLAY_SECONDS = 60.0  # for all of it, however it comes; a hundred thousand batches take less
+FIRST_PAUSE_SECONDS = (
+    10.0  # after nothing came at all: a gap that is not filled meanwhile costs what is known, and no more
+)
+LONGEST_PAUSE_SECONDS = 300.0
 RECEIVE_BATCHES = 100_000  # buffered here at most, as many as the publisher keeps
 
 REMEMBERED_BATCHES = 1024
@@ -77,7 +83,8 @@ async def read_events(
         subscriber.subscribe(b"")
         expected: int | None = None  # the first that comes may have any number
         latest = _Latest()
-        before = await _repeated(context, replay_endpoint, 0)
+        replay = _Replay(context, replay_endpoint)
+        before = await replay.since(0)
         for number in sorted(before):
             heard.recovered += 1
             expected = number + 1
@@ -100,11 +107,11 @@ async def read_events(
                 events.append(_restarted(books, heard))
                 expected, latest = 0, _Latest()
             if expected is not None and number > expected:
-                repeated = await _repeated(context, replay_endpoint, max(0, expected - 1))
+                repeated = await replay.since(max(0, expected - 1))
                 if not latest.agrees(expected - 1, repeated):
                     events.append(_restarted(books, heard))
                     expected, latest = 0, _Latest()
-                    repeated = await _repeated(context, replay_endpoint, 0)
+                    repeated = await replay.since(0)
                 missed = [repeated[each] for each in sorted(repeated) if expected <= each < number]
                 if len(missed) < number - expected:
                     log.warning("KV events were lost; starting over", extra={"from": expected, "to": number})
@@ -167,51 +174,66 @@ def _void(books: CacheBooks, heard: Heard, why: str) -> list[KvEvent]:
     return [books.clear()]
 
 
-async def _repeated(context: "Context", endpoint: str, start: int) -> Mapping[int, bytes]:
-    """All batches from a number on that are still repeated; none if they do not come in time, or from nowhere."""
-    batches: dict[int, bytes] = {}
-    until = asyncio.get_running_loop().time() + REPLAY_SECONDS
-    for _ in range(MOST_PIECES if endpoint else 0):
-        piece, ended = await _piece(context, endpoint, start, until)
-        batches |= piece
-        if not batches:
+class _Replay:
+    """Where an engine repeats its batches; empty: nowhere."""
+
+    def __init__(self, context: "Context", endpoint: str) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._not_before = 0.0  # by the event loop's clock, after it did not answer
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+
+    async def since(self, start: int) -> Mapping[int, bytes]:
+        """All batches from a number on that are still repeated; none if they do not come in time, or from nowhere."""
+        batches: dict[int, bytes] = {}
+        clock = asyncio.get_running_loop()
+        if not self._endpoint or clock.time() < self._not_before:
             return {}
-        missing = next(number for number in count(min(batches)) if number not in batches)
-        if missing == start or (ended and missing > max(batches)):  # no more can be had, or is there
-            break
-        start = missing
-    return _after_holes(batches)
+        until = clock.time() + REPLAY_SECONDS
+        for _ in range(MOST_PIECES):
+            piece, ended = await self._piece(start, until)
+            batches |= piece
+            if not batches:
+                if not ended:
+                    self._not_before = clock.time() + self._pause_seconds
+                    self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+                return {}
+            self._pause_seconds = FIRST_PAUSE_SECONDS
+            missing = next(number for number in count(min(batches)) if number not in batches)
+            if missing == start or (ended and missing > max(batches)):  # no more can be had, or is there
+                break
+            start = missing
+        return _after_holes(batches)
 
+    async def _piece(self, start: int, until: float) -> tuple[Mapping[int, bytes], bool]:
+        """What comes from a number on, and whether its end comes; not after an instant of the event loop's clock."""
+        from zmq.constants import DEALER  # noqa: PLC0415 - comes with vLLM
 
-async def _piece(context: "Context", endpoint: str, start: int, until: float) -> tuple[Mapping[int, bytes], bool]:
-    """What comes of what is repeated from a number on, and whether its end comes; not after an instant of the event loop's clock."""
-    from zmq.constants import DEALER  # noqa: PLC0415 - comes with vLLM
-
-    socket = context.socket(DEALER)
-    socket.set_hwm(RECEIVE_BATCHES)
-    batches: dict[int, bytes] = {}
-    clock = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
-            socket.connect(endpoint)
-            await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-            for received in range(1, RECEIVE_BATCHES + 1):  # of them some may have come twice
-                *_, number, payload = await socket.recv_multipart()  # SGLang puts the topic before
-                if number == END_OF_REPLAY:
-                    return batches, True
-                if len(number) != NUMBER_BYTES:
-                    return {}, True
-                batches[int.from_bytes(number, "big")] = payload
-                if received % BATCHES_A_TURN == 0:
-                    patience.reschedule(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS))
-                    await asyncio.sleep(0)
-    except TimeoutError:
+        socket = self._context.socket(DEALER)
+        socket.set_hwm(RECEIVE_BATCHES)
+        batches: dict[int, bytes] = {}
+        clock = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
+                socket.connect(self._endpoint)
+                await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
+                for received in range(1, RECEIVE_BATCHES + 1):  # of them some may have come twice
+                    *_, number, payload = await socket.recv_multipart()  # SGLang puts the topic before
+                    if number == END_OF_REPLAY:
+                        return batches, True
+                    if len(number) != NUMBER_BYTES:
+                        return {}, True
+                    batches[int.from_bytes(number, "big")] = payload
+                    if received % BATCHES_A_TURN == 0:
+                        patience.reschedule(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS))
+                        await asyncio.sleep(0)
+        except TimeoutError:
+            return batches, False
+        except ValueError:  # of one frame
+            return {}, True
+        finally:
+            socket.close(linger=0)
         return batches, False
-    except ValueError:  # of one frame
-        return {}, True
-    finally:
-        socket.close(linger=0)
-    return batches, False
 
 
 def _after_holes(batches: Mapping[int, bytes]) -> Mapping[int, bytes]:

@@ -61,6 +61,14 @@ class Publisher:
             await self._replay.send_multipart([*before, END_OF_REPLAY, b""])
         return asked
 
+    async def questions(self) -> int:
+        """How many have asked, and got no answer."""
+        asked = 0
+        while await self._replay.poll(0):
+            await self._replay.recv_multipart()
+            asked += 1
+        return asked
+
     async def repeat_always(self) -> None:
         while True:
             await self.repeat()
@@ -98,7 +106,7 @@ async def read(publisher: Publisher, batches: int, drive, *, replay: bool = True
             if len(told) == batches:
                 return
 
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(listen())
         await publisher.subscribed()
         await drive()
@@ -202,7 +210,7 @@ async def test_however_much_has_come_others_have_their_turn():
                 turns += 1
                 await asyncio.sleep(0)
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             stream = read_events(publisher.endpoint, "", some_books())
             first = asyncio.ensure_future(anext(stream))
             await publisher.subscribed()
@@ -235,6 +243,43 @@ async def test_a_gap_that_cannot_be_filled_voids_everything():
 
     assert told == [[ONE], [KvCleared(), SALTED_ONE]]
     assert heard.gaps == 1
+
+
+async def test_who_does_not_repeat_anything_is_not_asked_at_every_gap(monkeypatch):
+    monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(event_stream, "FIRST_PAUSE_SECONDS", 3600.0)
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            for _ in range(4):
+                await publisher.publish(FIRST)
+                await publisher.publish(LONGER, lost=True)
+
+        told, heard = await read(publisher, 4, drive)
+
+        assert told == [[ONE], *[[KvCleared(), ONE]] * 3]
+        assert heard.gaps == 3
+        assert await publisher.questions() <= 1
+
+
+async def test_who_did_not_repeat_anything_is_asked_again_after_a_while(monkeypatch):
+    monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(event_stream, "FIRST_PAUSE_SECONDS", 0.0)
+    with a_publisher() as publisher:
+        async with asyncio.timeout(60):
+            stream = read_events(publisher.endpoint, publisher.replay_endpoint, some_books())
+            first = asyncio.ensure_future(anext(stream))
+            await publisher.subscribed()
+            await publisher.publish(FIRST)
+            assert await first == [ONE]
+            monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 60.0)
+            await publisher.publish(LONGER, lost=True)
+            await publisher.publish(SALTED)
+            repeating = asyncio.ensure_future(publisher.repeat_always())
+
+            assert await anext(stream) == [TWO, SALTED_ONE]
+            repeating.cancel()
+            await stream.aclose()
 
 
 async def test_without_a_replay_the_first_number_may_be_any_and_a_gap_voids_everything():
@@ -328,7 +373,7 @@ async def test_with_one_batch_in_twenty_lost_and_one_overtaken_the_view_equals_t
                     finished.set()
                     return
 
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             tasks.create_task(listen())
             await publisher.subscribed()
             await drive()
@@ -386,7 +431,7 @@ async def test_who_repeats_without_end_is_heard_for_a_while_and_others_have_thei
                 await publisher._replay.send_multipart([client, b"", counted.to_bytes(8, "big"), FIRST])
                 await asyncio.sleep(0)
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             stream = read_events(publisher.endpoint, publisher.replay_endpoint, some_books())
             driving = asyncio.ensure_future(drive())
             assert await anext(stream) == [ONE]

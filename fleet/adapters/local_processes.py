@@ -10,6 +10,8 @@ Rules:
 3. Everything a child makes lies in the runtime folder: its settings, its socket, its temporary files, and its log, unless
    somebody wants to keep the logs.
 4. A child is ready when it has written one line of JSON, its endpoints, to the file descriptor that it was given.
+5. Where a child is to say that its event loop turns (`fleet.adapters.heartbeat`) and does not any more, it is killed; that is a death
+   like any other.
 """
 
 import asyncio
@@ -24,6 +26,7 @@ from typing import assert_never
 import msgspec
 from msgspec import Struct
 
+from fleet.adapters.heartbeat import fell_silent
 from fleet.adapters.local_runs import TEMPORARY, note_group, note_logs
 from fleet.adapters.process_group import end_group, ending
 from fleet.clock import SECOND, Clock, Nanos
@@ -69,7 +72,8 @@ class LocalProcess(Struct, frozen=True, kw_only=True):
     """A child and how to start it."""
 
     child: Child
-    command: tuple[str, ...]  # ``--ready-fd N --parent PID`` is appended
+    command: tuple[str, ...]  # ``--ready-fd N --parent PID`` is appended, and ``--heartbeat`` before
+    silence_seconds: int | None = None  # after which it is killed; None: it need not say that it is alive
 
 
 class ClusterFailed(Exception):
@@ -262,6 +266,7 @@ class LocalProcesses:
             with self._log(name).open("ab") as log:
                 running = await asyncio.create_subprocess_exec(
                     *process.command,
+                    *(() if process.silence_seconds is None else ("--heartbeat",)),
                     *("--ready-fd", str(write_fd), "--parent", str(os.getpid())),
                     stdin=DEVNULL,
                     stdout=log,
@@ -282,7 +287,7 @@ class LocalProcesses:
         if (unsent := self._unsent.pop(name, None)) is not None:
             self._send(name, unsent)
         try:
-            await self._await_readiness(name, read_fd)
+            await self._listen(process, read_fd)
             status = await running.wait()
             for pause in ending(running.pid):
                 await asyncio.sleep(pause)
@@ -302,19 +307,24 @@ class LocalProcesses:
         if not told and self._running.get(name) is running:
             self._send(name, signal.SIGTERM)
 
-    async def _await_readiness(self, name: str, read_fd: int) -> None:
-        """Read the child's line; no line means that it ended, or that it will not be ready in time."""
+    async def _listen(self, process: LocalProcess, read_fd: int) -> None:
+        """Read the child's line (no line means that it ended, or that it will not be ready in time), and then its heartbeat."""
+        name, limit = process.child.name, process.silence_seconds
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
         )
         try:
             line = await reader.readline()
-        finally:
-            transport.close()
-        if line.endswith(b"\n"):
+            if not line.endswith(b"\n"):
+                return
             self._endpoints[name] = msgspec.json.decode(line, type=dict[str, str])
             self._events.put_nowait(BecameReady(name))
+            if limit is not None and await fell_silent(reader, limit):
+                self._say(f"{name} has said nothing for {limit} s, and is killed")
+                self._send(name, signal.SIGKILL)
+        finally:
+            transport.close()
 
     def _send(self, name: str, number: signal.Signals) -> None:
         """Signal a child (its group follows when it is gone); one that is just being started gets it then."""

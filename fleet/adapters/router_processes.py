@@ -14,6 +14,10 @@ from fleet.control.supervision import Child
 from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.settings import RouterSettings
 
+SILENCE_SECONDS = (
+    30  # of a router whose event loop has its turn within milliseconds; a machine that is merely slow takes a few
+)
+
 
 class RouterProcesses(Struct, frozen=True, kw_only=True):
     """What to start, and where it will be reached."""
@@ -62,7 +66,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         save(told, path)
         child = Child(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=stop_within)
         command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
-        processes.append(LocalProcess(child=child, command=command))
+        processes.append(LocalProcess(child=child, command=command, silence_seconds=SILENCE_SECONDS))
     return RouterProcesses(
         processes=tuple(processes), http=http, grpc=grpc, kserve=kserve, picker=picker.listen if picker else ""
     )

@@ -28,6 +28,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ready-fd", type=int, metavar="N", help="write one line of JSON, the endpoints, there when ready"
     )
     parser.add_argument(
+        "--heartbeat",
+        action="store_true",
+        help="go on writing there, every second, for as long as the event loop turns",
+    )
+    parser.add_argument(
         "--processes",
         type=_count,
         default=1,
@@ -66,6 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigurationRefused(f"--ready-fd: {arguments.ready_fd}: {error.strerror}") from error
 
+    elif arguments.heartbeat:
+        raise ConfigurationRefused("--heartbeat: needs --ready-fd, where it is written")
+
     if arguments.part == "router":  # two a stream: the usual 1024 are 500 streams, and then no worker can be reached
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -76,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from workers.ports import EngineDied  # noqa: PLC0415
 
     try:
-        serve(arguments.part, arguments.config, _announcer(arguments.ready_fd), _changes(arguments))
+        serve(arguments.part, arguments.config, _announcer(arguments), _changes(arguments))
     except (EngineDied, NodeEnded, StoreUnreachable) as error:
         print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
@@ -98,7 +106,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
     if arguments.part != "router":
         raise ConfigurationRefused(f"--processes: a {arguments.part} is one process; start it several times instead")
     settings = load(arguments.config, RouterSettings, _changes(arguments))
-    announce = _announcer(arguments.ready_fd)
+    announce = _announcer(arguments)
     try:
         with runtime_folder() as folder:
             planned = plan_routers(settings, arguments.processes, folder)
@@ -136,8 +144,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _announcer(ready_fd: int | None) -> Callable[[Mapping[str, str]], None]:
-    """Tells the supervisor, or else a person."""
+def _announcer(arguments: argparse.Namespace) -> Callable[[Mapping[str, str]], None]:
+    """Tells the supervisor, or else a person; called by what runs in an event loop."""
+    ready_fd: int | None = arguments.ready_fd
 
     def announce(endpoints: Mapping[str, str]) -> None:
         line = json.dumps(dict(endpoints)) + "\n"
@@ -145,6 +154,11 @@ def _announcer(ready_fd: int | None) -> Callable[[Mapping[str, str]], None]:
             print(line, end="", flush=True)
         else:
             os.write(ready_fd, line.encode())
-            os.close(ready_fd)
+            if arguments.heartbeat:
+                from fleet.adapters.heartbeat import beat  # noqa: PLC0415 - after the parent's death would be noticed
+
+                beat(ready_fd)
+            else:
+                os.close(ready_fd)
 
     return announce

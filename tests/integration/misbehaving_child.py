@@ -1,13 +1,16 @@
-"""A child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE``."""
+"""A child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE | beat``."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
+from fleet.adapters.heartbeat import beat
 from fleet.adapters.process_group import die_with_parent
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -33,9 +36,18 @@ def main() -> None:
             Path(rest[0]).write_text(kept.name)
     if how != "loading":
         os.write(int(ready_fd), json.dumps({"grpc": f"pid-{os.getpid()}"}).encode() + b"\n")
+        if how == "beat":
+            asyncio.run(stay_alive(int(ready_fd)))
         os.close(int(ready_fd))
     while True:
         signal.pause()
+
+
+async def stay_alive(ready_fd: int) -> None:
+    """Until somebody sends SIGUSR1: then the event loop is stuck."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: time.sleep(3600))
+    beat(ready_fd)
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

@@ -90,6 +90,12 @@ def test_a_descriptor_to_be_told_at_must_be_open(tmp_path, capsys):
     assert capsys.readouterr().err == "fleet: --ready-fd: 9999: Bad file descriptor\n"
 
 
+def test_a_heartbeat_needs_somewhere_to_be_written(tmp_path, capsys):
+    assert run(["serve", "router", "--config", str(tmp_path), "--heartbeat"]) == 3
+
+    assert capsys.readouterr().err == "fleet: --heartbeat: needs --ready-fd, where it is written\n"
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit, match="0"):
         run(["--version"])

@@ -57,12 +57,18 @@ def test_a_wrong_command_line_is_misuse(argv):
         (["decode=1", "decode=2", "--plans", "/a"], "named twice"),
         (["--deployment", "/dd"], "is not"),
         (["--connector", "/nowhere.toml"], "No such file"),
-        (["--deployment", "dd", "--kubeconfig", "/nowhere"], "/nowhere"),
     ],
 )
 def test_what_names_nothing_is_refused(argv, message, capsys):
     assert run(["scale", *argv]) == 3
     assert message in capsys.readouterr().err
+
+
+def test_a_kubeconfig_that_is_not_there_is_named(capsys):
+    pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+    assert run(["scale", "--deployment", "dd", "--kubeconfig", "/nowhere"]) == 3
+    assert "/nowhere" in capsys.readouterr().err
 
 
 def test_where_pools_are_is_said_in_three_ways(tmp_path):

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
 from operators.kubeconfig import api_configuration
 from operators.ports import ClusterError
 

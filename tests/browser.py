@@ -69,7 +69,7 @@ class Browser:
     ) -> None:
         os.close(self._out)  # it ends when nobody can tell it anything
         try:
-            self._process.wait(10)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

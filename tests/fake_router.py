@@ -36,6 +36,7 @@ class FakeRouter:
         self.release = asyncio.Event()
         self.pause_seconds = 0.0  # between steps
         self.cached_blocks = 0  # of the prompt
+        self.refused = 0
         self.submitted: list[Arrived] = []
         self.completed: list[RequestId] = []
         self.cancelled: list[RequestId] = []
@@ -76,7 +77,7 @@ class FakeRouter:
 
     async def until(self, what: object, count: int = 1) -> None:
         """Wait until so many requests are in one of the lists above."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(what) < count:  # type: ignore[arg-type]
                 self.changed.clear()
                 await self.changed.wait()
@@ -95,6 +96,7 @@ class FakeStream:
 
     async def __aenter__(self) -> Self:
         if self._router.refuse is not None:
+            self._router.refused += 1
             raise self._router.refuse
         self._router.submitted.append(self._arrived)
         self._router.changed.set()

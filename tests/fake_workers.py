@@ -38,7 +38,7 @@ class FakeWorker:
         self.inbox: asyncio.Queue[RouterMessage] = asyncio.Queue()
 
     async def heard(self) -> RouterMessage:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.inbox.get()
 
     async def say(self, message: WorkerMessage) -> None:
@@ -97,7 +97,7 @@ class FakeWorkers:
 
     async def settle(self) -> None:
         """Wait until the router has heard everything."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self._untold:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)

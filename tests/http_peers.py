@@ -21,14 +21,14 @@ class Peer:
         await self.writer.drain()
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         status = int(lines[0].split()[1])
         return status, dict(line.split(": ", 1) for line in lines[1:] if line)
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
         status, headers = await self.head()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             if headers.get("transfer-encoding") == "chunked":
                 body = b"".join([chunk async for chunk in self.chunks()])
             elif "content-length" in headers:
@@ -45,7 +45,7 @@ class Peer:
 
     async def rest(self) -> bytes:
         """All that still comes until the server closes."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self._reader.read()
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.block import ChainHash
 from kvstore.buffers import crc32c
+from kvstore.client import StoreClient
 from kvstore.clock import SECOND, Nanos, nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.extents import PAGE_BYTES
@@ -150,7 +151,7 @@ class NodeProcess:
         self.process = _forkserver.Process(target=_run_node, args=(self.settings, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        assert ready.poll(20), "the node does not come up"
+        assert ready.poll(60), "the node does not come up"
         self.endpoints: StoreEndpoints = ready.recv()
         ready.close()
 
@@ -158,7 +159,7 @@ class NodeProcess:
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGCONT)
         self.process.kill()
-        self.process.join(10)
+        self.process.join(60)
 
     def freeze(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
@@ -171,7 +172,7 @@ class NodeProcess:
         if self.process.is_alive():
             self.thaw()
             self.process.terminate()
-            self.process.join(10)
+            self.process.join(60)
             assert not self.process.is_alive(), "the node does not stop"
 
 
@@ -193,6 +194,11 @@ def a_short_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
+
+
+def a_store_client(address: str, namespace: Namespace, **options: Any) -> StoreClient:
+    """One that does not take a busy machine for a node that hangs; whoever tests deadlines names them in the options."""
+    return StoreClient.connect(address, namespace, **{"timeout_seconds": 30, "call_timeout_seconds": 30, **options})
 
 
 def soon(seconds: float = 20) -> Nanos:

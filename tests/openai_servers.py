@@ -231,7 +231,7 @@ async def a_relay(
     tenants: dict[str, TenantSettings] | None = None,
     limits: dict[str, object] | None = None,
     only: bool = True,
-    seconds: float = 30.0,
+    seconds: float = 100.0,
     **worker: object,
 ) -> AsyncIterator[RelayWorld]:
     """A router in front of servers `w0`, `w1` and so on, all of which have joined, for so many seconds at most."""
@@ -242,7 +242,7 @@ async def a_relay(
             OpenAiWorkerSettings(worker_id=f"w{index}", url=server.url, **fields)
             for index, server in enumerate(servers)
         ),
-        **{"connect_timeout_seconds": 1.0, **(limits or {})},
+        **{"connect_timeout_seconds": 20.0, **(limits or {})},
     )
     machine = RouterMachine(settings, Random(1))
     codec = load_codec(model_dir) if model_dir else None
@@ -284,7 +284,7 @@ async def a_relay(
 
 @asynccontextmanager
 async def a_client(world: RelayWorld, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=key, max_retries=0, timeout=10) as client:
+    async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=key, max_retries=0, timeout=60) as client:
         yield client
 
 

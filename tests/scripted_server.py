@@ -28,7 +28,7 @@ def a_scripted_server(script: Script) -> Iterator[int]:
                 connection, _ = listener.accept()
             except TimeoutError:
                 continue
-            connection.settimeout(5)
+            connection.settimeout(60)
             with suppress(OSError):
                 for part in script.says:
                     connection.recv(1 << 16)

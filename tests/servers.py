@@ -19,7 +19,7 @@ import pytest
 
 from tests.kv_builders import a_short_folder
 
-START_SECONDS = 30
+START_SECONDS = 60
 
 
 def a_free_port() -> int:
@@ -52,7 +52,7 @@ class ServerProcess:
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()  # ends a frozen one as well
-        self.process.wait(10)
+        self.process.wait(60)
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

@@ -51,11 +51,11 @@ class StreamPeer:
             self._inbox.put_nowait(message)
 
     async def connected(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self._connected.wait()
 
     async def heard(self) -> RouterMessage:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self._inbox.get()
 
     async def say(self, message: WorkerMessage | pb.WorkerMessage) -> None:
@@ -91,7 +91,7 @@ class Heard:
         self._events.put_nowait(event)
 
     async def take(self) -> WorkerEvent:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self._events.get()
 
 

@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 
-SECONDS = 20
+SECONDS = 60
 
 
 class TritonClient:
@@ -28,7 +28,7 @@ class TritonClient:
         self._process.stdin.write(json.dumps({"do": do, "address": address, **arguments}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, f"the client ended with {self._process.wait(5)}"
+        assert line, f"the client ended with {self._process.wait(60)}"
         return json.loads(line)
 
     def close(self):

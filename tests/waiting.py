@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-SECONDS = 20.0
+SECONDS = 60.0
 BETWEEN_SECONDS = 0.01
 
 Found = TypeVar("Found")

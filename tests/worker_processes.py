@@ -16,7 +16,7 @@ from fleet.work import Goodbye, Hello, Rejected, RouterMessage, Step, WorkerMess
 from kvstore.frames import FrameConnection, connect
 from workers.settings import WorkerSettings
 
-SECONDS = 30  # for a process to start or to end
+SECONDS = 60  # for a process to start or to end
 
 
 class WorkerProcess:

@@ -17,7 +17,7 @@ from tests.kv_builders import HandClock
 from tests.waiting import until
 from workers.ports import RegistryUnreachable, Superseded
 
-SECONDS = 20
+SECONDS = 60
 WORKER, OTHER = WorkerId("decode-0"), WorkerId("decode-1")
 OLD, NEW = Incarnation("old"), Incarnation("new")
 ADDRESS, ELSEWHERE = "10.0.0.1:50060", "10.0.0.2:50060"

@@ -266,7 +266,7 @@ async def test_what_is_no_file_keeps_nobody_waiting(tmp_path, name):
     os.mkfifo(tmp_path / name)
     async with connector_of(FolderTarget(folder=str(tmp_path)), Writer.PLANNER) as planner:
         with pytest.raises(Unreachable, match=name):
-            await asyncio.wait_for(planner.observe(), 5)
+            await asyncio.wait_for(planner.observe(), 60)
 
 
 async def test_an_orchestrator_that_has_gone_takes_nothing_up_and_the_plan_says_until_when_it_counts(tmp_path):

@@ -74,7 +74,7 @@ async def a_real_one() -> AsyncIterator[tuple[Router, Cancellations]]:
         await workers.settle()
         return count
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(server.run())
         worker = workers.join(a_description(role=Role.BOTH))
         await workers.settle()

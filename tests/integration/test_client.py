@@ -166,8 +166,9 @@ async def test_a_timeout_is_a_deadline_exceeded(fronts, client):
     fronts.will_answer(TEXT)
     fronts.router.hold_after = 1
 
-    with pytest.raises(DeadlineExceeded):
-        await client.complete("once", timeout_seconds=0.2)
+    while not fronts.router.submitted:  # on a busy machine, the time may pass before it is sent
+        with pytest.raises(DeadlineExceeded):
+            await client.complete("once", timeout_seconds=0.2)
 
     await fronts.router.until(fronts.router.cancelled)
     with pytest.raises(DeadlineExceeded):
@@ -238,7 +239,7 @@ async def test_a_server_that_is_not_there_is_unavailable():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         async with AsyncClient(address) as client:
             with pytest.raises(Unavailable) as raised:
-                await client.complete("once", timeout_seconds=5)
+                await client.complete("once", timeout_seconds=60)
             assert raised.value.reason is None
             with pytest.raises(FleetError):
                 await client.models()
@@ -285,8 +286,9 @@ async def test_the_synchronous_client_cancels_and_times_out(fronts):
             threading.Timer(0.05, stream.cancel).start()
             with pytest.raises(Cancelled):
                 next(stream)
-            with pytest.raises(DeadlineExceeded):
-                client.complete("twice", timeout_seconds=0.2)
+            while len(fronts.router.submitted) < 2:
+                with pytest.raises(DeadlineExceeded):
+                    client.complete("twice", timeout_seconds=0.2)
 
     await asyncio.to_thread(use)
     await fronts.router.until(fronts.router.cancelled, 2)

@@ -43,7 +43,7 @@ async def test_connections_end_in_time_and_no_call_does(server):
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with asyncio.timeout(20), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with asyncio.timeout(60), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             streaming = channel.unary_stream("/a.Service/Stream")(b"")
             ask = channel.unary_unary("/a.Service/Ask")
             while len(peers) < 3:

@@ -28,7 +28,7 @@ def folder():
 
 
 def discovery(folder) -> FileDiscovery:
-    return FileDiscovery(folder=str(folder / "workers"), lease_seconds=2, poll_ms=50)
+    return FileDiscovery(folder=str(folder / "workers"), lease_seconds=20, poll_ms=50)
 
 
 def a_worker(folder, name: str) -> WorkerSettings:
@@ -82,7 +82,7 @@ async def test_a_router_that_starts_cold_finds_workers_drops_the_killed_and_take
                 await until_answered(both)
                 worker.kill()
                 await worker.ended()
-                await until_answered(only_one, 2)
+                await until_answered(only_one, 10)  # long before its lease would end
                 assert all([await served() for _ in range(8)])
                 (folder / "one.sock").unlink(missing_ok=True)
                 await worker.start()

@@ -90,7 +90,7 @@ async def until_held(address: str, prompt: bytes) -> None:
     """The node has all full blocks of a prompt; asked as any other process of the host may ask."""
     client = await asyncio.to_thread(StoreClient.connect, address, namespace())
     with client:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(await asyncio.to_thread(client.match, chain(prompt, BLOCK_TOKENS), lease_seconds=0)) < BLOCKS:
                 await asyncio.sleep(0.01)
 
@@ -171,7 +171,7 @@ async def test_a_killed_worker_leaves_what_a_killed_node_leaves_and_is_started_a
             again = a_prompt()
             tokens, _ = await answered(worker, again)
             await until_held(f"unix:{folder}/kv", again)
-            async with asyncio.timeout(20):  # until the other worker's client has found the new node
+            async with asyncio.timeout(60):  # until the other worker's client has found the new node
                 while blocks_from((end := (await answered(second, again))[1]).kv, Source.STORE) == 0:
                     assert blocks_from(end.kv, Source.COMPUTED) + blocks_from(end.kv, Source.ENGINE) == BLOCKS + 1
                     again = a_prompt()
@@ -207,7 +207,7 @@ async def test_metrics_and_health_are_those_of_any_node(folder):
     port, prompt = a_free_port(), a_prompt()
 
     def metrics() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             return answer.read().decode()
 
     async with here(a_worker(folder, node=node_in(folder, metrics_listen=f"127.0.0.1:{port}"))) as one:
@@ -216,7 +216,7 @@ async def test_metrics_and_health_are_those_of_any_node(folder):
 
         assert f'kvstore_tier_blocks{{tier="cpu"}} {BLOCKS}.0' in await asyncio.to_thread(metrics)
         async with grpc.aio.insecure_channel(f"unix:{folder}/kv") as channel:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -257,7 +257,7 @@ async def test_a_node_that_ends_by_itself_ends_the_worker(folder, monkeypatch):
     monkeypatch.setattr(embedded, "serve", breaking)
 
     with pytest.raises(NodeEnded, match="the store node has ended by itself"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await run_worker(a_worker(folder), lambda endpoints: failing.set())
 
     assert names_in(folder) == set()

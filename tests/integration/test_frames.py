@@ -52,7 +52,7 @@ class Heard:
         self.happened.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 self.happened.clear()
                 await self.happened.wait()
@@ -75,7 +75,7 @@ class Accepted:
         return self.all[-1]
 
     async def first(self) -> Heard:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.happened.wait()
         return self.all[0]
 
@@ -98,7 +98,7 @@ async def connected(address: str, **settings: object) -> Heard:
         made.append(Heard(connection))
         return made[0]
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await connect(address, accept, limit=LIMIT, **settings)
     return made[0]
 
@@ -231,7 +231,7 @@ async def test_what_a_peer_does_not_take_fills_the_connection_until_it_does():
         client.connection.pause_reading()
         piece = b"x" * 1000
         sent = 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not server.connection.full:
                 server.connection.send(piece)
                 sent += 1
@@ -270,7 +270,7 @@ async def test_a_pause_holds_although_a_large_piece_was_just_cut():
         server.received = lambda payload: (server.payloads.append(payload), server.connection.pause_reading())
         for _ in range(40):
             client.connection.send(b"x" * 50_000)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not server.payloads:
                 await asyncio.sleep(0)
         held = len(server.payloads)
@@ -280,7 +280,7 @@ async def test_a_pause_holds_although_a_large_piece_was_just_cut():
         assert len(server.payloads) == held
         server.received = server.payloads.append
         server.connection.resume_reading()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(server.payloads) < 40:
                 await asyncio.sleep(0)
 

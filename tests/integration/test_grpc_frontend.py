@@ -137,6 +137,7 @@ async def test_a_stop_string_ends_the_text_before_it(fronts, stub):
 
     assert (text, finished.reason) == ("the quick brow", pb.FINISH_REASON_STOP)
     assert finished.usage.completion_tokens == len(tokens)
+    await fronts.router.until(fronts.router.cancelled)
     assert fronts.router.cancelled == [fronts.router.submitted[0].request_id]
 
 
@@ -195,7 +196,7 @@ async def test_an_unknown_model_is_not_found(fronts, stub):
 
 
 async def raw(channel: grpc.aio.Channel, content: bytes) -> grpc.aio.AioRpcError:
-    call = channel.unary_stream("/fleet.v1.Inference/Generate", request_serializer=bytes)(content, timeout=10)
+    call = channel.unary_stream("/fleet.v1.Inference/Generate", request_serializer=bytes)(content, timeout=60)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         async for _ in call:
             pass
@@ -280,10 +281,11 @@ async def test_the_deadline_of_a_call_reaches_the_router_and_ends_it(fronts, stu
     fronts.will_answer(TEXT)
     fronts.router.hold_after = 1
 
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await collect(stub.Generate(pb.GenerateRequest(text="x", timeout_ms=60_000), timeout=0.3))
+    while not fronts.router.submitted:  # on a busy machine, the time may pass before it is sent
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await collect(stub.Generate(pb.GenerateRequest(text="x", timeout_ms=60_000), timeout=0.3))
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
-    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await fronts.router.until(fronts.router.cancelled)
     assert fronts.router.submitted[0].deadline - fronts.generation._clock.now() < 1_000_000_000
 
@@ -303,7 +305,7 @@ SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024
 """Of a client that takes little before it reads."""
 
 
-async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, monkeypatch, caplog):
+async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, monkeypatch, said):
     monkeypatch.setattr(grpc_calls, "WRITE_SECONDS", 0.2)
     fronts.router.answer = [300] * 4000
     asked = pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=3900, ignore_eos=True))
@@ -319,8 +321,8 @@ async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, monk
             short = pb.GenerateRequest(text="y", sampling=pb.Sampling(max_tokens=1))
             assert await collect(inference_pb2_grpc.InferenceStub(other).Generate(short))
         call.cancel()
-    assert fronts.generation.running == 0
-    assert caplog.records == []
+    await until(lambda: fronts.generation.running == 0)
+    assert said.records == []
 
 
 async def test_a_bug_is_internal_and_the_next_call_is_served(fronts, stub, caplog):
@@ -382,12 +384,12 @@ async def test_health_follows_the_workers(fronts, channel):
     ],
     ids=["check", "watch", "reflection"],
 )  # fmt: skip
-async def test_garbage_is_refused_by_the_standard_services_without_a_word_in_the_log(channel, caplog, ask):
+async def test_garbage_is_refused_by_the_standard_services_without_a_word_in_the_log(channel, said, ask):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await ask(channel)
 
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caplog.records == []
+    assert said.records == []
 
 
 async def test_reflection_lists_the_services(channel):

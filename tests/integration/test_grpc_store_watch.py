@@ -12,10 +12,9 @@ import pytest
 from fleet.adapters.grpc_store_watch import GrpcStoreWatch
 from fleet.router.messages import StoreChanged
 from fleet.router.settings import RouterSettings
-from kvstore.client import StoreClient
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import a_block, a_chain, a_namespace, a_node
+from tests.kv_builders import a_block, a_chain, a_namespace, a_node, a_store_client
 
 pytestmark = pytest.mark.integration
 
@@ -31,7 +30,7 @@ class Watching:
         await self._watch.run(self._heard.put)
 
     async def next(self) -> StoreChanged:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await self._heard.get()
 
     async def blocks(self, wanted: int) -> set[bytes]:
@@ -55,7 +54,7 @@ async def watching(address: str):
 
 async def put(address: str, chain: list[bytes]) -> None:
     def work() -> None:
-        client = StoreClient.connect(address, a_namespace())
+        client = a_store_client(address, a_namespace())
         try:
             client.write(chain, [a_block(index) for index in range(len(chain))])
         finally:

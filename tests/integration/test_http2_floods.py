@@ -48,7 +48,7 @@ def router(tmp_path):
         yield psutil.Process(process.pid), endpoints["grpc"]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        process.wait(60)
 
 
 def test_streams_that_are_reset_at_once_take_bounded_memory_and_others_are_soon_served(router):

@@ -274,7 +274,7 @@ async def test_head_and_first_event_arrive_together(fronts):
     fronts.router.hold_after = 2  # tokens are single steps, so that something was sent before
     async with connected(fronts) as peer:
         await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": True}))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             first = await peer._reader.read(65536)
 
     assert first.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -293,7 +293,7 @@ async def test_a_client_that_disconnects_cancels_its_request(fronts):
                 await peer.head()
 
         await fronts.router.until(fronts.router.cancelled, count)
-    assert fronts.generation.running == 0
+    await until(lambda: fronts.generation.running == 0)
 
 
 async def test_a_client_that_closes_its_side_is_taken_to_be_gone(fronts):
@@ -441,7 +441,7 @@ async def test_a_client_that_never_reads_is_cut_off(model_dir):
 
             await fronts.router.until(fronts.router.cancelled)
 
-        assert fronts.generation.running == 0
+        await until(lambda: fronts.generation.running == 0)
 
 
 async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_taken(model_dir):

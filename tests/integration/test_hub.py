@@ -180,7 +180,7 @@ async def test_a_worker_that_is_asked_to_end_while_its_model_comes_ends_at_once_
     async with a_process(tmp_path, "worker", worker) as process:
         assert await asyncio.to_thread(hub.holding.wait, SECONDS)
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             said, _ = await process.communicate()
     assert (process.returncode, said) == (0, b"")
 

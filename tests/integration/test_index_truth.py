@@ -21,11 +21,13 @@ from tests.builders import an_arrival
 from tests.engine_driving import fresh_prompt
 from tests.kv_builders import a_short_folder
 from tests.simulated_clusters import simulated
+from tests.stopwatch import at_most
+from tests.waiting import until
 from tests.worker_processes import WorkerProcess, a_worker_process
 
 pytestmark = pytest.mark.integration
 
-PATIENCE_SECONDS = 1.0  # the lease of a worker's stream: what says nothing for so long is lost
+PATIENCE_SECONDS = 10.0  # the lease of a worker's stream: what says nothing for so long is lost
 IDS = ("w1", "w2", "w3")
 
 
@@ -45,7 +47,7 @@ class Router:
             sampling=Sampling(temperature=0, max_tokens=4),
             pin=None if pin is None else WorkerId(pin),
         )
-        async with asyncio.timeout(20), self.server.submit(arrived) as events:
+        async with asyncio.timeout(60), self.server.submit(arrived) as events:
             async for event in events:
                 if isinstance(event, Complete):
                     return
@@ -54,15 +56,6 @@ class Router:
         """Keys by worker."""
         index = self.machine._roster.index
         return {each: set(index._held[engine_cache(WorkerId(each))]) for each in IDS if engine_cache(each) in index}
-
-    async def until(self, what, within: float = 20) -> float:
-        """Seconds that it took."""
-        clock = asyncio.get_running_loop()
-        began = clock.time()
-        async with asyncio.timeout(within):
-            while not what():
-                await asyncio.sleep(0.005)
-        return clock.time() - began
 
 
 @asynccontextmanager
@@ -85,7 +78,7 @@ async def a_router(processes: dict[str, WorkerProcess], name: str) -> AsyncItera
             tasks.create_task(router.streams.run(router.server.hear)),
             tasks.create_task(router.server.run()),
         ]
-        await router.until(lambda: len(router.view()) == len(IDS))
+        await until(lambda: len(router.view()) == len(IDS))
         yield router
         for task in running:
             task.cancel()
@@ -96,23 +89,23 @@ async def test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die(
     async with workers() as processes, a_router(processes, "first") as first:
         for number in range(30):
             await first.ask(fresh_prompt(rng.randrange(100, 500)), pin=IDS[number % 3])
-        await first.until(lambda: min(map(len, first.view().values())) >= 40)
+        await until(lambda: min(map(len, first.view().values())) >= 40)
 
         async with a_router(processes, "second") as second:
-            await second.until(lambda: second.view() == first.view(), within=5)  # all of it, not 99 %
+            await until(lambda: second.view() == first.view())  # all of it, not 99 %
 
             processes["w2"].kill()
-            gone = await second.until(lambda: "w2" not in second.view(), within=PATIENCE_SECONDS)
-            await first.until(lambda: "w2" not in first.view(), within=PATIENCE_SECONDS)
-            assert gone < PATIENCE_SECONDS
+            with at_most(PATIENCE_SECONDS / 2):  # its connection says so, and not its silence
+                await until(lambda: "w2" not in second.view())
+                await until(lambda: "w2" not in first.view())
             processes["w3"].freeze()
             try:
-                frozen = await second.until(lambda: "w3" not in second.view(), within=3 * PATIENCE_SECONDS)
-                assert frozen < 2 * PATIENCE_SECONDS
+                with at_most(2 * PATIENCE_SECONDS):
+                    await until(lambda: "w3" not in second.view())
                 await second.ask(fresh_prompt(300))  # neither keeps it from serving
                 assert second.view().keys() == {"w1"}
                 assert first.machine._roster.index.blocks.keys() == {engine_cache(WorkerId("w1"))}
             finally:
                 processes["w3"].thaw()
-            await second.until(lambda: "w3" in second.view() and second.view()["w3"])
+            await until(lambda: "w3" in second.view() and second.view()["w3"])
             second.machine.check()

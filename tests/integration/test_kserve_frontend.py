@@ -441,7 +441,7 @@ async def test_what_long_messages_of_running_requests_take_together_is_bounded(f
     await until(lambda: kserve.door._held_bytes == 0)
 
 
-async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, caplog):
+async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, said):
     fronts.will_answer("the quick brown fox " * 50)
     fronts.router.pause_seconds = 0.001
     call = stub.ModelStreamInfer([streaming(a_message(parameters={"max_tokens": 500}))] * 20)
@@ -451,7 +451,7 @@ async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fron
     call.cancel()
 
     await fronts.router.until(fronts.router.cancelled, 20)
-    assert [record.message for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+    assert [record.message for record in said.records if record.levelname in ("ERROR", "CRITICAL")] == []
 
 
 class GoneCaller:
@@ -467,13 +467,13 @@ class GoneCaller:
         raise grpc.aio.InternalError("nobody reads")
 
 
-async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_word(fronts, kserve, caplog):
+async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_word(fronts, kserve, said):
     fronts.will_answer(TEXT)
     fronts.router.refuse = Refused(Reason.NO_WORKER, "none")  # the first one
 
     async def messages() -> AsyncIterator[bytes]:
         yield a_message().SerializeToString()
-        await asyncio.sleep(0.01)
+        await until(lambda: fronts.router.refused)
         fronts.router.refuse = None
         for _ in range(3):
             yield streaming(a_message()).SerializeToString()
@@ -482,7 +482,7 @@ async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_wor
     with pytest.raises(asyncio.CancelledError):
         await fronts.grpc._generate(inference_pb2.GenerateRequest(text="x").SerializeToString(), GoneCaller())
 
-    assert caplog.records == []
+    assert said.records == []
     assert len(fronts.router.cancelled) == 4
     assert fronts.generation.running == 0
 
@@ -501,7 +501,7 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_else(fronts, kserve, 
 
 
 async def test_a_caller_that_does_not_read_for_too_long_is_given_up_with_all_its_requests(
-    fronts, kserve, monkeypatch, caplog
+    fronts, kserve, monkeypatch, said
 ):
     monkeypatch.setattr(grpc_calls, "WRITE_SECONDS", 0.5)  # for each in turn that would be longer than `until` waits
     fronts.router.answer = [300] * 4000
@@ -513,20 +513,20 @@ async def test_a_caller_that_does_not_read_for_too_long_is_given_up_with_all_its
         await fronts.router.until(fronts.router.cancelled, 30)
 
         call.cancel()
-    assert fronts.generation.running == 0
-    assert caplog.records == []
+    await until(lambda: fronts.generation.running == 0)
+    assert said.records == []
 
 
 async def test_the_earlier_of_the_deadlines_of_call_and_request_counts(fronts, stub):
     fronts.will_answer("the fox")
 
-    await stub.ModelInfer(a_message(parameters={"timeout": 2_000_000}), timeout=50)
-    await stub.ModelInfer(a_message(parameters={"timeout": 50_000_000}), timeout=2)
+    await stub.ModelInfer(a_message(parameters={"timeout": 100_000_000}), timeout=5000)
+    await stub.ModelInfer(a_message(parameters={"timeout": 5_000_000_000}), timeout=100)
     await stub.ModelInfer(a_message())
 
     now = fronts.generation._clock.now()
     deadlines = [arrived.deadline for arrived in fronts.router.submitted]
-    assert all(0 < deadline - now < 3 * SECOND for deadline in deadlines[:2])
+    assert all(0 < deadline - now < 101 * SECOND for deadline in deadlines[:2])
     assert deadlines[2] is None
 
 
@@ -557,7 +557,7 @@ async def test_without_workers_it_is_live_and_not_ready(fronts, stub, channel):
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
     health = health_pb2_grpc.HealthStub(channel)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for told in health.Watch(health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService")):
             if told.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                 break

@@ -202,8 +202,8 @@ async def test_who_has_the_secret_may_call_synchronously_or_not():
         assert await asyncio.to_thread(ask, address, access) == "asked"
         async with access.aio_channel(address, ()) as channel:
             stub = pb_grpc.BlockStoreStub(channel)
-            assert (await stub.Stats(pb.StatsRequest(), timeout=5)).store_id == "asked"
-            assert [each.sequence async for each in stub.Watch(pb.WatchRequest(), timeout=5)] == [1]
+            assert (await stub.Stats(pb.StatsRequest(), timeout=60)).store_id == "asked"
+            assert [each.sequence async for each in stub.Watch(pb.WatchRequest(), timeout=60)] == [1]
 
 
 @pytest.mark.parametrize(
@@ -216,10 +216,10 @@ async def test_who_has_not_the_secret_is_refused_every_call(access, says):
         assert says in error.details()
         async with access.aio_channel(address, ()) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match=says):
-                await first(pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest(), timeout=5))
+                await first(pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest(), timeout=60))
             listing = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-                await first(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(listing, timeout=5))
+                await first(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(listing, timeout=60))
 
 
 @pytest.mark.parametrize("text", ["garbage", "1.2.3", "-1.00.00"])
@@ -242,7 +242,7 @@ async def test_an_answer_that_is_not_proven_is_not_believed():
         assert "not proven" in error.details()
         async with Access(secret=SECRET).aio_channel(address, ()) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="not proven"):
-                await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=5)
+                await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=60)
 
 
 async def test_health_can_be_asked_and_unix_sockets_are_open_without_a_proof():
@@ -250,7 +250,7 @@ async def test_health_can_be_asked_and_unix_sockets_are_open_without_a_proof():
         async with a_control_plane(Access(secret=SECRET), f"unix:{folder}/c") as address:
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
-                await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
             assert await asyncio.to_thread(ask, f"unix:{folder}/c", Access()) == "asked"
 
 
@@ -262,7 +262,7 @@ async def test_certificates_of_the_same_authority_are_enough(tmp_path):
         assert await asyncio.to_thread(ask, address, client) == "asked"
         async with client.aio_channel(address, ()) as channel:
             stub = pb_grpc.BlockStoreStub(channel)
-            assert (await stub.Stats(pb.StatsRequest(), timeout=5)).store_id == "asked"
+            assert (await stub.Stats(pb.StatsRequest(), timeout=60)).store_id == "asked"
 
 
 async def test_no_certificate_or_one_of_another_authority_gets_nowhere(tmp_path):

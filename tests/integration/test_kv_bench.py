@@ -18,6 +18,7 @@ from loadtests.environments import Distribution, python_of
 from loadtests.kvstore.nodes import ROOT
 from loadtests.kvstore.peers import processes
 from loadtests.kvstore.peers.processes import PeerProcess
+from tests.stopwatch import at_most
 
 pytestmark = pytest.mark.integration
 
@@ -70,11 +71,8 @@ def test_a_peer_that_died_is_not_waited_for_again(peer):
     with pytest.raises(Absent, match="does not answer"):
         peer.ask("die")
 
-    started = time.monotonic()
-    with pytest.raises(Absent, match="does not answer"):
+    with at_most(10), pytest.raises(Absent, match="does not answer"):
         peer.ask("add", a=1, b=1)
-
-    assert time.monotonic() - started < 0.1
 
 
 def test_a_peer_that_hangs_is_given_up_with_its_children(peer, monkeypatch):
@@ -85,7 +83,7 @@ def test_a_peer_that_hangs_is_given_up_with_its_children(peer, monkeypatch):
     with pytest.raises(Absent, match="does not answer"):
         peer.ask("hang")
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "its child lives on"
         time.sleep(0.01)

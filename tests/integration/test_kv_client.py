@@ -23,7 +23,18 @@ from kvstore.messages import DataPath, Held, Match
 from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from tests.kv_builders import BLOCK_BYTES, HandClock, a_block, a_chain, a_namespace, a_node, a_short_folder, empty
+from tests.kv_builders import (
+    BLOCK_BYTES,
+    HandClock,
+    a_block,
+    a_chain,
+    a_namespace,
+    a_node,
+    a_short_folder,
+    a_store_client,
+    empty,
+)
+from tests.stopwatch import at_most
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -47,12 +58,12 @@ def shared_node():
 
 @pytest.fixture(params=[DataPath.SHM, DataPath.TCP])
 def client(node, request):
-    with StoreClient.connect(node.address, a_namespace(), prefer=(request.param,)) as client:
+    with a_store_client(node.address, a_namespace(), prefer=(request.param,)) as client:
         yield client
 
 
 def another(client: StoreClient, node) -> StoreClient:
-    return StoreClient.connect(node.address, client.namespace, prefer=(client.path,))
+    return a_store_client(node.address, client.namespace, prefer=(client.path,))
 
 
 def fetch(client: StoreClient, chain) -> list[np.ndarray | None]:
@@ -81,11 +92,11 @@ def test_blocks_of_one_client_are_read_by_another(client, node):
 
 
 def test_the_preferred_path_is_taken_and_tcp_where_there_is_no_shared_memory(node):
-    with StoreClient.connect(node.address, a_namespace()) as client:
+    with a_store_client(node.address, a_namespace()) as client:
         assert client.path is DataPath.SHM
     with (
         a_node(shm_socket="") as elsewhere,
-        StoreClient.connect(elsewhere.address, a_namespace()) as client,
+        a_store_client(elsewhere.address, a_namespace()) as client,
     ):
         assert client.path is DataPath.TCP
         assert client.write(a_chain(1), [a_block(1)]) == 1
@@ -94,7 +105,7 @@ def test_the_preferred_path_is_taken_and_tcp_where_there_is_no_shared_memory(nod
 def test_shared_memory_that_could_not_be_had_is_taken_later(node):
     door, hidden = Path(node.endpoints.shm_socket), Path(node.folder) / "hidden"
     door.rename(hidden)
-    with StoreClient.connect(node.address, a_namespace()) as client:
+    with a_store_client(node.address, a_namespace()) as client:
         assert client.path is DataPath.TCP
         assert client.write(a_chain(2), a_block) == 2
         before = client.match(a_chain(2), lease_seconds=LEASE_SECONDS)
@@ -121,7 +132,7 @@ def test_attempts_to_get_at_shared_memory_have_pauses(node, monkeypatch):
 
     Path(node.endpoints.shm_socket).rename(Path(node.folder) / "hidden")
     monkeypatch.setattr("kvstore.link.with_memory", refuse)
-    with StoreClient.connect(node.address, a_namespace(), clock=clock) as client:
+    with a_store_client(node.address, a_namespace(), clock=clock) as client:
         for _ in range(80):
             assert client.stats()
             eventually(lambda: not client._link._seeking.locked())
@@ -133,7 +144,7 @@ def test_attempts_to_get_at_shared_memory_have_pauses(node, monkeypatch):
 def test_where_no_thread_can_be_had_calls_go_on_and_shared_memory_is_sought_later(node, monkeypatch):
     door, hidden = Path(node.endpoints.shm_socket), Path(node.folder) / "hidden"
     door.rename(hidden)
-    with StoreClient.connect(node.address, a_namespace()) as client:
+    with a_store_client(node.address, a_namespace()) as client:
         with monkeypatch.context() as crowded:
             crowded.setattr(threading.Thread, "start", no_thread)
             assert client.stats()
@@ -148,7 +159,7 @@ def no_thread(_: threading.Thread) -> None:
 
 def test_no_path_at_all_is_unreachable():
     with a_node(data_listen="") as node, pytest.raises(StoreUnreachable, match="no bytes can be moved"):
-        StoreClient.connect(node.address, a_namespace(), prefer=("tcp",))
+        a_store_client(node.address, a_namespace(), prefer=("tcp",))
 
 
 def test_held_blocks_are_neither_asked_for_nor_written_again(client):
@@ -184,9 +195,9 @@ def test_a_match_can_be_read_and_released_in_another_process(client, node):
 
     process = spawn.Process(target=read_elsewhere, args=(node.address, client.path, pickle.dumps(match), theirs))
     process.start()
-    assert ours.poll(20)
+    assert ours.poll(60)
     copies = ours.recv()
-    process.join(10)
+    process.join(60)
 
     assert [bytes(a_block(seed)) for seed in range(3)] == copies
     assert client.stats().pinned == 0
@@ -194,7 +205,7 @@ def test_a_match_can_be_read_and_released_in_another_process(client, node):
 
 def read_elsewhere(address: str, path: DataPath, pickled: bytes, answer: Connection) -> None:
     match: Match = pickle.loads(pickled)
-    with StoreClient.connect(address, a_namespace(), prefer=(path,)) as client:
+    with a_store_client(address, a_namespace(), prefer=(path,)) as client:
         copies = [bytearray(BLOCK_BYTES) for _ in range(len(match))]
         good = client.read(match, range(len(match)), copies)
         client.release(match.lease_id)
@@ -232,7 +243,7 @@ def test_an_expired_lease_whose_space_has_another_block_size_by_now_reads_as_a_m
     match = client.match(a_chain(CAPACITY_BLOCKS), lease_seconds=0.05)
     eventually(lambda: client.stats().leases == 0)  # it has to end by itself
     whole = a_namespace(model="big", block_bytes=CAPACITY_BLOCKS * BLOCK_BYTES)
-    with StoreClient.connect(node.address, whole) as big:
+    with a_store_client(node.address, whole) as big:
         assert big.write(a_chain(1), [a_block(99, whole.block_bytes)]) == 1
 
     good = client.read(match, range(len(match)), empty(len(match)))
@@ -330,7 +341,7 @@ def test_of_two_writers_of_the_same_chain_each_block_is_written_once(client, nod
     start = threading.Barrier(2)
 
     def write(writer: StoreClient) -> int:
-        start.wait(5)
+        start.wait(60)
         return writer.write(a_chain(8), a_block)
 
     with another(client, node) as other, ThreadPoolExecutor(2) as threads:
@@ -359,7 +370,7 @@ def test_a_corrupt_byte_is_never_returned_and_the_block_is_dropped(client, node)
 
 
 def flip_a_byte(node, namespace: Namespace, offset: int) -> None:
-    with StoreClient.connect(node.address, namespace, prefer=("shm",)) as vandal:
+    with a_store_client(node.address, namespace, prefer=("shm",)) as vandal:
         transport = vandal._link.session.transport
         assert isinstance(transport, SharedMemoryTransport)
         transport._mapping.bytes[offset] ^= 0x40
@@ -381,12 +392,12 @@ def test_a_writer_that_is_killed_holds_its_space_only_until_the_deadline():
         ours, theirs = spawn.Pipe()
         writer = spawn.Process(target=reserve_and_wait, args=(node.address, theirs))
         writer.start()
-        assert ours.poll(20)
+        assert ours.poll(60)
         assert ours.recv() == 4
         writer.kill()
-        writer.join(10)
+        writer.join(60)
 
-        with StoreClient.connect(node.address, a_namespace()) as client:
+        with a_store_client(node.address, a_namespace()) as client:
             assert client.write(a_chain(4, "mine"), a_block) in (0, 4)
             eventually(lambda: client.write(a_chain(4, "mine"), a_block) or len(fetch(client, a_chain(4, "mine"))) == 4)
             assert client.stats().expired == 1
@@ -394,7 +405,7 @@ def test_a_writer_that_is_killed_holds_its_space_only_until_the_deadline():
 
 
 def reserve_and_wait(address: str, told: Connection) -> None:
-    client = StoreClient.connect(address, a_namespace())
+    client = a_store_client(address, a_namespace())
     _, reservation = client._reserve(a_chain(4, "lost"), b"")
     told.send(len(reservation))
     threading.Event().wait()
@@ -407,14 +418,13 @@ def test_a_killed_node_means_misses_and_its_successor_is_found(client, node):
     node.kill()
 
     for _ in range(50):
-        started = time.monotonic()
-        assert len(client.match(chain, lease_seconds=LEASE_SECONDS)) == 0
-        assert client.write(a_chain(1, "b"), [a_block(9)]) == 0
-        into = empty(4)
-        for ok, copy, seed in zip(client.read(match, range(4), into), into, range(4), strict=True):
-            assert not ok or np.array_equal(copy, a_block(seed))
-        client.release(match.lease_id)
-        assert time.monotonic() - started < 4
+        with at_most(4):
+            assert len(client.match(chain, lease_seconds=LEASE_SECONDS)) == 0
+            assert client.write(a_chain(1, "b"), [a_block(9)]) == 0
+            into = empty(4)
+            for ok, copy, seed in zip(client.read(match, range(4), into), into, range(4), strict=True):
+                assert not ok or np.array_equal(copy, a_block(seed))
+            client.release(match.lease_id)
 
     node.start()
     eventually(lambda: client.write(chain, lambda index: a_block(10 + index)) == 4)
@@ -470,29 +480,26 @@ def test_a_match_of_an_unknown_node_is_a_miss(client):
 
 
 def test_a_node_that_hangs_costs_its_deadline_once(node):
-    with StoreClient.connect(node.address, a_namespace(), call_timeout_seconds=0.3) as client:
-        client.write(a_chain(1), [a_block(1)])
+    with a_store_client(node.address, a_namespace(), call_timeout_seconds=0.3) as client:
+        eventually(lambda: client.write(a_chain(1), [a_block(1)]))
         node.freeze()
         started = time.monotonic()
-        assert len(client.match(a_chain(1), lease_seconds=1)) == 0
-        first = time.monotonic() - started
-
-        for _ in range(100):
+        with at_most(20):
             assert len(client.match(a_chain(1), lease_seconds=1)) == 0
-            assert client.write(a_chain(1, "b"), [a_block(1)]) == 0
+        assert time.monotonic() - started > 0.25
 
-        assert 0.25 < first < 1
-        assert time.monotonic() - started < first + 0.3
+        with at_most(20):
+            for _ in range(100):
+                assert len(client.match(a_chain(1), lease_seconds=1)) == 0
+                assert client.write(a_chain(1, "b"), [a_block(1)]) == 0
+
         node.thaw()
         assert eventually(lambda: len(client.match(a_chain(1), lease_seconds=1))) == 1
 
 
 def test_connecting_to_nobody_fails_within_the_deadline():
-    with a_short_folder() as folder:
-        started = time.monotonic()
-        with pytest.raises(StoreUnreachable):
-            StoreClient.connect(f"unix:{folder}/nobody", a_namespace(), timeout_seconds=0.3)
-        assert time.monotonic() - started < 2
+    with a_short_folder() as folder, at_most(20), pytest.raises(StoreUnreachable):
+        a_store_client(f"unix:{folder}/nobody", a_namespace(), timeout_seconds=0.3)
 
 
 @pytest.mark.parametrize(
@@ -500,17 +507,17 @@ def test_connecting_to_nobody_fails_within_the_deadline():
     [("dtype", "bfloat16"), ("block_tokens", 64), ("kv_heads", 4), ("layout", "NHD"), ("format_version", 2)],
 )
 def test_a_layout_mismatch_is_refused_by_field_before_any_byte_moves(shared_node, field, value):
-    with StoreClient.connect(shared_node.address, a_namespace()) as client:
+    with a_store_client(shared_node.address, a_namespace()) as client:
         client.write(a_chain(1), [a_block(1)])
         with pytest.raises(LayoutMismatch, match=field) as refused:
-            StoreClient.connect(shared_node.address, a_namespace(**{field: value}))
+            a_store_client(shared_node.address, a_namespace(**{field: value}))
 
     assert refused.value.field == field
 
 
 def test_an_impossible_namespace_is_refused_by_field(shared_node):
     with pytest.raises(InvalidArgument) as refused:
-        StoreClient.connect(shared_node.address, a_namespace(block_bytes=CAPACITY_BLOCKS * BLOCK_BYTES + 1))
+        a_store_client(shared_node.address, a_namespace(block_bytes=CAPACITY_BLOCKS * BLOCK_BYTES + 1))
 
     assert refused.value.field == "namespace.block_bytes"
 
@@ -549,10 +556,10 @@ def test_a_bad_request_is_refused_by_field(shared_node, call, field, request_of)
     namespace = a_namespace()
     with grpc.insecure_channel(shared_node.address) as channel:
         stub = pb_grpc.BlockStoreStub(channel)
-        stub.Hello(pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest), timeout=5)
+        stub.Hello(pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest), timeout=60)
 
         with pytest.raises(grpc.RpcError) as refused:
-            getattr(stub, call)(request_of(shared_node.endpoints.incarnation, namespace.digest), timeout=5)
+            getattr(stub, call)(request_of(shared_node.endpoints.incarnation, namespace.digest), timeout=60)
 
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details().startswith(f"{field}: ")
@@ -575,7 +582,7 @@ def test_closing_a_client_ends_its_calls_without_an_error(client):
 
 
 def test_threads_that_write_and_read_a_store_that_overflows_never_get_wrong_bytes(client, node):
-    over = time.monotonic() + 1.5
+    least, over = time.monotonic() + 1.5, time.monotonic() + 60
     chains = [a_chain(6, f"c{number}") for number in range(8)]
     found = []
 
@@ -585,7 +592,7 @@ def test_threads_that_write_and_read_a_store_that_overflows_never_get_wrong_byte
     def work(seed: int) -> None:
         with another(client, node) as mine:
             turn = seed
-            while time.monotonic() < over:
+            while (now := time.monotonic()) < least or (len(found) <= 100 and now < over):
                 turn += 3
                 number = turn % len(chains)
                 mine.write(chains[number], lambda index, number=number: content(number, index))
@@ -599,7 +606,7 @@ def test_threads_that_write_and_read_a_store_that_overflows_never_get_wrong_byte
 
     assert len(found) > 100
     assert client.stats().evicted > 0
-    assert client.stats().pinned == 0
+    eventually(lambda: client.stats().pinned == 0)
 
 
 def test_clients_that_come_and_go_leave_nothing_open(client, node):
@@ -642,7 +649,7 @@ def test_a_session_that_waits_keeps_its_blocks_until_it_goes_on(node, client):
 def test_holds_have_a_share_of_the_pool_and_a_deadline():
     with (
         a_node(capacity_bytes=CAPACITY_BLOCKS * BLOCK_BYTES, max_held_share=0.25, max_hold_seconds=0.5) as node,
-        StoreClient.connect(node.address, a_namespace()) as client,
+        a_store_client(node.address, a_namespace()) as client,
     ):
         chain = a_chain(6)
         client.write(chain, a_block)
@@ -657,7 +664,7 @@ def test_a_tenant_over_its_quota_pays_with_its_own_blocks():
     quotas = {"tenant_quota_bytes": 4 * BLOCK_BYTES, "tenant_quotas": {yours.hex(): 2 * BLOCK_BYTES}}
     with (
         a_node(capacity_bytes=CAPACITY_BLOCKS * BLOCK_BYTES, **quotas) as node,
-        StoreClient.connect(node.address, a_namespace()) as client,
+        a_store_client(node.address, a_namespace()) as client,
     ):
         client.write(a_chain(2, "nobody"), a_block)
         assert client.write(a_chain(3, "mine"), a_block, tenant=mine) == 3

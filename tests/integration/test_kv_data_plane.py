@@ -36,6 +36,7 @@ from kvstore.transports.frames import (
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_server import STALLED, DataPlane
 from tests.kv_builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, soon
+from tests.stopwatch import at_most
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -104,14 +105,14 @@ async def plane():
 
 
 async def challenge(reader: asyncio.StreamReader) -> Status:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         magic, status, _ = CHALLENGE.unpack(await reader.readexactly(CHALLENGE.size))
     assert magic == MAGIC
     return Status(status)
 
 
 async def reply(reader: asyncio.StreamReader) -> list[Status]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         magic, count = REPLY.unpack(await reader.readexactly(REPLY.size))
         assert magic == MAGIC
         return [Status(status) for status in await reader.readexactly(count)]
@@ -119,13 +120,13 @@ async def reply(reader: asyncio.StreamReader) -> list[Status]:
 
 async def block(reader: asyncio.StreamReader, length: int = BLOCK_BYTES) -> tuple[bytes, Status]:
     """The rest of the reply to a GET of one block that is there."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return await reader.readexactly(length), Status((await reader.readexactly(1))[0])
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await reader.read() == b""
     except ConnectionResetError:
         return True
@@ -198,7 +199,7 @@ async def test_a_writer_whose_reservation_ends_halfway_touches_nothing_more(plan
     late = bytes(a_block(1))
     writer.write(a_request(Slot(slot.offset, slot.generation, crc32c([a_block(1)])), Operation.PUT) + late[:100])
     place = plane.tier.view(plane.machine.writable(plane.namespace.digest, slot))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while bytes(place[:100]) != late[:100]:
             await asyncio.sleep(0)
     plane.machine.expire(LEASE)
@@ -250,11 +251,11 @@ async def test_bytes_damaged_on_the_way_out_are_noticed_by_the_client(plane):
 async def test_a_client_that_stops_in_the_middle_is_cut(plane):
     idle_reader, idle_writer = await plane.dial()
     reader, writer = await plane.dial()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while any(connection.busy for connection in plane.plane.connections):
             await asyncio.sleep(0)
     writer.write(MAGIC)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not any(connection.busy for connection in plane.plane.connections):
             await asyncio.sleep(0)
 
@@ -304,28 +305,27 @@ async def test_connections_beyond_the_limit_are_refused(plane, monkeypatch):
 
 def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_costs_nothing_after():
     with a_node_that_only_opens() as address:
-        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(5))
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
         started = time.monotonic()
-        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [BlockOutcome.GONE]
-        first = time.monotonic() - started
-
-        for _ in range(100):
+        with at_most(20):
             assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [BlockOutcome.GONE]
+        assert time.monotonic() - started > 0.25
 
-        assert 0.25 < first < 1
-        assert time.monotonic() - started < first + 0.2
+        with at_most(20):
+            for _ in range(100):
+                assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [BlockOutcome.GONE]
         transport.close()
 
 
 def test_closing_ends_calls_of_other_threads():
     with a_node_that_only_opens() as address, ThreadPoolExecutor(1) as threads:
-        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(5))
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
         reading = threads.submit(transport.get, [Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60))
         eventually(lambda: transport._busy)
 
         transport.close()
 
-        assert reading.result(5) == [BlockOutcome.GONE]
+        assert reading.result(60) == [BlockOutcome.GONE]
         assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60)) == [BlockOutcome.GONE]
 
 
@@ -341,9 +341,9 @@ def test_closing_ends_calls_of_other_threads():
 )
 def test_a_node_that_talks_nonsense_is_a_miss(nonsense):
     with a_node_that_only_opens(and_says=nonsense) as address:
-        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(5))
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
 
-        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(5)) == [BlockOutcome.GONE]
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(30)) == [BlockOutcome.GONE]
 
         transport.close()
 
@@ -361,7 +361,7 @@ def a_node_that_only_opens(and_says: bytes = b"") -> Iterator[str]:
                 connection.recv(REQUEST.size + ENTRY.size, socket.MSG_WAITALL)
                 connection.sendall(and_says)
             else:
-                over.wait(10)
+                over.wait(60)
 
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -402,7 +402,7 @@ async def a_proxy_that_flips_a_byte(port: int, at: int) -> AsyncIterator[int]:
 
     async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
         yield server.sockets[0].getsockname()[1]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await over.wait()
 
 
@@ -411,7 +411,7 @@ class SlowLink:
 
     def __init__(self, port: int):
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(5)
+        self._listener.settimeout(60)
         self._server_port = port
         self.port = self._listener.getsockname()[1]
         self._open = threading.Event()
@@ -439,7 +439,7 @@ class SlowLink:
             with suppress(OSError):
                 while data := server.recv(1 << 16):
                     if self._bytes >= 1 << 17:
-                        self._open.wait(5)
+                        self._open.wait(60)
                     client.sendall(data)
                     self._bytes += len(data)
             client.shutdown(socket.SHUT_RDWR)
@@ -460,8 +460,8 @@ async def a_slow_link(port: int) -> AsyncIterator[tuple[int, SlowLink]]:
 
 
 def read(plane: Plane, port: int, slot: Slot, key: Key | None = None) -> list[BlockOutcome]:
-    transport = TcpTransport(f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, soon(5), key)
+    transport = TcpTransport(f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, soon(30), key)
     try:
-        return transport.get([slot], [bytearray(plane.block_bytes)], soon(5))
+        return transport.get([slot], [bytearray(plane.block_bytes)], soon(30))
     finally:
         transport.close()

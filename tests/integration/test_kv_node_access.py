@@ -12,7 +12,7 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.server import open_node
 from kvstore.settings import StoreSettings
 from tests.certificates import Authority
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_store_client
 
 pytestmark = pytest.mark.integration
 
@@ -55,12 +55,12 @@ def test_a_node_with_a_secret_serves_who_has_it_and_nobody_else(tmp_path, secret
     with a_node(listen=["0.0.0.0:0"], data_listen="0.0.0.0:0", shm_socket="", credentials=secret) as node:
         address = f"127.0.0.1:{node.endpoints.listen[0].rpartition(':')[2]}"
 
-        with StoreClient.connect(address, a_namespace(), credentials=secret) as client:
+        with a_store_client(address, a_namespace(), credentials=secret) as client:
             assert client.path is DataPath.TCP
             round_trip(client)
         for credentials in (other, None):
             with pytest.raises(StoreUnreachable, match="UNAUTHENTICATED"):
-                StoreClient.connect(address, a_namespace(), credentials=credentials, timeout_seconds=2)
+                a_store_client(address, a_namespace(), credentials=credentials, timeout_seconds=2)
 
 
 def test_a_node_with_certificates_serves_clients_with_one(tmp_path, secret):
@@ -70,18 +70,18 @@ def test_a_node_with_certificates_serves_clients_with_one(tmp_path, secret):
     with a_node(listen=["0.0.0.0:0"], data_listen="0.0.0.0:0", shm_socket="", credentials=node_side) as node:
         address = f"127.0.0.1:{node.endpoints.listen[0].rpartition(':')[2]}"
 
-        with StoreClient.connect(address, a_namespace(), credentials=client_side) as client:
+        with a_store_client(address, a_namespace(), credentials=client_side) as client:
             round_trip(client)
         with pytest.raises(StoreUnreachable):
-            StoreClient.connect(address, a_namespace(), credentials=secret, timeout_seconds=0.5)
+            a_store_client(address, a_namespace(), credentials=secret, timeout_seconds=0.5)
 
 
 @needs_nixl
 def test_memory_is_shared_on_one_host_and_nixl_is_taken_before_tcp_elsewhere():
     with a_node(nixl="require") as node:
-        with StoreClient.connect(node.address, a_namespace()) as client:
+        with a_store_client(node.address, a_namespace()) as client:
             assert client.path is DataPath.SHM
-        with StoreClient.connect(
+        with a_store_client(
             node.address, a_namespace(), prefer=(DataPath.NIXL, DataPath.TCP), timeout_seconds=30
         ) as client:
             assert client.path is DataPath.NIXL
@@ -90,6 +90,6 @@ def test_memory_is_shared_on_one_host_and_nixl_is_taken_before_tcp_elsewhere():
 
 def test_without_nixl_on_the_node_the_next_way_is_taken():
     prefer = (DataPath.NIXL, DataPath.TCP)
-    with a_node(nixl="never") as node, StoreClient.connect(node.address, a_namespace(), prefer=prefer) as client:
+    with a_node(nixl="never") as node, a_store_client(node.address, a_namespace(), prefer=prefer) as client:
         assert client.path is DataPath.TCP
         round_trip(client)

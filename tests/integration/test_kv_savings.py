@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore.client import StoreClient
-from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node
+from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_store_client
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -22,8 +22,8 @@ def test_blocks_that_take_long_to_compute_outlive_those_that_do_not(dear):
     """Without the patience they would be worth the same, and the oldest go."""
     with (
         a_node(capacity_bytes=BLOCKS * BLOCK_BYTES, eviction="hazard") as node,
-        StoreClient.connect(node.address, a_namespace(model="small")) as small,
-        StoreClient.connect(node.address, a_namespace(model="large")) as large,
+        a_store_client(node.address, a_namespace(model="small")) as small,
+        a_store_client(node.address, a_namespace(model="large")) as large,
     ):
         patience = {small: 0.02, large: 0.02, {"small": small, "large": large}[dear]: 20.0}
         dear_client = max(patience, key=patience.__getitem__)

@@ -23,7 +23,7 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.movement import Fetch, Find, Keep, Movement
 from kvstore.server import open_node
 from kvstore.settings import StoreSettings
-from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_namespace, a_node, a_short_folder
+from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_namespace, a_node, a_short_folder, a_store_client
 from tests.servers import a_free_port, a_redis
 from tests.waiting import eventually
 
@@ -37,7 +37,7 @@ def an_ssd(folder, **fields):
 
 @contextmanager
 def a_client(node) -> Iterator[StoreClient]:
-    with StoreClient.connect(node.address, a_namespace()) as client:
+    with a_store_client(node.address, a_namespace()) as client:
         yield client
 
 
@@ -343,7 +343,7 @@ class Router:
 
     async def until(self, **held: list[bytes]) -> None:
         expected = {tier: set(names) for tier, names in held.items()}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while {tier: names for tier, names in self.held.items() if names} != expected:
                 change = await self._heard.get()
                 known = self.held.get(change.tier, set())
@@ -397,8 +397,8 @@ async def test_a_router_that_comes_late_hears_of_a_server_what_one_knows_that_wa
 def test_a_layout_that_a_tier_refuses_does_not_stand_in_the_way_of_one_that_fits(tmp_path):
     with a_node(tiers=[an_ssd(tmp_path, codec={"compression": "fp8"})]) as node:
         with pytest.raises(InvalidArgument, match="float32"):
-            StoreClient.connect(node.address, a_namespace(dtype="float32"))
-        StoreClient.connect(node.address, a_namespace(dtype="bfloat16", head_dim=16)).close()
+            a_store_client(node.address, a_namespace(dtype="float32"))
+        a_store_client(node.address, a_namespace(dtype="bfloat16", head_dim=16)).close()
 
 
 def test_metrics_tell_tier_by_tier(tmp_path):
@@ -411,7 +411,7 @@ def test_metrics_tell_tier_by_tier(tmp_path):
         are_kept(client, 3)
         client.release(client.match(a_chain(5), lease_seconds=1).lease_id)
         client.match(a_chain(5, "b"), lease_seconds=1)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values['kvstore_tier_hits_total{tier="cpu"}']) == 3

@@ -27,4 +27,4 @@ def test_a_router_may_open_as_many_files_as_the_system_lets_it(tmp_path):
         assert psutil.Process(router.pid).rlimit(psutil.RLIMIT_NOFILE) == (most, most)
     finally:
         router.send_signal(signal.SIGTERM)
-        router.wait(20)
+        router.wait(60)

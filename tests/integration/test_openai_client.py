@@ -19,7 +19,7 @@ TEXT = "the quick brown fox: Größe 漢字 🎉!"
 
 @pytest.fixture
 async def client(fronts: Fronts):
-    async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -254,7 +254,7 @@ async def test_the_synchronous_client_gets_the_same(fronts):
     fronts.will_answer(TEXT)
 
     def use() -> tuple[str, str]:
-        with openai.OpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        with openai.OpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             whole = client.chat.completions.create(model="tiny", messages=MESSAGES)
             stream = client.completions.create(model="tiny", prompt="once", max_tokens=100, stream=True)
             return whole.choices[0].message.content, "".join(chunk.choices[0].text for chunk in stream)

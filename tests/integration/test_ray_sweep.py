@@ -60,7 +60,7 @@ def address():
                 head.wait(60)
             except subprocess.TimeoutExpired:
                 head.kill()
-                head.wait(10)
+                head.wait(60)
             head.stdout.close()
 
 

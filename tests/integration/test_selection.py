@@ -38,13 +38,13 @@ class Brain:
         self._stub = stub
 
     async def select(self, tokens=PROMPT, **fields):
-        return await self._stub.Select(pb.SelectRequest(tokens=tokens, **fields), timeout=10)
+        return await self._stub.Select(pb.SelectRequest(tokens=tokens, **fields), timeout=60)
 
     async def report(self, lease_id, **fields):
-        return await self._stub.Report(pb.ReportRequest(lease_id=lease_id, **fields), timeout=10)
+        return await self._stub.Report(pb.ReportRequest(lease_id=lease_id, **fields), timeout=60)
 
     async def release(self, lease_id):
-        await self._stub.Release(pb.ReleaseRequest(lease_id=lease_id), timeout=10)
+        await self._stub.Release(pb.ReleaseRequest(lease_id=lease_id), timeout=60)
 
     def booked(self):
         """Requests and prefill tokens by worker."""

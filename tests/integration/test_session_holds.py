@@ -18,7 +18,7 @@ from kvstore.errors import LayoutMismatch
 from kvstore.fingerprint import Fingerprint, describe
 from tests.builders import an_arrival, token_bytes
 from tests.engine_driving import fresh_prompt
-from tests.kv_builders import a_block, a_namespace, a_node
+from tests.kv_builders import a_block, a_namespace, a_node, a_store_client
 from tests.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
 from tests.waiting import until
 from workers.holds import Hold, Release
@@ -41,7 +41,7 @@ def a_hold(tokens: bytes = TOKENS, lasting: Nanos = A_MINUTE, session: str = "ag
 @asynccontextmanager
 async def holding(**fields):
     """A node, what holds there, and a client."""
-    with a_node(**fields) as node, StoreClient.connect(node.address, NAMESPACE) as client:
+    with a_node(**fields) as node, a_store_client(node.address, NAMESPACE) as client:
         async with open_hold_keeper(node.address, KV, Credentials()) as holds:
             assert isinstance(holds, StoreHoldKeeper)
             yield holds, client
@@ -155,7 +155,7 @@ async def test_the_client_is_closed_after_the_call_that_is_under_way(monkeypatch
 
 
 async def test_a_node_with_other_blocks_leaves_no_thread_behind():
-    with a_node() as node, StoreClient.connect(node.address, NAMESPACE):
+    with a_node() as node, a_store_client(node.address, NAMESPACE):
         other = describe(a_namespace(block_bytes=2 * NAMESPACE.block_bytes, layers=2 * NAMESPACE.layers))
         with pytest.raises(LayoutMismatch):
             async with open_hold_keeper(node.address, other, Credentials()):
@@ -200,11 +200,11 @@ async def test_a_session_goes_on_from_its_blocks_although_others_have_filled_eng
     prompt = fresh_prompt(10 * BLOCK_TOKENS + 5)
     with (
         a_node(capacity_bytes=64 * PAGE, max_held_share=0.25) as node,
-        StoreClient.connect(node.address, namespace()) as client,
+        a_store_client(node.address, namespace()) as client,
     ):
         async with a_router(simulated(node.address), store=node.address) as router:
             await ask(router, prompt, 0, session)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while client.stats().blocks < 10 or client.stats().held_bytes < (10 * PAGE if session else 0):
                     await asyncio.sleep(0.01)
             for number in range(1, 15):  # 140 blocks, where engine and store have room for 64

@@ -16,12 +16,11 @@ from fleet.roles import KvPath, Phase, Placement, Role
 from fleet.router.messages import Complete
 from fleet.router.server import RouterServer
 from kvstore.block import chain
-from kvstore.client import StoreClient
 from kvstore.conversion import Conversion
 from kvstore.errors import LayoutMismatch
 from tests.builders import an_arrival
 from tests.engine_driving import Driven, blocks_from, bytes_from, driven, fresh_prompt, split, work
-from tests.kv_builders import a_node
+from tests.kv_builders import a_node, a_store_client
 from tests.servers import a_free_port
 from tests.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
 from tests.waiting import eventually
@@ -88,7 +87,7 @@ async def test_what_is_in_the_store_does_not_tell_who_wrote_it(node, tp, layout)
         await prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
         namespace = prefill.engine.facts.kv.at_rest
 
-    with StoreClient.connect(node.address, namespace) as client:
+    with a_store_client(node.address, namespace) as client:
         match = eventually(lambda: client.match(names, lease_seconds=10) or None)
         stored = [bytearray(BLOCK_BYTES) for _ in range(len(match))]
         assert all(client.read(match, range(len(match)), stored))
@@ -118,10 +117,10 @@ async def test_blocks_of_another_size_are_refused_at_the_handshake_and_counted()
                     pass
 
         assert refused.value.field == "block_tokens"
-        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             metrics = answer.read().decode()
         assert "kvstore_mismatches_total 1.0" in metrics
-        with StoreClient.connect(node.address, namespace()) as client:
+        with a_store_client(node.address, namespace()) as client:
             stats = eventually(client.stats)
             assert (stats.blocks, stats.bytes_written) == (0, 0)
 

@@ -2,11 +2,11 @@
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ from tests.ssd_disks import (
     settings_for,
     soon,
 )
+from tests.stopwatch import at_most
 from tests.waiting import eventually
 
 MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT
@@ -230,7 +231,7 @@ def test_a_read_that_hangs_delays_its_own_call_only(tmp_path, faults):
     clock.advance(60)
     assert stuck.is_alive(), "its buffers are in use"
     gate.open()
-    stuck.join(20)
+    stuck.join(60)
     assert answers[0][0].outcome is GONE, "it came too late"
     assert tier.status().failures == 1
     tier.check()
@@ -246,14 +247,13 @@ def test_when_all_threads_hang_others_give_up_at_their_deadline(tmp_path, faults
     stuck = [in_thread(lambda: get(tier, keys_of(1)))[0] for _ in range(2)]
     eventually(tier._crew._scratch.empty)
 
-    began = time.monotonic()
-    assert get(tier, keys, deadline=soon(0.1)) == [GONE] * 4
-    assert put(tier, keys_of(2, "b"), deadline=soon(0.1)) == [False] * 2
-    assert time.monotonic() - began < 5
+    with at_most(5):
+        assert get(tier, keys, deadline=soon(0.1)) == [GONE] * 4
+        assert put(tier, keys_of(2, "b"), deadline=soon(0.1)) == [False] * 2
 
     gate.open()
     for thread in stuck:
-        thread.join(20)
+        thread.join(60)
     assert get(tier, keys) == [MOVED] * 4
     assert tier.status().failures == 2
     tier.close()
@@ -274,7 +274,7 @@ def test_calls_do_not_pile_up_on_a_disk_that_hangs(tmp_path, faults):
 
     gate.open()
     for thread in stuck:
-        thread.join(20)
+        thread.join(60)
     assert get(tier, keys) == [MOVED] * 2
     tier.close()
 
@@ -293,7 +293,7 @@ def test_a_segment_that_is_being_read_is_not_written_over(tmp_path, faults):
     for number in range(20):
         assert put(tier, keys_of(PER_SEGMENT, f"n{number}")) == [True] * PER_SEGMENT
     gate.open()
-    reader.join(20)
+    reader.join(60)
 
     assert outcomes == [[MOVED] * PER_SEGMENT]
     put(tier, keys_of(PER_SEGMENT, "after"))
@@ -317,7 +317,7 @@ def test_where_all_segments_are_being_read_a_writer_waits_and_gives_up(tmp_path,
     assert 0 < kept.count(True) < len(wanted)
     gate.open()
     for reader, outcomes in readers:
-        reader.join(20)
+        reader.join(60)
         assert set(outcomes[0]) <= {MOVED, GONE}
     assert put(tier, wanted[-PER_SEGMENT:]) == [True] * PER_SEGMENT
     tier.check()
@@ -337,7 +337,7 @@ def test_a_tier_that_is_closed_under_a_hanging_read_closes_in_bounded_time(tmp_p
 
     assert warnings(caplog) == ["SSD tier: closed while the disk hangs; its files stay open until the process ends"]
     gate.open()
-    reader.join(20)
+    reader.join(60)
     assert outcomes == [[MOVED]], "its file was not closed under it"
     for volume in tier._volumes:
         volume.close()
@@ -463,6 +463,7 @@ def test_nothing_is_left_open(tmp_path):
     def descriptors():
         return len(list(Path("/proc/self/fd").iterdir()))
 
+    gc.collect()  # of what earlier tests have left
     threads = threading.active_count()
     before = descriptors()
     for _ in range(3):
@@ -474,5 +475,5 @@ def test_nothing_is_left_open(tmp_path):
             a_tier(tmp_path)
         tier.close()
 
-    assert descriptors() == before
+    eventually(lambda: descriptors() <= before)
     eventually(lambda: threading.active_count() <= threads)

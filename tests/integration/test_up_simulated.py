@@ -39,7 +39,7 @@ def cluster(tmp_path_factory):
 def asked_over_http(cluster, **fields):
     body = json.dumps({"model": "tiny", "max_tokens": 4, "ignore_eos": True, **fields}).encode()
     request = Request(f"{cluster.endpoints['http']}/v1/completions", body, {"content-type": "application/json"})
-    with urlopen(request, timeout=20) as response:
+    with urlopen(request, timeout=60) as response:
         return json.load(response)
 
 
@@ -98,7 +98,7 @@ def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_from(clus
 
 def kv_counters(cluster):
     """What the router has counted of KV, blocks and bytes, by phase and source."""
-    with urlopen(f"{cluster.endpoints['http'].removesuffix('/v1')}/metrics", timeout=20) as response:
+    with urlopen(f"{cluster.endpoints['http'].removesuffix('/v1')}/metrics", timeout=60) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     return Counter(
         {
@@ -174,7 +174,7 @@ def test_what_engine_and_template_cannot_obey_is_refused_under_the_clients_name(
     )
 
     with pytest.raises(HTTPError) as refused:
-        urlopen(request, timeout=20)
+        urlopen(request, timeout=60)
 
     with refused.value:
         error = json.load(refused.value)["error"]

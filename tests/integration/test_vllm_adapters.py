@@ -20,7 +20,7 @@ from kvstore.block import chain, salt_of_adapter
 from kvstore.client import StoreClient
 from tests.builders import token_bytes
 from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
-from tests.kv_builders import a_node
+from tests.kv_builders import a_node, a_store_client
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
 from tests.waiting import eventually
 from workers.engines.vllm_adapters import AdapterFiles, UsedAdapters, adapters_of, engine_arguments
@@ -95,7 +95,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     model_dir = build_tiny_model(tmp_path_factory.mktemp("models"))
     with a_node(capacity_bytes=64 << 20) as node:
         worker = a_worker(model_dir, tmp_path_factory.mktemp("adapters"), node.address)
-        with StoreClient.connect(node.address, tiny_namespace(model_dir)) as client, hosted(worker) as engines:
+        with a_store_client(node.address, tiny_namespace(model_dir)) as client, hosted(worker) as engines:
             yield World(engines, worker, client)
 
 

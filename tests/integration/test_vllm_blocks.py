@@ -8,7 +8,7 @@ import pytest
 from kvstore import client as store_client
 from kvstore.client import StoreClient, batch_blocks
 from kvstore.messages import Match
-from tests.kv_builders import a_block, a_chain, a_namespace, a_node
+from tests.kv_builders import a_block, a_chain, a_namespace, a_node, a_store_client
 from tests.waiting import eventually
 from workers.engines.vllm_blocks import BlockMover
 from workers.engines.vllm_memory import DeviceBlocks, HostBlocks
@@ -25,7 +25,7 @@ NAMESPACE = a_namespace(layers=LAYERS, block_bytes=LAYERS * HEADS * TOKENS * ELE
 
 @pytest.fixture
 def client() -> Iterator[StoreClient]:
-    with a_node(capacity_bytes=4 << 20) as node, StoreClient.connect(node.address, NAMESPACE) as client:
+    with a_node(capacity_bytes=4 << 20) as node, a_store_client(node.address, NAMESPACE) as client:
         yield client
 
 
@@ -191,7 +191,7 @@ def test_what_a_request_staged_step_by_step_is_written_together(client, mover, w
     chain, other = a_chain(3), a_chain(5)[3:]
     mover._keeper._closing = Steps(mover, 1)
     go_on, wait = threading.Event(), mover._keeper._closing.wait
-    mover._keeper._closing.wait = lambda timeout: go_on.wait(10) and wait(timeout)
+    mover._keeper._closing.wait = lambda timeout: go_on.wait(60) and wait(timeout)
 
     mover.save(work(deferred=[Save("r", chain[:1], [4]), Save("q", other[:1], [10])]))
     mover.save(work(deferred=[Save("r", chain[1:], [5, 6]), Save("q", other[1:], [11])]))
@@ -229,13 +229,13 @@ def test_a_step_that_computes_does_not_wait_for_loads(client, mover):
 
     def slow(*_) -> list[bool]:
         blocked.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return [True]
 
     mover._blocks.load = slow
     load = Load("r", match(client, a_chain(1)), 0, [8])
     mover.start(work(loads=[load]))
-    assert blocked.wait(10)
+    assert blocked.wait(60)
 
     assert mover.collect(idle=False) == []
     go_on.set()

@@ -12,7 +12,7 @@ from fleet.roles import KvPath
 from kvstore.client import StoreClient
 from kvstore.errors import LayoutMismatch
 from kvstore.layout import Namespace
-from tests.kv_builders import NodeProcess, a_block, a_chain, a_node
+from tests.kv_builders import NodeProcess, a_block, a_chain, a_node, a_store_client
 from tests.vllm_hosting import tiny_namespace, vllm_worker
 from tests.waiting import eventually
 from workers.engines import vllm_launch
@@ -50,7 +50,7 @@ def node() -> Iterator[NodeProcess]:
 
 @pytest.fixture
 def client(node: NodeProcess, namespace: Namespace) -> Iterator[StoreClient]:
-    with StoreClient.connect(node.address, namespace) as client:
+    with a_store_client(node.address, namespace) as client:
         yield client
 
 
@@ -134,14 +134,14 @@ def test_a_load_is_performed_once(connector, client, namespace):
     begin(connector)
     connector.start_load_kv(NO_FORWARD)
 
-    connector._mover._loader.submit(lambda: None).result(10)  # whatever was ordered before has been done
+    connector._mover._loader.submit(lambda: None).result(60)  # whatever was ordered before has been done
     assert ended(connector) == set()
     assert connector._client.counters().bytes_read == 2 * namespace.block_bytes
 
 
 def test_a_corrupt_block_is_named_and_what_lies_before_it_counts(connector, client, namespace, node):
     load = a_load(client, namespace, 3)
-    with StoreClient.connect(node.address, namespace, prefer=("shm",)) as vandal:
+    with a_store_client(node.address, namespace, prefer=("shm",)) as vandal:
         vandal._link.session.transport._mapping.bytes[load.match.slots[1].offset + 70_000] ^= 0x10
 
     begin(connector, load)

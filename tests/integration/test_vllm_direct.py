@@ -16,9 +16,8 @@ from fleet.adapters.tiny_model import build_tiny_model
 from fleet.requests import Source
 from fleet.roles import KvPath, Phase, Role
 from kvstore.block import blocks_for, chain
-from kvstore.client import StoreClient
 from tests.engine_driving import blocks_from, bytes_from, fresh_prompt, split, without_tiers, work
-from tests.kv_builders import NodeProcess, a_node
+from tests.kv_builders import NodeProcess, a_node, a_store_client
 from tests.servers import a_free_port
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
 from tests.waiting import eventually
@@ -129,7 +128,7 @@ def test_what_the_store_gives_after_a_failed_pull_counts_as_of_the_store_from_th
     prompt = fresh_prompt(200)
     prefill, decode = pair.engines
     _, prefilled = pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
-    with StoreClient.connect(node.address, tiny_namespace(model_dir)) as client:
+    with a_store_client(node.address, tiny_namespace(model_dir)) as client:
         eventually(lambda: len(client.match(chain(prompt, BLOCK_TOKENS), lease_seconds=0)) == 6, 20)
     params = json.loads(prefilled.handoff.params) | {"remote_engine_id": "gone", "remote_port": a_free_port()}
     handoff = msgspec.structs.replace(prefilled.handoff, params=json.dumps(params).encode())

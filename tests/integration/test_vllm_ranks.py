@@ -18,7 +18,7 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.extents import PAGE_BYTES
 from kvstore.monotonic import MonotonicClock
 from kvstore.shards import BlockShape
-from tests.kv_builders import HandClock, NodeProcess, a_chain, a_namespace, a_node, a_short_folder
+from tests.kv_builders import HandClock, NodeProcess, a_chain, a_namespace, a_node, a_short_folder, a_store_client
 from tests.waiting import eventually
 from workers.engines import vllm_ranks
 from workers.engines.vllm_blocks import BlockMover
@@ -45,7 +45,7 @@ def node() -> Iterator[NodeProcess]:
 
 @pytest.fixture
 def client(node: NodeProcess) -> Iterator[StoreClient]:
-    with StoreClient.connect(node.address, NAMESPACE) as client:
+    with a_store_client(node.address, NAMESPACE) as client:
         yield client
 
 
@@ -80,7 +80,7 @@ class Engine:
     def __init__(self, address: str, folder: Path, ranks: int, model: list, way: str):
         self.ranks = ranks
         self.layers = [a_part(model, ranks, rank) for rank in range(ranks)]
-        self.clients = [StoreClient.connect(address, NAMESPACE, prefer=(way,)) for _ in range(ranks)]
+        self.clients = [a_store_client(address, NAMESPACE, prefer=(way,)) for _ in range(ranks)]
         self._threads = ThreadPoolExecutor(ranks)
         self.movers: list[BlockMover] = self.at_once(lambda rank: self._mover(rank, folder))
         self._step = 0
@@ -303,7 +303,7 @@ def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, cl
     late, write_share = threading.Event(), pair.clients[1].write_share
 
     def slow(*arguments):
-        assert late.wait(10)
+        assert late.wait(60)
         return write_share(*arguments)
 
     monkeypatch.setattr(pair.clients[1], "write_share", slow)
@@ -314,7 +314,7 @@ def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, cl
     client.write(a_chain(3, "b"), [bytes(BLOCK_BYTES)] * 3)  # takes the places that are free again
 
     late.set()
-    saving.join(10)
+    saving.join(60)
 
     assert held(client, a_chain(3)) == 0
     into = [bytearray(BLOCK_BYTES) for _ in range(3)]
@@ -341,7 +341,7 @@ def test_a_rank_that_is_silent_is_waited_for_once_and_asked_again_after_a_pause(
         ("a rank does not answer; blocks are not kept", 1)
     ]
     assert client.stats().reservations == 0
-    monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(4 * SECOND))
+    monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(20 * SECOND))
     pair._step = 2
     pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
     assert held(client, a_chain(3)) == 0, "the pause is not over"
@@ -358,7 +358,7 @@ def test_a_first_rank_that_is_silent_is_waited_for_once_a_step(pair, client, mon
 
     assert [record.message for record in caplog.records] == ["the first rank orders nothing; blocks are not kept"]
     pair.movers[0]._end._at_once = 2  # several orders, and one that finds nobody for a while
-    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(4 * SECOND))
+    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
     pair._step = 1
     pair.save(urgent=saves)
     assert (held(client, a_chain(3)), held(client, a_chain(2, "q"))) == (3, 2)
@@ -367,7 +367,7 @@ def test_a_first_rank_that_is_silent_is_waited_for_once_a_step(pair, client, mon
 def test_when_the_node_refuses_a_reservation_the_other_ranks_are_told_that_the_save_is_over(
     pair, client, monkeypatch, caplog
 ):
-    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(SECOND // 2))
+    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
 
     pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6], tenant=b"no salt")])
 
@@ -378,10 +378,10 @@ def test_when_the_node_refuses_a_reservation_the_other_ranks_are_told_that_the_s
 
 
 def test_where_the_store_is_full_what_fits_is_written_and_nobody_waits_for_the_rest(monkeypatch, caplog):
-    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(SECOND // 2))
+    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
     with (
         a_node(capacity_bytes=5 * -(-BLOCK_BYTES // PAGE_BYTES) * PAGE_BYTES) as node,
-        StoreClient.connect(node.address, NAMESPACE) as client,
+        a_store_client(node.address, NAMESPACE) as client,
         an_engine(node, 2, a_model(1)) as pair,
     ):
         pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
@@ -429,7 +429,7 @@ def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(pair, no
 def test_a_byte_of_another_ranks_share_that_went_bad_is_seen_by_all_ranks(pair, node, client):
     pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
-    with StoreClient.connect(node.address, NAMESPACE, prefer=("shm",)) as vandal:
+    with a_store_client(node.address, NAMESPACE, prefer=("shm",)) as vandal:
         vandal._link.session.transport._mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
             0x10  # of the second rank
         )
@@ -452,7 +452,7 @@ def test_the_lease_of_a_load_stays_when_a_rank_is_through(pair, client):
 
 def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -> None:
     """Joins an engine of two, and kills itself when it has written one block of a save of three."""
-    client = StoreClient.connect(address, NAMESPACE)
+    client = a_store_client(address, NAMESPACE)
     mover = BlockMover(client, HostBlocks(a_part(a_model(1), 2, rank)), an_end(client, rank, 2, folder))
     source = mover._keeper._blocks.source
 
@@ -478,12 +478,12 @@ def beside_one_that_dies(node: NodeProcess, folder: Path, dying: int) -> Iterato
     ready, theirs = spawn.Pipe(duplex=False)
     process = spawn.Process(target=a_rank_that_dies, args=(node.address, folder, dying, theirs), daemon=True)
     process.start()
-    with StoreClient.connect(node.address, NAMESPACE) as client:
+    with a_store_client(node.address, NAMESPACE) as client:
         mover = BlockMover(client, HostBlocks(a_part(a_model(1), 2, 1 - dying)), an_end(client, 1 - dying, 2, folder))
         try:
             assert ready.poll(30)
             yield mover, client
-            process.join(10)
+            process.join(60)
             assert process.exitcode == -signal.SIGKILL
         finally:
             mover.close()
@@ -503,7 +503,7 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_behind(node, clien
 def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_others_say_so_once(folder, caplog):
     with (
         a_node(capacity_bytes=4 << 20, reservation_seconds=1) as node,
-        StoreClient.connect(node.address, NAMESPACE) as client,
+        a_store_client(node.address, NAMESPACE) as client,
     ):
         with beside_one_that_dies(node, folder, dying=0) as (other, _):
             other.save(a_step(1, urgent=[Save("r", a_chain(3), [4, 5, 6])], deferred=[Save("q", a_chain(1), [1])]))

@@ -23,7 +23,7 @@ from tests.builders import token_bytes
 from tests.contract import engine_promises
 from tests.contract.engine_promises import ALONE, PAIRED
 from tests.engine_driving import blocks_from, bytes_from, fresh_prompt, greedy, split, without_tiers, work
-from tests.kv_builders import NodeProcess, a_node
+from tests.kv_builders import NodeProcess, a_node, a_store_client
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
 from workers.ports import EngineDied
 
@@ -68,7 +68,7 @@ def ranks(model_dir: Path, node: NodeProcess) -> Iterator[Hosted]:
 
 @pytest.fixture
 def client(pair: Hosted, model_dir: Path, node: NodeProcess) -> Iterator[StoreClient]:
-    with StoreClient.connect(node.address, tiny_namespace(model_dir)) as client:
+    with a_store_client(node.address, tiny_namespace(model_dir)) as client:
         yield client
 
 
@@ -315,7 +315,7 @@ def test_a_prompt_whose_first_block_is_corrupt_is_computed(pair, client, node):
 
 def flip_a_byte(node: NodeProcess, client: StoreClient, names: list[bytes], *, index: int, at: int = 1000) -> None:
     slot = client.match(names, lease_seconds=0).slots[index]
-    with StoreClient.connect(node.address, client.namespace, prefer=("shm",)) as vandal:
+    with a_store_client(node.address, client.namespace, prefer=("shm",)) as vandal:
         vandal._link.session.transport._mapping.bytes[slot.offset + at] ^= 0x10
 
 
@@ -410,7 +410,7 @@ def test_when_a_rank_is_killed_its_engine_ends_and_the_store_is_left_as_it_was(r
     assert isinstance(error, BaseExceptionGroup)
     assert error.subgroup(EngineDied) is not None
     engine.wait(30)
-    with StoreClient.connect(node.address, tiny_namespace(model_dir)) as client:
+    with a_store_client(node.address, tiny_namespace(model_dir)) as client:
         assert client.stats().reservations == 0
 
 
@@ -425,7 +425,7 @@ def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):
     error = pair.ended.exception(60)
     assert isinstance(error, BaseExceptionGroup)
     assert error.subgroup(EngineDied) is not None
-    assert psutil.wait_procs(children_of_vllm(children), timeout=10)[1] == [], "processes are left behind"
+    assert psutil.wait_procs(children_of_vllm(children), timeout=60)[1] == [], "processes are left behind"
 
 
 def children_of_vllm(children: list[psutil.Process]) -> list[psutil.Process]:

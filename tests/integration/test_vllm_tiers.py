@@ -14,7 +14,7 @@ from fleet.roles import KvPath
 from kvstore.client import StoreClient
 from kvstore.messages import Stats
 from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
-from tests.kv_builders import NodeProcess, a_node
+from tests.kv_builders import NodeProcess, a_node, a_store_client
 from tests.servers import a_redis
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
 from tests.waiting import eventually
@@ -100,8 +100,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             ]
             namespace = tiny_namespace(model_dir)
             with (
-                StoreClient.connect(first.address, namespace) as one,
-                StoreClient.connect(second.address, namespace) as two,
+                a_store_client(first.address, namespace) as one,
+                a_store_client(second.address, namespace) as two,
                 hosted(*workers) as engines,
             ):
                 yield Cluster(engines, (first, second), (one, two))

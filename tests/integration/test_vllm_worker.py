@@ -14,7 +14,7 @@ from kvstore.client import StoreClient
 from tests import worker_processes
 from tests.builders import an_arrival
 from tests.engine_driving import fresh_prompt
-from tests.kv_builders import a_node, a_short_folder
+from tests.kv_builders import a_node, a_short_folder, a_store_client
 from tests.shared_memory import abandoned_segments
 from tests.simulated_clusters import a_router_of
 from tests.vllm_hosting import START_SECONDS, tiny_namespace, vllm_worker
@@ -35,7 +35,7 @@ async def test_a_worker_with_vllm_holds_its_sessions_and_leaves_nothing_when_it_
     with a_node(capacity_bytes=64 << 20) as node, a_short_folder() as folder:
         monkeypatch.setenv("TMPDIR", str(folder))
         settings = vllm_worker(model_dir, store=node.address, kv_paths=(KvPath.STORE,))
-        with StoreClient.connect(node.address, tiny_namespace(model_dir)) as client:
+        with a_store_client(node.address, tiny_namespace(model_dir)) as client:
             async with a_worker_process(folder, settings) as worker:
                 await a_session_is_held(worker, node.address, client)
                 killed_it_leaves_nothing(worker, folder)

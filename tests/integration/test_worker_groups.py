@@ -168,7 +168,7 @@ async def test_strangers_that_say_nothing_keep_no_rank_out(group, monkeypatch):
         silent = [await by_hand(group, b"") for _ in range(3)]
         for _, writer in silent:
             held.callback(writer.close)
-        async with asyncio.timeout(5), following(group(1), "same", SystemClock()):
+        async with asyncio.timeout(60), following(group(1), "same", SystemClock()):
             await ready
             assert await silent[0][0].read() == b"", "who has been silent for longest is sent away"
 
@@ -193,7 +193,7 @@ async def test_a_leader_that_says_nothing_is_none(group):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         with pytest.raises(EngineDied, match=r"the leader has said nothing for 0.2 s"):
-            await follow(group, leader=f"127.0.0.1:{port}", silence_ms=200, join_timeout_ms=600)
+            await follow(group, leader=f"127.0.0.1:{port}", silence_ms=200, join_timeout_ms=3000)
 
 
 async def test_a_rank_that_says_nothing_more_is_the_end_of_the_leader(group):
@@ -216,7 +216,7 @@ async def started(group, tmp_path):
                 model="tiny",
                 control_listen="127.0.0.1:0",
                 heartbeat_ms=100,
-                group=group(rank, silence_ms=5000),  # a busy machine silences processes for a second
+                group=group(rank, silence_ms=15_000),  # a busy machine silences processes for seconds
                 simulated=SimulatedSettings(speedup=20),
             )
             worker = WorkerProcess(tmp_path, settings, log=tmp_path / f"rank-{rank}.log")
@@ -229,7 +229,7 @@ async def started(group, tmp_path):
 
 async def serves(address):
     async with grpc.aio.insecure_channel(address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -273,7 +273,7 @@ async def listens_to_signals(process):
     ("victim", "number", "said"),
     [
         (1, signal.SIGKILL, "EngineDied: rank 1 of its group has ended"),
-        (1, signal.SIGSTOP, "EngineDied: rank 1 of its group has said nothing for 5 s"),
+        (1, signal.SIGSTOP, "EngineDied: rank 1 of its group has said nothing for 15 s"),
         (0, signal.SIGKILL, "EngineDied: the leader of its group has ended"),
     ],
 )

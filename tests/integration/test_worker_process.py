@@ -14,7 +14,7 @@ from fleet.adapters.grpc_options import SERVER_OPTIONS
 from fleet.adapters.grpc_registry import GrpcRegistries, GrpcRegistry, GrpcRegistryClient
 from fleet.adapters.router_streams import serve_routers
 from fleet.adapters.worker_streams import WorkerStreams
-from fleet.clock import MILLISECOND
+from fleet.clock import SECOND
 from fleet.control.messages import MemberJoined, MemberLeft
 from fleet.control.server import RegistryServer
 from fleet.control.settings import ControlSettings
@@ -32,6 +32,7 @@ from kvstore.frames import HEAD
 from tests.builders import token_bytes
 from tests.engine_driving import blocks_from, fresh_prompt, greedy, work
 from tests.kv_builders import a_short_folder
+from tests.stopwatch import at_most
 from tests.stream_peers import Heard
 from tests.waiting import until
 from tests.worker_processes import StreamEnded, a_mute_stream, a_stream, a_worker_process, raw
@@ -72,8 +73,8 @@ def folder():
 class Registry:
     """A registry that can go away and come back at the same address."""
 
-    def __init__(self) -> None:
-        self.server = RegistryServer(ControlSettings(lease_ms=600, tick_ms=20), SystemClock())
+    def __init__(self, lease_ms: int) -> None:
+        self.server = RegistryServer(ControlSettings(lease_ms=lease_ms, tick_ms=20), SystemClock())
         self.port = 0
         self._grpc = None
 
@@ -94,8 +95,8 @@ class Registry:
 
 
 @asynccontextmanager
-async def a_registry():
-    registry = Registry()
+async def a_registry(lease_ms=30_000):
+    registry = Registry(lease_ms)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         await registry.open()
@@ -108,7 +109,7 @@ async def a_registry():
 
 
 async def next_change(changes):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return await anext(changes)
 
 
@@ -124,7 +125,7 @@ async def test_a_request_streams_and_the_worker_describes_itself(folder):
             assert end.finish is Finish.LENGTH
             assert end.kv.prompt_blocks == 16
         async with grpc.aio.insecure_channel(worker.control) as channel:
-            described = await pb_grpc.WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=5)
+            described = await pb_grpc.WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=60)
             assert described.incarnation == description.incarnation
 
 
@@ -323,7 +324,7 @@ async def test_health_follows_the_workers_life_and_the_services_are_listed(folde
         health = health_pb2_grpc.HealthStub(channel)
 
         async def status(service: str = "fleet.v1.Worker"):
-            return (await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
+            return (await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)).status
 
         assert await status() == await status("") == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
@@ -351,7 +352,7 @@ async def test_a_worker_is_ready_when_it_is_registered(folder):
             grpc.aio.insecure_channel(worker.control) as channel,
         ):
             states = health_pb2.HealthCheckResponse
-            told = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+            told = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
             assert (await told.read()).status == states.NOT_SERVING
             await registry.open()
             assert (await told.read()).status == states.SERVING
@@ -395,7 +396,7 @@ async def test_a_drain_by_rpc_answers_when_done_and_ends_the_process(folder):
         await stream.say(start)
         await stream.next(Step)
 
-        answer = await pb_grpc.WorkerStub(channel).Drain(pb.DrainRequest(deadline_ms=100), timeout=20)
+        answer = await pb_grpc.WorkerStub(channel).Drain(pb.DrainRequest(deadline_ms=100), timeout=60)
 
         assert answer.cancelled == 1
         _, end = await stream.end_of(start.request_id)
@@ -416,12 +417,10 @@ async def test_a_frozen_worker_is_lost_to_its_router_and_found_again(folder):
     async with a_worker_process(folder, settings()) as worker, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(WorkerStreams(impatient, addresses=[worker.address]).run(heard))
         await until(WorkerJoined)
-        loop = asyncio.get_running_loop()
         worker.freeze()
-        began = loop.time()
         try:
-            await until(WorkerLeft)
-            assert loop.time() - began < 3
+            with at_most(20):
+                await until(WorkerLeft)
         finally:
             worker.thaw()
         await until(WorkerJoined)
@@ -453,7 +452,7 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
 
 
 async def test_serving_goes_on_while_the_registry_is_away_and_the_worker_registers_again(folder):
-    async with a_registry() as registry:
+    async with a_registry(lease_ms=3000) as registry:
         changes = registry.server.membership()
         told = settings(registry=registry.address)
         async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
@@ -471,7 +470,7 @@ async def test_serving_goes_on_while_the_registry_is_away_and_the_worker_registe
 async def test_an_older_process_of_the_same_name_is_told_so():
     async with a_registry() as registry, GrpcRegistryClient(registry.address) as client:
         older, newer = Incarnation("older"), Incarnation("newer")
-        assert await client.register(WorkerId("w"), older, "127.0.0.1:1") == 600 * MILLISECOND
+        assert await client.register(WorkerId("w"), older, "127.0.0.1:1") == 30 * SECOND
         await client.register(WorkerId("w"), newer, "127.0.0.1:2")
 
         with pytest.raises(Superseded, match="an id of its own"):
@@ -505,7 +504,7 @@ async def test_a_name_that_stands_for_several_routers_means_all_of_them():
         with pytest.raises(RegistryUnreachable, match="routers:50052: no answer"):
             await client.register(worker, one, "127.0.0.1:1")
         addresses[:] = [first.address]
-        assert await client.register(worker, one, "127.0.0.1:1") == 600 * MILLISECOND
+        assert await client.register(worker, one, "127.0.0.1:1") == 30 * SECOND
         assert members() == [True, False]
         addresses.append(second.address)  # another router has come
         await client.register(worker, one, "127.0.0.1:1")
@@ -522,13 +521,13 @@ async def test_a_name_that_stands_for_several_routers_means_all_of_them():
 
 
 @pytest.mark.parametrize("method", ["Register", "Deregister"])
-async def test_garbage_is_refused_by_the_registry_without_a_word_in_the_log(method, caplog):
+async def test_garbage_is_refused_by_the_registry_without_a_word_in_the_log(method, said):
     async with a_registry() as registry, grpc.aio.insecure_channel(registry.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await channel.unary_unary(f"/fleet.v1.Registry/{method}")(b"\xff\xff\xff\xff", timeout=5)
+            await channel.unary_unary(f"/fleet.v1.Registry/{method}")(b"\xff\xff\xff\xff", timeout=60)
 
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert caplog.records == []
+        assert said.records == []
 
 
 async def test_garbage_is_refused_at_the_control_port_of_a_worker(folder):
@@ -538,7 +537,7 @@ async def test_garbage_is_refused_at_the_control_port_of_a_worker(folder):
     ):
         for method in ("Describe", "Drain"):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await channel.unary_unary(f"/fleet.v1.Worker/{method}")(b"\xff\xff\xff\xff", timeout=5)
+                await channel.unary_unary(f"/fleet.v1.Worker/{method}")(b"\xff\xff\xff\xff", timeout=60)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -17,6 +17,7 @@ from fleet.v1 import worker_pb2 as pb
 from fleet.work import Goodbye, KvCleared, KvEvents
 from kvstore.frames import HEAD
 from tests.builders import a_description, a_load, a_start
+from tests.stopwatch import at_most
 from tests.stream_peers import StreamPeer, StreamWorld, a_stream_world
 from tests.waiting import until
 
@@ -78,9 +79,10 @@ async def test_silence_is_death():
         await joined(world)
         began = loop.time()
 
-        assert await world.take() == LEFT
+        with at_most(2):
+            assert await world.take() == LEFT
 
-        assert SHORT * 0.9 <= loop.time() - began < SHORT + 2
+        assert loop.time() - began >= SHORT * 0.9
 
 
 def test_by_default_a_worker_that_says_nothing_is_gone_before_its_lease_ends():
@@ -91,12 +93,13 @@ def test_by_default_a_worker_that_says_nothing_is_gone_before_its_lease_ends():
 
 
 async def test_a_worker_that_reports_its_load_is_alive():
-    async with a_stream_world(heartbeat_timeout_seconds=SHORT) as world:
+    silence = 5 * SHORT  # on a busy machine, a third of it may last as long as it should
+    async with a_stream_world(heartbeat_timeout_seconds=silence) as world:
         peer = await world.join(a_description())
         await joined(world)
 
         for _ in range(6):
-            await asyncio.sleep(SHORT / 3)
+            await asyncio.sleep(silence / 3)
             await nothing_but_load(world, peer)
 
 

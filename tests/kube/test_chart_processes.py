@@ -71,12 +71,12 @@ def endpoints(container, mounted):
             yield json.loads(router.stdout.readline())
         finally:
             router.terminate()
-            assert router.wait(20) == 0
+            assert router.wait(60) == 0
 
 
 def test_a_router_runs_as_its_pod_says(found, container, endpoints):
     assert {port["name"] for port in container["ports"]} == set(endpoints)
-    with httpx.Client(base_url=f"http://{endpoints['http']}", trust_env=False, timeout=10) as client:
+    with httpx.Client(base_url=f"http://{endpoints['http']}", trust_env=False, timeout=60) as client:
         codes = {
             probe: client.get(container[probe]["httpGet"]["path"]).status_code
             for probe in ("startupProbe", "livenessProbe", "readinessProbe")

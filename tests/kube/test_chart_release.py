@@ -340,10 +340,10 @@ async def test_workers_and_routers_meet_by_the_rights_that_the_chart_gives_them(
         config = str(cluster.kubeconfig(tmp_path, namespace=namespace, token=token))
         return directory_of(KubernetesDiscovery(cluster="fleet", namespace=namespace, kubeconfig=config, **fields))
 
-    async with directory("workers", service="decode", lease_seconds=2) as workers, directory("routers") as routers:
+    async with directory("workers", service="decode", lease_seconds=10) as workers, directory("routers") as routers:
         await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")
         await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")  # renews
-        async with contextlib.aclosing(routers.sightings()) as sightings, asyncio.timeout(20):
+        async with contextlib.aclosing(routers.sightings()) as sightings, asyncio.timeout(60):
             listed = await anext(sightings)
             assert [each.record.worker_id for each in listed.all] == ["decode-0"]
             await workers.deregister(WorkerId("decode-0"), Incarnation("first"))

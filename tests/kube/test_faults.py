@@ -144,7 +144,7 @@ def test_of_two_leaders_the_first_ones_writes_come_late(server, api):
     api.patch(f"{PATH}/a", "merge", {"data": {"leader": "second"}}).expect(200)
 
     server.remove_fault(held)
-    leading.join(10)
+    leading.join(60)
 
     assert answers == [200]
     assert api.get(f"{PATH}/a").expect(200)["data"] == {"leader": "first"}

@@ -161,7 +161,7 @@ def test_wait_sees_a_condition(kube, api, namespace):
         api.patch(f"/apis/apps/v1/namespaces/{namespace}/deployments/web/status", "merge", {"status": status}).expect(
             200
         )
-        said, _ = waiting.communicate(timeout=10)
+        said, _ = waiting.communicate(timeout=60)
 
     assert waiting.returncode == 0, said
 

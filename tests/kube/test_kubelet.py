@@ -120,7 +120,7 @@ def test_pods_run_on_one_port_behind_a_service_in_turn(cluster, api, settings, s
 
 
 def asked(way: str, times: int) -> list[str]:
-    return [httpx.get(f"http://{way}/", trust_env=False, timeout=5).text for _ in range(times)]
+    return [httpx.get(f"http://{way}/", trust_env=False, timeout=60).text for _ in range(times)]
 
 
 def test_a_pod_that_is_deleted_gets_no_more_requests_then_its_hook_then_sigterm(cluster, api, settings, service):

@@ -124,7 +124,7 @@ async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_
                 found = {path: httpx.get(f"{url}/{path}", trust_env=False) for path in ("healthz", "readyz", "metrics")}
             finally:
                 process.send_signal(signal.SIGTERM)
-                _, log = process.communicate(timeout=20)
+                _, log = process.communicate(timeout=60)
             lease = api.get(asked.path("leases", "fleet-operator", "coordination.k8s.io/v1")).expect(200)
         used = {
             (each["group"], each["resource"], verb)
@@ -163,7 +163,7 @@ def test_settings_that_cannot_be_obeyed_are_refused_in_one_line(tmp_path, change
     }
     process, _ = a_process(settings | changes, tmp_path)
 
-    _, log = process.communicate(timeout=20)
+    _, log = process.communicate(timeout=60)
 
     assert process.returncode == 3
     assert words in log
@@ -193,5 +193,5 @@ async def test_what_it_may_not_read_is_named_where_it_is_asked_whether_it_is_rea
                 assert httpx.get(readyz, trust_env=False).status_code == 503
             finally:
                 process.send_signal(signal.SIGTERM)
-                _, log = process.communicate(timeout=20)
+                _, log = process.communicate(timeout=60)
     assert 'kind=Pod cause=User "system:serviceaccount:default:fleet-operator" cannot list resource "pods"' in log

@@ -15,7 +15,7 @@ from kubernetes.aio import client, config, dynamic, watch
 from tests.certificates import Authority
 from tests.kube.running import an_api_server
 
-SECONDS = 20
+SECONDS = 60
 
 
 @pytest.fixture

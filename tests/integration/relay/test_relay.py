@@ -189,7 +189,7 @@ async def test_keys_of_tenants_are_asked_for_and_shown_to_nobody(server):
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0"]
     assert answers[0].headers["x-ratelimit-limit-requests"] == "2"
     assert unknown.value.response.headers["www-authenticate"] == "Bearer"
-    assert 25 <= int(limited.value.response.headers["retry-after"]) <= 30
+    assert 0 < int(limited.value.response.headers["retry-after"]) <= 30
 
     assert len(server.seen) == 2
     assert "authorization" not in server.seen[0].headers
@@ -242,7 +242,7 @@ async def test_head_and_first_event_arrive_in_one_piece(server):
 
         host, _, port = world.http.address.rpartition(":")
         transport, _ = await loop.create_connection(Client, host, int(port))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             data = await first
         transport.close()
 

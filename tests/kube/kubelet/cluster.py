@@ -19,8 +19,8 @@ from tests.kube.kubelet.pods import Kubelet
 from tests.kube.running import ApiServer
 
 NODE = "node-1"
-START_SECONDS = 20
-STOP_SECONDS = 20
+START_SECONDS = 60
+STOP_SECONDS = 60
 CLOSE_SECONDS = 0.1  # for connections to say goodbye
 AGAIN_SECONDS = 0.05
 GONE_OR_CHANGED = (404, 409)

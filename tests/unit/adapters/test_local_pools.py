@@ -170,7 +170,7 @@ async def test_plans_are_obeyed_where_it_cannot_be_said_who_obeys(world, capsys)
     (world.pools.folder / ".orchestrator").mkdir()  # in the place of a full disk
     following = asyncio.create_task(world.pools.follow())
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not (world.pools.folder / "report.json").exists():
                 assert not following.done() or following.result()
                 await asyncio.sleep(0.01)

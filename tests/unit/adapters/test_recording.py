@@ -11,6 +11,7 @@ from fleet.clock import SECOND, Nanos
 from fleet.errors import Reason
 from fleet.requests import Finish, KvOrigin, KvPhase, KvReport, Source
 from fleet.roles import KvPath, Phase
+from fleet.router.foretold import PlacedPrompt
 from fleet.router.messages import (
     Arrived,
     Booked,
@@ -28,6 +29,7 @@ from fleet.router.messages import (
     Refuse,
     ReplicaBooked,
     ReplicaLeft,
+    ReplicaPlaced,
     RouterEvent,
     SessionsBound,
     Stepped,
@@ -69,9 +71,14 @@ EVENTS = (
     ),
     WorkRejected(worker_id="w", rejected=Rejected(request_id="r#1", reason=Reason.KV_MISMATCH, message="", field="x")),
     ReplicaBooked(replica="o", booked={"w": Booked(5, 2.5, 1)}),
+    ReplicaPlaced(replica="o", placed=(PlacedPrompt(worker_id="w", number=3, keys=(1, (1 << 64) - 1)),), over=(1, 2)),
     ReplicaLeft(replica="o"),
     SessionsBound(
-        bindings=(SessionBinding(key=("t", "s"), worker_id="w"), SessionBinding(key=("", "s"), worker_id=None))
+        bindings=(
+            SessionBinding(key=("t", "s"), worker_id="w", stamp=7),
+            SessionBinding(key=("", "s"), worker_id=None),
+        ),
+        clock=8,
     ),
     an_arrival(
         tokens=b"",

@@ -2,7 +2,6 @@
 
 import ctypes
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from kvstore.transports import nixl
 from kvstore.transports.nixl import NixlOffer, NixlTransport
 from kvstore.transports.nixl_agent import AgentFailed, Memory, Way, joined, spans
 from tests.kv_builders import BLOCK_BYTES, a_block, empty, soon
+from tests.stopwatch import at_most
 from tests.waiting import eventually
 
 CLOCK = MonotonicClock()
@@ -154,15 +154,13 @@ class Stuck(CopyingAgent):
 def test_what_does_not_arrive_is_gone_at_the_deadline_and_its_agent_too(pool, seconds):
     agent = Stuck()
     transport = a_transport(pool, agent)
-    started = time.monotonic()
 
-    assert transport.get([pool.slot(0)], empty(1), soon(seconds)) == [BlockOutcome.GONE]
+    with at_most(20):
+        assert transport.get([pool.slot(0)], empty(1), soon(seconds)) == [BlockOutcome.GONE]
 
-    assert time.monotonic() - started < seconds + 0.1
     assert not agent.is_open, "it could still write to the destination"
-    started = time.monotonic()
-    assert transport.get([pool.slot(0)], empty(1), soon()) == [BlockOutcome.GONE]
-    assert time.monotonic() - started < 0.1, "and nobody waits for it again"
+    with at_most(10):  # and nobody waits for it again
+        assert transport.get([pool.slot(0)], empty(1), soon(100)) == [BlockOutcome.GONE]
 
 
 def test_a_peer_whose_processor_moves_the_bytes_is_nudged(pool):

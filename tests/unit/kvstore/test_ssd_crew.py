@@ -76,7 +76,7 @@ def test_what_has_begun_is_waited_for_beyond_the_deadline():
     caller.join(0.05)
     assert caller.is_alive()
     gate.open()
-    caller.join(20)
+    caller.join(60)
 
     assert 1 <= len(done) <= 2, "the third had not begun"
     crew.close()

@@ -33,7 +33,7 @@ class Clients:
 
     async def until(self, count):
         """So many have been sent."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.asked) < count:
                 self.changed.clear()
                 await self.changed.wait()

@@ -212,7 +212,7 @@ async def test_records_that_do_not_answer_are_unreachable_in_time(deaf, monkeypa
     before = await connector.observe()
     monkeypatch.setattr(records, deaf, lambda *_: asyncio.Event().wait())
 
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(60):
         with pytest.raises(Unreachable, match="in time"):
             await connector.apply(a_plan(decode=2), before)
 

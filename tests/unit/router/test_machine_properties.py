@@ -10,7 +10,18 @@ from fleet.errors import Reason
 from fleet.ids import WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import KvPath, Phase, Placement, Role
-from fleet.router.messages import Booked, KvChanged, ReplicaBooked, Ticked, Tuned, WorkerDraining
+from fleet.router.foretold import PlacedPrompt, marks
+from fleet.router.live import hash_prompt
+from fleet.router.messages import (
+    Booked,
+    KvChanged,
+    ReplicaBooked,
+    ReplicaLeft,
+    ReplicaPlaced,
+    Ticked,
+    Tuned,
+    WorkerDraining,
+)
 from fleet.router.placement import Decision
 from fleet.work import KvRemoved, KvStored
 from kvstore.block import chain
@@ -39,6 +50,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.router = Driver(
+            replicas_listen="unix:r",
             max_queued=3,
             oversubscribe=1.0,
             remote_prefill_min_tokens=64,
@@ -185,6 +197,21 @@ class AnyInterleaving(RuleBasedStateMachine):
         booked = {WorkerId(worker_id): Booked(100 * requests, 3.0 * requests, requests) for worker_id in ("d1", "b1")}
         self.perform(self.router.send(ReplicaBooked(replica=replica, booked=booked if requests else {})))
 
+    @rule(
+        replica=st.sampled_from(["r2", "r3"]),
+        number=st.integers(0, 4),
+        length=st.integers(1, 300),
+        over=st.lists(st.integers(1, 4)),
+    )
+    def another_router_places(self, replica: str, number: int, length: int, over: list[int]) -> None:
+        keys = marks(hash_prompt(a_prompt(length + BLOCK_TOKENS), BLOCK_TOKENS, b""))
+        placed = tuple(PlacedPrompt(worker_id=WorkerId(name), number=number, keys=keys) for name in ("d1", "p1"))
+        self.perform(self.router.send(ReplicaPlaced(replica=replica, placed=placed, over=tuple(over))))
+
+    @rule(replica=st.sampled_from(["r2", "r3"]))
+    def another_router_leaves(self, replica: str) -> None:
+        self.perform(self.router.send(ReplicaLeft(replica=replica)))
+
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def client_leaves(self, data) -> None:
@@ -269,6 +296,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         assert (snapshot.active, snapshot.queued) == (0, 0)
         assert not self.running
         assert len(self.ended) == self.arrivals
+        assert self.router.machine.prompts.latest() == []
         for pool in snapshot.pools:
             for worker in pool.workers:
                 booked = (worker.booked_requests, worker.booked_blocks, worker.booked_prefill_tokens)

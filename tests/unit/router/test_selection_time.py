@@ -22,6 +22,7 @@ from tests.builders import a_joined_worker, an_arrival
 from tests.unit.router.driver import START
 
 BLOCK = 64
+TRIES = 20  # of which one has to keep within a budget: who shares the core takes from its caches, too
 BUDGET_SECONDS = 2e-3
 """Of processor time, for a prompt of 32k tokens and 64 workers, hashing included. A quiet core takes a fifth of that; it catches
 work that grows with workers × blocks."""
@@ -55,7 +56,7 @@ def test_a_decision_over_64_workers_and_32k_tokens_is_within_its_budget(name):
             assert isinstance(outcome, Decision)
         return sorted(seconds)[98]
 
-    assert min(p99() for _ in range(5)) < BUDGET_SECONDS
+    assert any(p99() < BUDGET_SECONDS for _ in range(TRIES))
 
 
 BLOCKS, WORKERS = 1_000_000, 512
@@ -104,7 +105,6 @@ def test_with_a_million_blocks_on_512_workers_ten_thousand_events_a_second_leave
                 machine.handle(Cancelled(request_id=arrival.request_id), START)
         return spent / len(told), sorted(requests)[int(0.99 * len(requests))]
 
-    measured = [rounds() for _ in range(3)]
-    assert min(event for event, _ in measured) < EVENT_SECONDS
-    assert min(request for _, request in measured) < BUDGET_SECONDS
+    measured = (rounds() for _ in range(TRIES))
+    assert any(event < EVENT_SECONDS and request < BUDGET_SECONDS for event, request in measured)
     assert len(machine._roster.index) >= BLOCKS

@@ -25,6 +25,7 @@ from fleet.work import (
 )
 from kvstore.block import chain
 from tests.engine_driving import fresh_prompt, greedy, work
+from tests.stopwatch import at_most
 from tests.waiting import until
 from workers.cache_view import CHUNK, CacheView
 from workers.engines.simulated import open_engine
@@ -90,7 +91,7 @@ class Router:
                         self.cached.clear()
 
     async def until(self, condition):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (result := condition()):
                 self._changed.clear()
                 await self._changed.wait()
@@ -255,9 +256,8 @@ async def test_cancelling_ends_the_work():
 
 async def freed(worker: Running) -> None:
     """Long before the work could have ended by itself."""
-    async with asyncio.timeout(2):
-        while worker.server.held or worker.server._engine.load().kv_blocks_used:
-            await asyncio.sleep(0.005)
+    with at_most(2):
+        await until(lambda: not (worker.server.held or worker.server._engine.load().kv_blocks_used))
 
 
 async def test_a_router_that_leaves_takes_its_work_with_it():
@@ -383,7 +383,7 @@ async def test_a_broken_engine_ends_the_worker_with_an_error(monkeypatch):
         monkeypatch.setattr(worker.server._engine._batch, "plan", lambda: 1 / 0)
         router.session.receive(work(fresh_prompt(10)))
 
-        died = await asyncio.wait_for(worker.task, 5)
+        died = await asyncio.wait_for(worker.task, 60)
 
         assert isinstance(died, EngineDied)
         assert "simulated 1" in str(died)

@@ -1,6 +1,7 @@
 """Fixtures of more than one package's tests."""
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -72,7 +73,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What runs beside engines leaves them the processor: publishing and loading have deadlines that tests hold them to."""
+    """What runs beside engines leaves them the processor: publishing and loading have deadlines that tests hold them to. And who looks
+    at the log does not find there what an earlier test has left for the collector to say."""
+    if "caplog" in getattr(item, "fixturenames", ()):
+        gc.collect()
     if (
         "PYTEST_XDIST_WORKER" in os.environ
         and not starts_engines(item.nodeid)

@@ -4,8 +4,9 @@ It takes the handlers that `grpc.aio.Server` takes, so services know nothing of 
 to a thread and hears from it through a socket; here what is written in one turn of the loop leaves in one write, whichever
 calls it belongs to. Rules (those of calls: `grpc_http2_call`):
 
-1. A connection says something within `SILENCE_SECONDS`, or answers a ping; one that does not is cut. So is one that takes nothing
-   for `STUCK_SECONDS` while there is something for it.
+1. A connection says something within `SILENCE_SECONDS`, or is asked by a ping; one that has not answered after as long again is cut.
+   What this process itself stood still counts for nobody's silence. Cut is also one that takes nothing for `STUCK_SECONDS` while
+   there is something for it.
 2. Floods of resets, settings, pings and header blocks are the library's to end, within the limits of `CONFIGURATION`.
 3. What all calls hold of what was sent to them is bounded (`HELD_BYTES`), and so is their number.
 4. A server that stops, and a connection that is old, tell clients so. An old connection's calls go on; those of a server that
@@ -32,7 +33,7 @@ HELD_BYTES = 256 << 20
 MAX_CALLS = 32_768  # at once
 MAX_CONNECTIONS = 4096
 UNREAD_BYTES = 8 << 10  # of one call, from which on its writer waits
-SILENCE_SECONDS = 5.0  # then a ping; as long again, and the connection is cut
+SILENCE_SECONDS = 5.0
 STUCK_SECONDS = 30.0
 SWEEP_SECONDS = 1.0
 GOING_SECONDS = 1.0  # between the word that a connection ends and the last call that it takes
@@ -177,6 +178,7 @@ class Http2Server:
     async def _look_after(self) -> Never:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
+            await asyncio.sleep(0)  # for what lies in the sockets to be read: uvloop calls who slept before that
             now = asyncio.get_running_loop().time()
             for connection in list(self.connections):
                 connection.look(now)
@@ -199,7 +201,7 @@ class Connection(asyncio.Protocol):
         self._going_at: float | None = None
         self._last_word = False  # it takes no more calls
         self._heard_at = self.loop.time()
-        self._asked = False  # whether it is there
+        self._asked_at: float | None = None  # whether it is there; None: it has answered
         seconds = server.connection_seconds
         self._old_at = self._heard_at + seconds * random.uniform(0.9, 1.1) if seconds else float("inf")
 
@@ -226,7 +228,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
-        self._asked = False
+        self._asked_at = None
         try:
             self.http.receive_data(data)
         except ngh2.NGH2Error:
@@ -284,13 +286,13 @@ class Connection(asyncio.Protocol):
 
     def look(self, now: float) -> None:
         """End what has lasted too long."""
-        quiet = now - self._heard_at
-        if quiet > 2 * SILENCE_SECONDS or (self._paused_at is not None and now - self._paused_at > STUCK_SECONDS):
+        mute = self._asked_at is not None and now - self._asked_at > SILENCE_SECONDS
+        if mute or (self._paused_at is not None and now - self._paused_at > STUCK_SECONDS):
             self._transport.abort()
             return
         try:
-            if quiet > SILENCE_SECONDS and not self._asked:
-                self._asked = True
+            if now - self._heard_at > SILENCE_SECONDS and self._asked_at is None:
+                self._asked_at = now
                 self.http.ping(b"are you?")
                 self.soon()
             if now >= self._old_at:

@@ -1,7 +1,6 @@
 """What tests of several doors of a router begin with."""
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,11 +14,3 @@ async def fronts(model_dir: Path) -> AsyncIterator[Fronts]:
     """Both, over a router whose answers the test writes."""
     async with asyncio.timeout(60), open_fronts(model_dir) as fronts:
         yield fronts
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged, for tests that hold all of it against something: not what an earlier test has left for the collector to say."""
-    gc.collect()
-    caplog.clear()
-    return caplog

@@ -10,7 +10,7 @@ from tests.connectors import silent_port
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_the_end_of_a_call_of_a_closed_loop_is_no_complaint_of_the_next_one(new_loop, said):
+def test_the_end_of_a_call_of_a_closed_loop_is_no_complaint_of_the_next_one(new_loop, caplog):
     def run(main):
         loop = new_loop()
         try:
@@ -39,4 +39,4 @@ def test_the_end_of_a_call_of_a_closed_loop_is_no_complaint_of_the_next_one(new_
         run(the_next(port))
 
     assert len(kept) == 5
-    assert said.records == []
+    assert caplog.records == []

@@ -305,7 +305,7 @@ SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024
 """Of a client that takes little before it reads."""
 
 
-async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, monkeypatch, said):
+async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, monkeypatch, caplog):
     monkeypatch.setattr(grpc_calls, "WRITE_SECONDS", 0.2)
     fronts.router.answer = [300] * 4000
     asked = pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=3900, ignore_eos=True))
@@ -322,7 +322,7 @@ async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, monk
             assert await collect(inference_pb2_grpc.InferenceStub(other).Generate(short))
         call.cancel()
     await until(lambda: fronts.generation.running == 0)
-    assert said.records == []
+    assert caplog.records == []
 
 
 async def test_a_bug_is_internal_and_the_next_call_is_served(fronts, stub, caplog):
@@ -384,12 +384,12 @@ async def test_health_follows_the_workers(fronts, channel):
     ],
     ids=["check", "watch", "reflection"],
 )  # fmt: skip
-async def test_garbage_is_refused_by_the_standard_services_without_a_word_in_the_log(channel, said, ask):
+async def test_garbage_is_refused_by_the_standard_services_without_a_word_in_the_log(channel, caplog, ask):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await ask(channel)
 
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert said.records == []
+    assert caplog.records == []
 
 
 async def test_reflection_lists_the_services(channel):

@@ -366,6 +366,20 @@ async def test_a_connection_that_says_nothing_is_cut(world, monkeypatch):
     await until(lambda: not world.server.connections)
 
 
+async def test_a_server_that_stood_still_does_not_take_it_for_silence_of_its_clients(world):
+    async with world.channel() as channel:
+        call = channel.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        (connection,) = world.server.connections
+
+        connection.look(asyncio.get_running_loop().time() + 1000)
+
+        assert connection._asked_at is not None
+        await until(lambda: connection._asked_at is None)  # it has answered
+        world.service.go.set()
+        assert [each async for each in call] == [b"a"]
+
+
 @pytest.mark.parametrize(
     "flood",
     [
@@ -382,13 +396,13 @@ async def test_a_connection_that_says_nothing_is_cut(world, monkeypatch):
     ],
     ids=["http1", "tls", "pings", "settings", "continuations", "data", "even", "resets", "calls that are reset"],
 )
-async def test_floods_and_what_is_no_http2_end_their_connection_and_nobody_elses(world, flood, said, monkeypatch):
+async def test_floods_and_what_is_no_http2_end_their_connection_and_nobody_elses(world, flood, caplog, monkeypatch):
     monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 60.0)  # it is not for that
     async with world.channel() as channel:
         first = [each async for each in channel.unary_stream("/x.Y/Thrice")(b"a")]
         await world.say(flood)
         assert [each async for each in channel.unary_stream("/x.Y/Thrice")(b"a")] == first == [b"a"] * 3
-    assert said.records == []
+    assert caplog.records == []
 
 
 async def test_metadata_goes_both_ways_as_text_and_as_bytes(world):
@@ -403,13 +417,13 @@ async def test_metadata_goes_both_ways_as_text_and_as_bytes(world):
         assert client.content[call] == message(b"one,three"), "values may come joined, and without padding"
 
 
-async def test_metadata_that_cannot_be_read_ends_its_call_and_no_other(world, said):
+async def test_metadata_that_cannot_be_read_ends_its_call_and_no_other(world, caplog):
     async with world.client() as client:
         bad = client.call("One", message(b""), x_bin=b"!!!!!")
         good = client.call("One", message(b""))
         assert (await client.end_of(bad))[b"grpc-status"] == b"13"
         assert (await client.end_of(good))[b"grpc-status"] == b"0"
-    assert said.records == []
+    assert caplog.records == []
 
 
 async def test_metadata_that_is_too_long_ends_its_call_and_no_other(world):

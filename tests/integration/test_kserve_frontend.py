@@ -441,7 +441,7 @@ async def test_what_long_messages_of_running_requests_take_together_is_bounded(f
     await until(lambda: kserve.door._held_bytes == 0)
 
 
-async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, said):
+async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, caplog):
     fronts.will_answer("the quick brown fox " * 50)
     fronts.router.pause_seconds = 0.001
     call = stub.ModelStreamInfer([streaming(a_message(parameters={"max_tokens": 500}))] * 20)
@@ -451,7 +451,7 @@ async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fron
     call.cancel()
 
     await fronts.router.until(fronts.router.cancelled, 20)
-    assert [record.message for record in said.records if record.levelname in ("ERROR", "CRITICAL")] == []
+    assert [record.message for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
 
 
 class GoneCaller:
@@ -467,7 +467,7 @@ class GoneCaller:
         raise grpc.aio.InternalError("nobody reads")
 
 
-async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_word(fronts, kserve, said):
+async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_word(fronts, kserve, caplog):
     fronts.will_answer(TEXT)
     fronts.router.refuse = Refused(Reason.NO_WORKER, "none")  # the first one
 
@@ -482,7 +482,7 @@ async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_wor
     with pytest.raises(asyncio.CancelledError):
         await fronts.grpc._generate(inference_pb2.GenerateRequest(text="x").SerializeToString(), GoneCaller())
 
-    assert said.records == []
+    assert caplog.records == []
     assert len(fronts.router.cancelled) == 4
     assert fronts.generation.running == 0
 
@@ -501,7 +501,7 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_else(fronts, kserve, 
 
 
 async def test_a_caller_that_does_not_read_for_too_long_is_given_up_with_all_its_requests(
-    fronts, kserve, monkeypatch, said
+    fronts, kserve, monkeypatch, caplog
 ):
     monkeypatch.setattr(grpc_calls, "WRITE_SECONDS", 0.5)  # for each in turn that would be longer than `until` waits
     fronts.router.answer = [300] * 4000
@@ -514,7 +514,7 @@ async def test_a_caller_that_does_not_read_for_too_long_is_given_up_with_all_its
 
         call.cancel()
     await until(lambda: fronts.generation.running == 0)
-    assert said.records == []
+    assert caplog.records == []
 
 
 async def test_the_earlier_of_the_deadlines_of_call_and_request_counts(fronts, stub):

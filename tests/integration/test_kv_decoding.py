@@ -75,16 +75,16 @@ async def refusal_of(channel: grpc.aio.Channel, method: str, content: bytes) -> 
         ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", GARBAGE),
     ],
 )
-async def test_what_is_no_message_is_refused_as_an_argument_and_logged_in_one_line(method, content, said):
+async def test_what_is_no_message_is_refused_as_an_argument_and_logged_in_one_line(method, content, caplog):
     async with a_channel() as channel:
-        said.clear()
-        with said.at_level(logging.WARNING):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
             refused = await refusal_of(channel, method, content)
 
     assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.details().startswith("request: ")
     assert (wire.FIELD_KEY, "request") in tuple(refused.trailing_metadata())
-    (line,) = said.records
+    (line,) = caplog.records
     assert line.exc_info is None
     assert line.method == method
 

@@ -120,7 +120,7 @@ async def test_an_engine_that_computes_for_long_holds_up_no_look_up():
                 await looking
 
 
-async def test_grpc_on_both_loops_says_nothing_in_the_log(said):
+async def test_grpc_on_both_loops_says_nothing_in_the_log(caplog):
     """It has one queue for all event loops of a process, and some versions complain where there are two."""
     with a_short_folder() as folder:
         async with node(folder) as endpoints, grpc.aio.insecure_channel(endpoints.listen[0]) as channel:
@@ -131,7 +131,7 @@ async def test_grpc_on_both_loops_says_nothing_in_the_log(said):
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
-    assert [record for record in said.records if record.levelno >= logging.WARNING] == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize(

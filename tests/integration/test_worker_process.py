@@ -521,13 +521,13 @@ async def test_a_name_that_stands_for_several_routers_means_all_of_them():
 
 
 @pytest.mark.parametrize("method", ["Register", "Deregister"])
-async def test_garbage_is_refused_by_the_registry_without_a_word_in_the_log(method, said):
+async def test_garbage_is_refused_by_the_registry_without_a_word_in_the_log(method, caplog):
     async with a_registry() as registry, grpc.aio.insecure_channel(registry.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await channel.unary_unary(f"/fleet.v1.Registry/{method}")(b"\xff\xff\xff\xff", timeout=60)
 
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert said.records == []
+        assert caplog.records == []
 
 
 async def test_garbage_is_refused_at_the_control_port_of_a_worker(folder):

@@ -20,7 +20,7 @@ from tests.kube.running import ApiServer
 
 WRITES = ("create", "update", "patch", "delete")
 IMAGES = Images(router="router:1", worker_cpu="cpu:1", worker_cuda="cuda:1", worker_rocm="rocm:1")
-QUICK = {"duration_seconds": 1, "renew_within_seconds": 0.6, "retry_seconds": 0.1}
+QUICK = {"duration_seconds": 10, "renew_within_seconds": 7, "retry_seconds": 0.1}  # a busy machine renews late
 
 
 def install(server: ApiServer) -> None:

@@ -215,7 +215,7 @@ async def test_a_dead_server_leaves_and_returns(servers):
         await world.settled()
 
 
-async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(server, said):
+async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(server, caplog):
     """As when a url in the settings is wrong: nobody would be told else."""
     server.health_status = 503
     urls = {"sick": server.url, "absent": "http://127.0.0.1:1"}
@@ -225,14 +225,14 @@ async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(s
     heard = []
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(OpenAiWorkers(settings, 1.0, SystemClock()).run(heard.append))
-        await until(lambda: len(said.records) == 2)
+        await until(lambda: len(caplog.records) == 2)
         await asyncio.sleep(0.2)  # it is asked again and again
         server.health_status = 200
         await until(lambda: heard)
         running.cancel()
 
-    told = {record.worker: (record.url, record.cause) for record in said.records if record.levelname == "WARNING"}
-    assert len(said.records) == 2
+    told = {record.worker: (record.url, record.cause) for record in caplog.records if record.levelname == "WARNING"}
+    assert len(caplog.records) == 2
     assert told["sick"] == (server.url, "it answered with status 503")
     assert told["absent"][0] == urls["absent"]
     assert told["absent"][1], "in the words of the system"

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.integration
 # Placement
 
 
-async def test_a_prompt_whose_reading_fails_after_its_client_has_gone_is_no_news(server, model_dir, said):
+async def test_a_prompt_whose_reading_fails_after_its_client_has_gone_is_no_news(server, model_dir, caplog):
     reading, go_on = threading.Event(), threading.Event()
 
     def broken(*_: object) -> None:
@@ -58,7 +58,7 @@ async def test_a_prompt_whose_reading_fails_after_its_client_has_gone_is_no_news
         go_on.set()
         await asyncio.to_thread(lambda: None)
     gc.collect()  # where asyncio says what nobody has asked about
-    assert [record.message for record in said.records if record.levelname == "ERROR"] == []
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, model_dir):

@@ -42,7 +42,6 @@ MAX_INTERIM_HEADS = 16  # before an answer; usual is one
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 USAGE_BYTES = 4096  # at the end of an answer, where usage is
-MOST_RECENT = 16  # reads that are kept apart: as many events of the usual size are about as many bytes
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # of more digits it is no count
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
@@ -128,7 +127,8 @@ class Upstream(asyncio.Protocol):
         self._head: AnswerHead | None = None
         self._held = b""  # of the head
         self._unsent: list[bytes] = []  # until the turn ends: the request, or of the answer once there is a client
-        self._recent: list[bytes] = []  # what came of the answer; at least so much of its end as usage takes
+        self._latest = b""  # of the answer, from the latest read on in which an event began; of long ones the end
+        self._earlier = b""  # the one before
         self._interim_heads = 0  # before the answer
         self._served = 0  # requests
         self._events = 0  # not told yet
@@ -216,13 +216,11 @@ class Upstream(asyncio.Protocol):
             client.write(data)
         else:
             self._pass_on(data if self._bodies is None else self._unpacked(self._bodies))
-        if len(data) >= USAGE_BYTES:
-            self._recent = [data]
-        else:
-            self._recent.append(data)
-            if len(self._recent) > MOST_RECENT:
-                self._recent = [self._end()]
-        self._events += data.count(b"data:")
+        if events := data.count(b"data:"):
+            self._events += events
+            self._earlier, self._latest = self._latest, data
+        else:  # it goes on with what came before
+            self._latest = self._latest[-USAGE_BYTES:] + data[-USAGE_BYTES:]
         if not self._due.end:
             self._complete = True
             self._owner.turn_end.afterwards(self._finish)
@@ -250,7 +248,10 @@ class Upstream(asyncio.Protocol):
 
     def _end(self) -> bytes:
         """Of an answer: where its usage is, if it has one, in however many pieces it came."""
-        return b"".join(self._recent)[-USAGE_BYTES:]
+        latest = self._latest
+        if len(latest) < USAGE_BYTES:
+            latest = self._earlier[-USAGE_BYTES:] + latest
+        return latest[-USAGE_BYTES:]
 
     @property
     def _ends_with_connection(self) -> bool:
@@ -274,7 +275,7 @@ class Upstream(asyncio.Protocol):
 
     def at_boundary(self) -> bool:
         head = self._head
-        return head is not None and head.streams and head.chunked and self._end().endswith(_BOUNDARIES)
+        return head is not None and head.streams and head.chunked and self._latest.endswith(_BOUNDARIES)
 
     # Inside
 
@@ -325,7 +326,7 @@ class Upstream(asyncio.Protocol):
                 )
             )
         )
-        self._recent = [data]
+        self._earlier, self._latest = b"", data
         self._events = max(1, data.count(b"data:", end))
         self._complete = complete
         self._owner.turn_end.afterwards(self._finish if complete else self._tell)

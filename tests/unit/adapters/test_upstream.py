@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fleet.adapters.turn_end import MOST_WAITING, TurnEnd
-from fleet.adapters.upstream import MAX_INTERIM_HEADS, MOST_RECENT, USAGE_BYTES, AnswerHeads, Upstream, Usage, read_head
+from fleet.adapters.upstream import MAX_INTERIM_HEADS, USAGE_BYTES, AnswerHeads, Upstream, Usage, read_head
 from fleet.ids import RequestId
 
 WORK = RequestId("r#1")
@@ -282,13 +282,24 @@ async def test_usage_counts_in_however_many_pieces_it_comes(asked, size):
     assert upstream.usage() == Usage(7, 3)
 
 
-async def test_however_long_an_answer_is_little_of_it_is_kept(asked):
+@pytest.mark.parametrize("piece", [EVENT, b"3e8\r\n" + bytes(1000) + b"\r\n"], ids=["events", "something else"])
+async def test_however_long_an_answer_is_little_of_it_is_kept(asked, piece):
     upstream, _ = asked
     upstream.data_received(HEAD + EVENT)
-    for _ in range(10_000):
-        upstream.data_received(EVENT)
+    for _ in range(1000):
+        upstream.data_received(piece)
 
-    assert sum(len(piece) for piece in upstream._recent) <= USAGE_BYTES + MOST_RECENT * len(EVENT)
+    assert len(upstream._earlier + upstream._latest) <= 2 * USAGE_BYTES + len(piece)
+
+
+async def test_another_event_may_follow_one_whose_end_came_by_itself(asked):
+    upstream, _ = asked
+    upstream.data_received(HEAD + EVENT)
+    for byte in EVENT[:-1]:
+        upstream.data_received(bytes([byte]))
+    assert not upstream.at_boundary()
+    upstream.data_received(EVENT[-1:])
+    assert upstream.at_boundary()
 
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

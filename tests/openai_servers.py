@@ -27,6 +27,7 @@ from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
+from tests.servers import a_free_port
 from tests.waiting import until
 
 MODEL = ModelName("mock")
@@ -116,7 +117,7 @@ class OpenAiServer:
         self.connections = 0  # that were ever made, those for its health aside
         self.open = 0  # connections that requests came over
         self.cut = 0  # requests whose connection was closed before they were answered
-        self.port = 0
+        self.port = a_free_port()  # which it has again when it comes back
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -126,7 +127,6 @@ class OpenAiServer:
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """As when its process is killed."""

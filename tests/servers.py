@@ -3,6 +3,7 @@
 import atexit
 import functools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -20,12 +21,18 @@ import pytest
 from tests.kv_builders import a_short_folder
 
 START_SECONDS = 60
+PORTS = 10_000  # to choose from
 
 
 def a_free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """One that stays free until somebody means to listen there: the system gives it to nobody who leaves the choice to it."""
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    for _ in range(100):
+        port = random.SystemRandom().randrange(int(first) - PORTS, int(first)) if int(first) > 2 * PORTS else 0
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return listener.getsockname()[1]
+    raise AssertionError("no port is free")
 
 
 class ServerProcess:

@@ -3,19 +3,20 @@
 import asyncio
 import contextlib
 
+from tests.servers import a_free_port
+
 
 class Way:
     """A proxy on the way to a server, to be cut."""
 
     def __init__(self, to: int) -> None:
         self._to = to
-        self.port = 0
+        self.port = a_free_port()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
 
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._carry, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         if self._server is not None:

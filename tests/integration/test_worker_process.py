@@ -32,6 +32,7 @@ from kvstore.frames import HEAD
 from tests.builders import token_bytes
 from tests.engine_driving import blocks_from, fresh_prompt, greedy, work
 from tests.kv_builders import a_short_folder
+from tests.servers import a_free_port
 from tests.stopwatch import at_most
 from tests.stream_peers import Heard
 from tests.waiting import until
@@ -75,7 +76,7 @@ class Registry:
 
     def __init__(self, lease_ms: int) -> None:
         self.server = RegistryServer(ControlSettings(lease_ms=lease_ms, tick_ms=20), SystemClock())
-        self.port = 0
+        self.port = a_free_port()
         self._grpc = None
 
     @property
@@ -85,7 +86,7 @@ class Registry:
     async def open(self) -> None:
         self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
         GrpcRegistry(self.server).add(self._grpc)
-        self.port = self._grpc.add_insecure_port(self.address)
+        assert self._grpc.add_insecure_port(self.address)
         await self._grpc.start()
 
     async def close(self) -> None:

@@ -17,12 +17,15 @@ Rules:
 7. Thresholds that were set are told to all, and to who is reached later: of what was set by several the latest counts.
 8. Where sessions go is told with the bookings (`fleet.router.sessions`), and to who is reached later; so routers that could not
    reach each other agree on it as soon as they can.
+9. So are prompts that workers were sent, as far as these do not tell of them themselves, or not yet (`fleet.router.foretold`): what is
+   new since the last time, and to who is reached later what is under way. A router of an older version passes that over.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from struct import pack, unpack
 from typing import Never, Protocol
 
 from google.protobuf.message import DecodeError
@@ -34,7 +37,9 @@ from fleet.clock import MILLISECOND
 from fleet.control.messages import Deregister, Register
 from fleet.errors import Refused
 from fleet.ids import Incarnation, RequestId, WorkerId
-from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLeft, SessionsBound
+from fleet.router.foretold import MOST_KEYS, PlacedPrompt, PlacedPrompts
+from fleet.router.index import KEY_BYTES
+from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLeft, ReplicaPlaced, SessionsBound
 from fleet.router.sessions import SessionBinding, Sessions
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Explanation
@@ -50,6 +55,7 @@ SILENCE_SECONDS = 2.0
 DIAL_SECONDS = 1.0  # for an answer, and between two attempts
 ANSWER_SECONDS = 1.0  # of a router to what an operator asks
 MAX_MESSAGE_BYTES = 16 << 20  # a worker has about 50 bytes
+PROMPTS_A_MESSAGE = 1000  # 4 MB, if all are as long as may be told
 BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
 LATEST = 1 << 62  # nanoseconds of Unix time, in the year 2116: no clock says more
 MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
@@ -63,6 +69,9 @@ class Router(Protocol):
 
     @property
     def sessions(self) -> Sessions: ...
+
+    @property
+    def prompts(self) -> PlacedPrompts: ...
 
     def booked(self) -> Mapping[WorkerId, Booked]: ...
 
@@ -145,8 +154,8 @@ class Replicas:
                 tasks.create_task(self._keep_up(address), name=f"replica {address}")
             while True:
                 await asyncio.sleep(ANYWAY_SECONDS)
+                self._tell_news()
                 self._tell_bookings()
-                self._tell_sessions()
         raise AssertionError("its tasks never end")
 
     def registered(self, event: Register) -> None:
@@ -252,16 +261,16 @@ class Replicas:
 
     def _tell_changes(self) -> None:
         self._timer = None
+        self._tell_news()  # first: what is booked for a prompt holds up nobody who has the same
         if self._router.booked() != self._told:
             self._tell_bookings()
-        self._tell_sessions()
 
     def _tell_bookings(self) -> None:
         self._told = self._router.booked()
         self._send(_bookings(self._told))
 
-    def _tell_sessions(self) -> None:
-        for message in _sessions(self._router.sessions.news()):
+    def _tell_news(self) -> None:
+        for message in (*_prompts(*self._router.prompts.news()), *_sessions(self._router.sessions.news())):
             self._send(message)
 
     def _send(self, message: pb.ReplicaMessage) -> None:
@@ -284,9 +293,10 @@ class Replicas:
             log.info("reached another router", extra={"address": address})
             hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ms())
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
-            link.send(_bookings(self._router.booked()).SerializeToString())
-            for message in _sessions(self._router.sessions.latest()):
+            router = self._router
+            for message in (*_prompts(router.prompts.latest(), ()), *_sessions(router.sessions.latest())):
                 link.send(message.SerializeToString())
+            link.send(_bookings(router.booked()).SerializeToString())
             if self._tuned is not None:
                 link.send(_tuned_message(self._tuned).SerializeToString())
             self._links[address] = link
@@ -396,6 +406,10 @@ class _Heard:
                 self._connection.send(self._replicas.answer(message.question).SerializeToString())
             case "sessions":
                 self._router.hear(SessionsBound(bindings=tuple(map(_binding, message.sessions.bindings))))
+            case "prompts":
+                placed = tuple(map(_placed, message.prompts.placed))
+                over = tuple(message.prompts.over)
+                self._router.hear(ReplicaPlaced(replica=self._replica, placed=placed, over=over))
             case "tuned":
                 self._replicas.tuned_elsewhere(_tuned(message.tuned))
             case None:
@@ -442,6 +456,29 @@ def _sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]
         yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))
+
+
+def _prompts(placed: Sequence[PlacedPrompt], over: Sequence[int]) -> Iterable[pb.ReplicaMessage]:
+    """That tell all of them."""
+    for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
+        told = [
+            pb.PlacedPrompt(worker_id=each.worker_id, number=each.number, keys=pack(f"<{len(each.keys)}Q", *each.keys))
+            for each in placed[first : first + PROMPTS_A_MESSAGE]
+        ]
+        yield pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=told, over=() if first else over))
+
+
+def _placed(told: pb.PlacedPrompt) -> PlacedPrompt:
+    """A prompt that another router tells.
+
+    Raises:
+        ConnectionError: It has no keys, or more than are told.
+    """
+    count, odd = divmod(len(told.keys), KEY_BYTES)
+    if odd or not 0 < count <= MOST_KEYS:
+        raise ConnectionError(f"another router tells {len(told.keys)} bytes of keys of a prompt")
+    keys = unpack(f"<{count}Q", told.keys)
+    return PlacedPrompt(worker_id=WorkerId(told.worker_id), number=told.number, keys=keys)
 
 
 def _binding(told: pb.SessionBinding) -> SessionBinding:

@@ -12,6 +12,7 @@ Rules:
 4. Prefill tokens are given back when the prompt is computed; everything is given back at the end, whatever the end.
 5. What placement looks at is kept in the worker's column of its pool's table, and who holds a block in one place for the whole
    pool (`fleet.router.chains`): both are written here when they change, so that no request has to ask every worker.
+6. Where there are other routers, they are told of prompts that take long to compute (`fleet.router.foretold`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,10 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
-from fleet.ids import RequestId
+from fleet.ids import RequestId, WorkerId
 from fleet.router.candidates import ACTIVE_BLOCKS, BACKLOG_TOKENS, QUANTITIES, REQUESTS, TOKEN_SECONDS, Floats
 from fleet.router.chains import Chain, ChainHolder, Chains
+from fleet.router.foretold import TOLD_TOKENS, PlacedPrompts
 from kvstore.block import blocks_for
 
 PACE_WEIGHT = 0.25  # of the newest prefill in what a token takes: of the last four, mostly
@@ -170,6 +172,45 @@ class WorkerBookings:
         assert self.prefill_tokens == sum(booking.prefill_tokens for booking in self._bookings.values())
         kept = self._column[[BACKLOG_TOKENS, ACTIVE_BLOCKS, REQUESTS]].tolist()
         assert kept == [self.prefill_tokens, len(held) + self._counted_blocks, len(self._bookings)], kept
+
+
+class ToldBookings(WorkerBookings):
+    """Of which other routers are told."""
+
+    def __init__(self, block_tokens: int, chains: Chains, bit: int, worker_id: WorkerId, prompts: PlacedPrompts):
+        """As `WorkerBookings`, whose worker they are, and what the others are told."""
+        super().__init__(block_tokens, chains, bit)
+        self._worker_id = worker_id
+        self._prompts = prompts
+        self._told: dict[RequestId, int] = {}
+
+    def book(
+        self,
+        request_id: RequestId,
+        keys: Sequence[int],
+        prompt_tokens: int,
+        prefill_tokens: int,
+        now: Nanos,
+        *,
+        expected_tokens: int = 0,
+    ) -> None:
+        super().book(request_id, keys, prompt_tokens, prefill_tokens, now, expected_tokens=expected_tokens)
+        if (
+            prefill_tokens >= TOLD_TOKENS
+            and keys
+            and (number := self._prompts.placed(self._worker_id, keys)) is not None
+        ):
+            self._told[request_id] = number
+
+    def release(self, request_id: RequestId) -> None:
+        super().release(request_id)
+        if (number := self._told.pop(request_id, None)) is not None:
+            self._prompts.over(number)
+
+    def close(self) -> None:
+        super().close()
+        for number in self._told.values():
+            self._prompts.over(number)
 
 
 def _share(blocks: int, tokens: int, expected: int) -> int:

@@ -157,6 +157,10 @@ class Chains:
                 self._blocks -= len(piece.keys)
             piece = piece.above
 
+    def begins(self, key: int) -> bool:
+        """Whether some chain's first block is this one."""
+        return key in self._pieces
+
     def runs(self, keys: Keys) -> list[tuple[int, int]]:
         """Whose leading blocks of a prompt end where, as `fleet.router.index.runs` has it."""
         if not keys or keys[0] not in self._pieces:

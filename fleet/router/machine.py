@@ -30,6 +30,7 @@ from fleet.router.account import Account
 from fleet.router.admission import Admission
 from fleet.router.candidates import Chance
 from fleet.router.chooser import Chooser
+from fleet.router.foretold import PlacedPrompts
 from fleet.router.impossible import Impossible, Wait
 from fleet.router.live import Hasher, LiveRequest, Stage, Turn, Work, advance, hash_prompt
 from fleet.router.messages import (
@@ -47,6 +48,7 @@ from fleet.router.messages import (
     Refuse,
     ReplicaBooked,
     ReplicaLeft,
+    ReplicaPlaced,
     RouterEvent,
     SessionsBound,
     Stepped,
@@ -166,7 +168,10 @@ class RouterMachine:
                 case ReplicaBooked():
                     self._roster.share(event.replica, event.booked)
                     self._freed.update(dict.fromkeys(self._waiting.models(), False))
+                case ReplicaPlaced():
+                    self._roster.foretell(event.replica, event.placed, event.over, now)
                 case ReplicaLeft():
+                    self._roster.forget_foretold(event.replica)
                     self._roster.share(event.replica, {})
                     self._freed.update(dict.fromkeys(self._waiting.models(), False))
                 case SessionsBound():
@@ -574,6 +579,11 @@ class RouterMachine:
     def sessions(self) -> Sessions:
         """Where those went that this router and the others have served."""
         return self._chooser.sessions
+
+    @property
+    def prompts(self) -> PlacedPrompts:
+        """What other routers are to be told of those that were placed."""
+        return self._roster.prompts
 
     def decision(self, request_id: RequestId) -> Decision | None:
         """Where a request goes that has not ended; None for one that has, or is not placed."""

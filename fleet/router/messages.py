@@ -15,6 +15,7 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.requests import Finish, KvPhase, Sampling, TokenBytes
 from fleet.roles import KvPath, Placement
+from fleet.router.foretold import PlacedPrompt
 from fleet.router.sessions import SessionBinding
 from fleet.router.settings import Thresholds
 from fleet.router.truth import Knowledge
@@ -108,8 +109,16 @@ class ReplicaBooked(Struct, frozen=True, kw_only=True):
     booked: Mapping[WorkerId, Booked]
 
 
+class ReplicaPlaced(Struct, frozen=True, kw_only=True):
+    """Another router has sent prompts to workers, or is done with some (`fleet.router.foretold`)."""
+
+    replica: str
+    placed: tuple[PlacedPrompt, ...] = ()
+    over: tuple[int, ...] = ()  # numbers
+
+
 class ReplicaLeft(Struct, frozen=True, kw_only=True):
-    """Another router is gone, and its bookings with it."""
+    """Another router is gone, and with it its bookings, and what it has placed and was not done with."""
 
     replica: str
 
@@ -121,7 +130,7 @@ class SessionsBound(Struct, frozen=True, kw_only=True):
     clock: int = 0  # Unix time in nanoseconds; 0: it has not
 
 
-ReplicaEvent = ReplicaBooked | ReplicaLeft | SessionsBound
+ReplicaEvent = ReplicaBooked | ReplicaPlaced | ReplicaLeft | SessionsBound
 
 
 class WorkRejected(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from fleet.ids import WorkerId
 from fleet.roles import KvPath, Role
 from fleet.router.adapters import homes
 from fleet.router.assumed_cache import AssumedCache
-from fleet.router.bookings import WorkerBookings
+from fleet.router.bookings import ToldBookings, WorkerBookings
 from fleet.router.candidates import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
@@ -37,7 +37,8 @@ from fleet.router.candidates import (
     Rows,
     token_seconds,
 )
-from fleet.router.chains import Chains
+from fleet.router.chains import Chains, Keys
+from fleet.router.foretold import ForetoldPrompts, PlacedPrompts, deeper
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, store_namespace
 from fleet.router.live import LiveRequest
 from fleet.router.members import Members, limit
@@ -71,9 +72,11 @@ class KnownWorker:
         self.draining = False  # changed by `WorkerPool.drain` only
         self.load = Load(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
-        self.bookings = WorkerBookings(description.block_tokens, pool.chains, self.bit)
+        self.bookings = self._bookings(pool, believed_for)
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
+        self.foretold = ForetoldPrompts(pool.foretold, self.bit)
         self._believed_for = believed_for
+        self._prompts = pool.prompts
         self.adapters_booked: dict[str, int] = {}  # requests, by adapter
 
     def book_adapter(self, name: str) -> None:
@@ -91,7 +94,21 @@ class KnownWorker:
     def assume(self, live: LiveRequest, now: Nanos) -> None:
         """A request goes there: where nobody tells what is cached, its prompt is believed to be."""
         if self._believed_for is not None:
-            self.assumed.sent(live.keys(self.description.block_tokens), Nanos(now + self._believed_for))
+            keys = live.keys(self.description.block_tokens)
+            self.assumed.sent(keys, Nanos(now + self._believed_for))
+            if self._prompts is not None and keys:
+                self._prompts.sent(self.description.worker_id, keys)
+
+    def assume_told(self, keys: Keys, now: Nanos) -> None:
+        """Another router has sent a prompt there of which nobody else tells."""
+        if self._believed_for is not None:
+            self.assumed.sent(keys, Nanos(now + self._believed_for))
+
+    def _bookings(self, pool: "WorkerPool", believed_for: Nanos | None) -> WorkerBookings:
+        size = self.description.block_tokens
+        if pool.prompts is None or believed_for is not None:  # of whom other routers believe what was sent there
+            return WorkerBookings(size, pool.chains, self.bit)
+        return ToldBookings(size, pool.chains, self.bit, self.description.worker_id, pool.prompts)
 
     def snapshot(self, cached_blocks: int, booked_elsewhere: int) -> WorkerSnapshot:
         return WorkerSnapshot(
@@ -123,12 +140,21 @@ class BlockSize(Struct, frozen=True, kw_only=True):
 class WorkerPool:
     """All workers of one model, in order of joining."""
 
-    def __init__(self, settings: RouterSettings, index: PrefixIndex):
+    def __init__(self, settings: RouterSettings, index: PrefixIndex, prompts: PlacedPrompts | None = None):
+        """Nobody has joined.
+
+        Args:
+            settings: The router's.
+            index: Of all that tell what they hold.
+            prompts: What other routers are told; None: there are none.
+        """
         self._settings = settings
         self._index = index
+        self.prompts = prompts
         self.workers: dict[WorkerId, KnownWorker] = {}
         self.chains = Chains()  # of live requests
         self.assumed = Chains()  # what is believed to be cached
+        self.foretold = Chains()  # marks of what other routers' requests are about to compute
         self._bits = 0  # in use
         self._shared: Sequence[Mapping[WorkerId, Booked]] = ()  # by other routers
         self._arrange()
@@ -147,6 +173,7 @@ class WorkerPool:
         worker = self.workers.pop(worker_id)
         worker.bookings.close()
         worker.assumed.clear()
+        worker.foretold.clear()
         self._bits &= ~worker.bit
         self._arrange()
 
@@ -255,6 +282,8 @@ class WorkerPool:
             if not keys:
                 continue
             booked = self.chains.runs(keys)
+            if self.prompts is not None and self.foretold.begins(keys[0]):
+                booked = deeper(booked, self.foretold, keys)
             held = self._index.runs(keys)
             assumed = self.assumed.runs(keys)
             if not booked and not held and not assumed:
@@ -321,6 +350,7 @@ class WorkerPool:
         """Assert that what live requests hold is what they have booked."""
         self.chains.check([chain for worker in self.workers.values() for chain in worker.bookings.chains()])
         self.assumed.check([chain for worker in self.workers.values() for chain in worker.assumed.chains()])
+        self.foretold.check([chain for worker in self.workers.values() for chain in worker.foretold.chains()])
         assert all(worker.bit & self._bits for worker in self.workers.values())
         assert len({worker.bit for worker in self.workers.values()}) == len(self.workers)
 

@@ -9,6 +9,7 @@ from fleet.ids import ModelName, WorkerId
 from fleet.requests import ModelCard
 from fleet.roles import Role
 from fleet.router.adapters import listed
+from fleet.router.foretold import MOST_PLACED, PlacedPrompt, PlacedPrompts
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, keys_of, store_namespace
 from fleet.router.live import LiveRequest
 from fleet.router.members import limit
@@ -34,6 +35,9 @@ class Roster:
             None  # until somebody joins, drains or leaves: asked with each request
         )
         self.index = PrefixIndex()
+        self.prompts = PlacedPrompts()  # what other routers are told, where there are any
+        self._told_prompts = self.prompts if settings.replicas_listen else None
+        self._foretold: dict[str, dict[int, WorkerId]] = {}  # by other routers, by their numbers
         self._nobody = WorkerPool(settings, self.index)
         self.get = self.workers.get
         """The worker of this id, if it is known."""
@@ -58,7 +62,7 @@ class Roster:
         assert worker_id not in self.workers, worker_id
         self.index.add(engine_cache(worker_id), capacity=description.kv_blocks)
         if (pool := self._pools.get(description.model)) is None:
-            pool = self._pools[description.model] = WorkerPool(self._settings, self.index)
+            pool = self._pools[description.model] = WorkerPool(self._settings, self.index, self._told_prompts)
             pool.share(list(self._replicas.values()))
         worker = KnownWorker(description, address, pool, limit(description, self._settings), knowledge, believed_for)
         self.workers[worker_id] = worker
@@ -139,6 +143,27 @@ class Roster:
             self._replicas.pop(replica, None)
         for pool in self._pools.values():
             pool.share(list(self._replicas.values()))
+
+    def foretell(self, replica: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
+        """What another router has sent to workers, and what of that is over (`fleet.router.foretold`)."""
+        told = self._foretold.setdefault(replica, {})
+        for number in over:
+            if (worker := self.get(told.pop(number, WorkerId("")))) is not None:
+                worker.foretold.remove(replica, number)
+        for each in placed:
+            if (worker := self.get(each.worker_id)) is None:
+                continue
+            if not each.number:
+                worker.assume_told(each.keys, now)
+            elif each.number not in told and len(told) < MOST_PLACED:
+                told[each.number] = each.worker_id
+                worker.foretold.add(replica, each.number, each.keys)
+
+    def forget_foretold(self, replica: str) -> None:
+        """Another router is gone, and what it had placed and was not done with."""
+        for number, worker_id in self._foretold.pop(replica, {}).items():
+            if (worker := self.get(worker_id)) is not None:
+                worker.foretold.remove(replica, number)
 
     def booked(self) -> dict[WorkerId, Booked]:
         """What this router has booked, on workers where that is anything."""

@@ -18,6 +18,7 @@ from fleet.clock import SECOND, Clock, Nanos
 from fleet.errors import Reason, Refused
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import KvPhase, ModelCard
+from fleet.router.foretold import PlacedPrompts
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
@@ -167,6 +168,10 @@ class RouterServer:
     @property
     def sessions(self) -> Sessions:
         return self._machine.sessions
+
+    @property
+    def prompts(self) -> PlacedPrompts:
+        return self._machine.prompts
 
     def decision(self, request_id: RequestId) -> Decision | None:
         return self._machine.decision(request_id)

@@ -33,6 +33,7 @@ class ReplicaMessage(_message.Message):
     QUESTION_FIELD_NUMBER: _builtins.int
     TUNED_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___ReplicaHello: ...
     @_builtins.property
@@ -53,6 +54,10 @@ class ReplicaMessage(_message.Message):
     def sessions(self) -> Global___ReplicaSessions:
         """likewise, the latest of them"""
 
+    @_builtins.property
+    def prompts(self) -> Global___ReplicaPrompts:
+        """likewise, those that are not over"""
+
     def __init__(
         self,
         *,
@@ -63,12 +68,13 @@ class ReplicaMessage(_message.Message):
         question: Global___ReplicaQuestion | None = ...,
         tuned: Global___ReplicaTuned | None = ...,
         sessions: Global___ReplicaSessions | None = ...,
+        prompts: Global___ReplicaPrompts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned", "sessions"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned", "sessions", "prompts"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -225,6 +231,61 @@ class SessionBinding(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionBinding: _TypeAlias = SessionBinding  # noqa: Y015
+
+@_typing.final
+class ReplicaPrompts(_message.Message):
+    """Prompts that workers were sent since the last such message; `fleet/router/foretold.py` says which, and what of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACED_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedPrompt]: ...
+    @_builtins.property
+    def over(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """numbers of those that are over"""
+
+    def __init__(
+        self,
+        *,
+        placed: _abc.Iterable[Global___PlacedPrompt] | None = ...,
+        over: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["over", b"over", "placed", b"placed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaPrompts: _TypeAlias = ReplicaPrompts  # noqa: Y015
+
+@_typing.final
+class PlacedPrompt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    number: _builtins.int
+    """of the sender's; 0: it is believed to be cached from now on, and never over"""
+    keys: _builtins.bytes
+    """8 each, little-endian: of the prompt's marks, or of its blocks if `number` is 0"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        number: _builtins.int = ...,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "number", b"number", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedPrompt: _TypeAlias = PlacedPrompt  # noqa: Y015
 
 @_typing.final
 class ReplicaQuestion(_message.Message):

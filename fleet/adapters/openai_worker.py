@@ -28,9 +28,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from fleet.adapters.followed_cache import FollowedCache
-from fleet.adapters.golden import TEXTS, Tokenises, to_tokenise, tokenised_alike
+from fleet.adapters.golden import Tokenises
 from fleet.adapters.openai_answers import UNLIMITED
-from fleet.adapters.openai_questions import STARVED, ServerAddress, Starved, Unreachable, ask, cause_of
+from fleet.adapters.openai_health import ServerHealth
+from fleet.adapters.openai_questions import STARVED, ServerAddress, cause_of
 from fleet.adapters.relay import Relayed
 from fleet.adapters.relay_requests import PATHS
 from fleet.adapters.turn_end import TurnEnd
@@ -68,9 +69,6 @@ IDLE_SECONDS = 60.0  # of a connection that a burst has left over; servers close
 STARVED_SECONDS = 0.05  # between two attempts then (rule 7)
 RETRY_AFTER_MS = 1000
 TOKEN = 0  # stands for each that is not known
-NO_SUCH_PATH = frozenset({404, 405, 501})
-OK = 200
-FIRST_SERVER_ERROR = 500
 
 Hear = Callable[[WorkerEvent], None]
 """`fleet.router.server.RouterServer.hear`."""
@@ -88,9 +86,7 @@ class OpenAiWorker:
         can_spare: "Callable[[OpenAiWorker], bool]" = lambda _: True,
         turn_end: TurnEnd | None = None,
     ) -> None:
-        self._codec = codec
         self._can_spare = can_spare
-        self.tokenises = Tokenises.UNKNOWN
         self.worker_id = WorkerId(settings.worker_id)
         self.settings = settings
         self.heads = AnswerHeads()
@@ -109,12 +105,11 @@ class OpenAiWorker:
         self._failures = 0  # in a row
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
-        self._silence = ""  # why it is not healthy
         self._look = asyncio.Event()  # now, and not at the next turn
         self._cache = FollowedCache(settings, clock)
         self._tells_cached = False
-        self._max_model_len = UNLIMITED
         self._address = ServerAddress.of(settings.url, settings.api_key)
+        self._health = ServerHealth(settings, self._address, connect_timeout_seconds, codec)
         self._openings = {path: self._address.opening(b"POST", path) for path in PATHS}
 
     @property
@@ -126,6 +121,11 @@ class OpenAiWorker:
     def alert(self) -> Alert | None:
         """What is wrong with its KV events."""
         return self._cache.alert
+
+    @property
+    def tokenises(self) -> Tokenises:
+        """What it made of the golden prompts, beside this router."""
+        return self._health.tokenises
 
     @property
     def taking(self) -> bool:
@@ -285,11 +285,11 @@ class OpenAiWorker:
         while True:
             heard = self._listen()
             self._close_idle()
-            healthy = True if heard and self._taking else await self._healthy()
+            healthy = True if heard and self._taking else await self._health.healthy()
             if healthy:
                 misses = 0
                 if not self.joined and self._clock.now() >= self._not_before:
-                    await self._compare_tokenizers()
+                    await self._health.compare_tokenizers()
                     self._join()
             elif heard:
                 misses = 0  # what runs there goes on
@@ -298,7 +298,7 @@ class OpenAiWorker:
                 if self.joined and misses >= MISSES:
                     self._lose()
                 elif misses == MISSES:  # once: it may be started later than this router, or its url be wrong
-                    told = {"worker": self.worker_id, "url": self.settings.url, "cause": self._silence}
+                    told = {"worker": self.worker_id, "url": self.settings.url, "cause": self._health.cause}
                     log.warning("worker does not answer; it joins when it does", extra=told)
             if self.joined:
                 self._hear(CacheAged(worker_id=self.worker_id))
@@ -320,7 +320,7 @@ class OpenAiWorker:
             model=ModelName(settings.model),
             role=Role.BOTH,
             block_tokens=settings.compared_tokens,
-            max_model_len=self._max_model_len,
+            max_model_len=UNLIMITED,
             kv_blocks=settings.compared_blocks,
             max_running=settings.max_running,
             fingerprint=f"openai/{self.worker_id}",  # nobody shares blocks with it
@@ -399,44 +399,6 @@ class OpenAiWorker:
         for upstream in old:
             self._idle.remove(upstream)
             upstream.drop()
-
-    async def _healthy(self) -> bool | None:
-        """Whether it answers; None: nobody could ask."""
-        try:
-            status, _ = await self._ask(b"GET", self.settings.health_path)
-            if status in NO_SUCH_PATH:
-                status, _ = await self._ask(b"GET", "/v1/models")
-        except Starved:
-            return None
-        except Unreachable as error:
-            self._silence = str(error)
-            return False
-        self._silence = f"it answered with status {status}"
-        return status < FIRST_SERVER_ERROR
-
-    async def _compare_tokenizers(self) -> None:
-        """Have it tokenise the golden texts, if it can (rule 6)."""
-        tokenises = Tokenises.UNKNOWN
-        for text in () if self._codec is None else TEXTS:
-            assert self._codec is not None
-            try:
-                status, answer = await self._ask(
-                    b"POST", "/tokenize", to_tokenise(ModelName(self.settings.model), text)
-                )
-            except Unreachable:
-                break
-            if status != OK or (tokenises := tokenised_alike(self._codec, text, answer)) is not Tokenises.ALIKE:
-                break
-        self.tokenises = tokenises
-        if tokenises is Tokenises.OTHERWISE:
-            told = {"worker": self.worker_id, "url": self.settings.url, "tokenizer": self.settings.tokenizer}
-            log.error(
-                "a server makes other tokens of the golden prompts than `tokenizer` does; set it to its own", extra=told
-            )
-
-    async def _ask(self, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        seconds = max(self.settings.probe_seconds, self._connect_timeout_seconds)
-        return await ask(self._address, method, path, body, within_seconds=seconds)
 
     def _close(self) -> None:
         for work in self._works.values():

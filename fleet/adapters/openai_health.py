@@ -1,0 +1,70 @@
+"""What a foreign server is asked before it gets requests, and while nothing else is heard from it."""
+
+import logging
+
+from fleet.adapters.golden import TEXTS, Tokenises, to_tokenise, tokenised_alike
+from fleet.adapters.openai_questions import ServerAddress, Starved, Unreachable, ask
+from fleet.ids import ModelName
+from fleet.router.ports import TextCodec
+from fleet.router.settings import OpenAiWorkerSettings
+
+log = logging.getLogger(__name__)
+
+NO_SUCH_PATH = frozenset({404, 405, 501})
+OK = 200
+FIRST_SERVER_ERROR = 500
+
+
+class ServerHealth:
+    """Of one server."""
+
+    def __init__(
+        self,
+        settings: OpenAiWorkerSettings,
+        address: ServerAddress,
+        connect_timeout_seconds: float,
+        codec: TextCodec | None,
+    ) -> None:
+        self._settings = settings
+        self._address = address
+        self._within_seconds = max(settings.probe_seconds, connect_timeout_seconds)
+        self._codec = codec
+        self.tokenises = Tokenises.UNKNOWN
+        self.cause = ""
+        """Why it is not healthy, or what it answered."""
+
+    async def healthy(self) -> bool | None:
+        """Whether it answers; None: nobody could ask."""
+        try:
+            status, _ = await self._ask(b"GET", self._settings.health_path)
+            if status in NO_SUCH_PATH:
+                status, _ = await self._ask(b"GET", "/v1/models")
+        except Starved:
+            return None
+        except Unreachable as error:
+            self.cause = str(error)
+            return False
+        self.cause = f"it answered with status {status}"
+        return status < FIRST_SERVER_ERROR
+
+    async def compare_tokenizers(self) -> None:
+        """Have it tokenise the golden texts, if it can, and note what it makes of them."""
+        settings, codec = self._settings, self._codec
+        tokenises = Tokenises.UNKNOWN
+        for text in () if codec is None else TEXTS:
+            assert codec is not None
+            try:
+                status, answer = await self._ask(b"POST", "/tokenize", to_tokenise(ModelName(settings.model), text))
+            except Unreachable:
+                break
+            if status != OK or (tokenises := tokenised_alike(codec, text, answer)) is not Tokenises.ALIKE:
+                break
+        self.tokenises = tokenises
+        if tokenises is Tokenises.OTHERWISE:
+            told = {"worker": settings.worker_id, "url": settings.url, "tokenizer": settings.tokenizer}
+            log.error(
+                "a server makes other tokens of the golden prompts than `tokenizer` does; set it to its own", extra=told
+            )
+
+    async def _ask(self, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        return await ask(self._address, method, path, body, within_seconds=self._within_seconds)

@@ -41,7 +41,11 @@ class Fronts(Struct):
 
 @asynccontextmanager
 async def open_fronts(
-    model_dir: Path, tenants: Mapping[str, TenantSettings] | None = None, **settings: float
+    model_dir: Path,
+    tenants: Mapping[str, TenantSettings] | None = None,
+    *,
+    grpc_max_held_bytes: int = 1 << 30,
+    **settings: float,
 ) -> AsyncIterator[Fronts]:
     router = FakeRouter()
     codec = load_codec(model_dir)
@@ -60,7 +64,7 @@ async def open_fronts(
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
         open_http_frontend("127.0.0.1:0", limits, generation, registry, clock) as http,
-        open_grpc_frontend("127.0.0.1:0", generation, router, clock) as grpc,
+        open_grpc_frontend("127.0.0.1:0", generation, router, clock, max_held_bytes=grpc_max_held_bytes) as grpc,
     ):
         yield Fronts(router, codec, generation, http, grpc)
     threads.close()

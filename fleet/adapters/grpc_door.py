@@ -9,15 +9,22 @@ from fleet.errors import Reason, Refused, shutting_down
 from fleet.router.generation import Generation
 from fleet.router.http_settings import ORDINARY_BODY_BYTES
 
-MOST_HELD_BYTES = 1 << 30  # as over HTTP
 RETRY_AFTER_MS = 1000
 
 
 class Door:
     """Open until `drain`."""
 
-    def __init__(self, generation: Generation, clock: Clock) -> None:
+    def __init__(self, generation: Generation, clock: Clock, max_held_bytes: int) -> None:
+        """Nothing runs yet.
+
+        Args:
+            generation: Serves the requests.
+            clock: For deadlines.
+            max_held_bytes: Of the messages of all that runs, beyond which long ones are refused.
+        """
         self._generation = generation
+        self._max_held_bytes = max_held_bytes
         self._clock = clock
         self._draining = False
         self._held_bytes = 0
@@ -49,7 +56,7 @@ class Door:
         Raises:
             Refused: QUEUE_FULL; it is a long one, and those that run take as much as they may.
         """
-        if size > ORDINARY_BODY_BYTES and self._held_bytes + size > MOST_HELD_BYTES:
+        if size > ORDINARY_BODY_BYTES and self._held_bytes + size > self._max_held_bytes:
             message = "too many long requests run at once; retry later"
             raise Refused(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS)
         self._held_bytes += size

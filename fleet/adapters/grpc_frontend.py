@@ -33,6 +33,7 @@ async def open_grpc_frontend(
     router: Router,
     clock: Clock,
     *,
+    max_held_bytes: int,
     store: str = "",
     shared: bool = False,
     connection_seconds: float = 0,
@@ -47,6 +48,7 @@ async def open_grpc_frontend(
         generation: Serves the requests.
         router: Says how the cluster is.
         clock: For deadlines.
+        max_held_bytes: Of the messages of all requests that run, beyond which long ones are refused.
         store: gRPC address of the KV store node, asked how full it is; empty: there is none.
         shared: Whether other processes may listen on the same port.
         connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
@@ -64,7 +66,7 @@ async def open_grpc_frontend(
             channel = await held.enter_async_context(grpc.aio.insecure_channel(store))
             ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
         server = Http2Server(shared=shared, connection_seconds=connection_seconds)
-        frontend = GrpcFrontend(generation, router, clock, ask_store, others)
+        frontend = GrpcFrontend(generation, router, clock, max_held_bytes, ask_store, others)
         server.add_generic_rpc_handlers((frontend.inference(),))
         inner: Server = server
         if control_listen:
@@ -90,12 +92,13 @@ class GrpcFrontend:
         generation: Generation,
         router: Router,
         clock: Clock,
+        max_held_bytes: int,
         ask_store: AskStore | None,
         others: Others | None = None,
     ) -> None:
         self.address = ""  # as clients write it, with the port that was taken
         self.control = ""  # of the port that is not for clients, where that is another one
-        self.door = Door(generation, clock)
+        self.door = Door(generation, clock, max_held_bytes)
         self._generation = generation
         self._cluster = ClusterService(router, ask_store, others)
 

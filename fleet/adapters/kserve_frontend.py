@@ -65,7 +65,13 @@ Messages = AsyncIterator[bytes]
 
 @asynccontextmanager
 async def open_kserve_frontend(
-    listen: str, generation: Generation, clock: Clock, *, shared: bool = False, connection_seconds: float = 0
+    listen: str,
+    generation: Generation,
+    clock: Clock,
+    *,
+    max_held_bytes: int,
+    shared: bool = False,
+    connection_seconds: float = 0,
 ) -> AsyncIterator["KserveFrontend"]:
     """Listen and serve until the context ends; then running calls are cancelled.
 
@@ -73,6 +79,7 @@ async def open_kserve_frontend(
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         generation: Serves the requests.
         clock: For deadlines.
+        max_held_bytes: Of the messages of all requests that run, beyond which long ones are refused.
         shared: Whether other processes may listen on the same port.
         connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
 
@@ -80,7 +87,7 @@ async def open_kserve_frontend(
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
     server = Http2Server(shared=shared, connection_seconds=connection_seconds)
-    frontend = KserveFrontend(generation, clock)
+    frontend = KserveFrontend(generation, clock, max_held_bytes)
     server.add_generic_rpc_handlers(frontend.handlers())
     async with open_port(server, listen, (SERVICE,), frontend.door.ready) as frontend.address:
         yield frontend
@@ -89,9 +96,9 @@ async def open_kserve_frontend(
 class KserveFrontend:
     """Made by `open_kserve_frontend`."""
 
-    def __init__(self, generation: Generation, clock: Clock) -> None:
+    def __init__(self, generation: Generation, clock: Clock, max_held_bytes: int) -> None:
         self.address = ""  # as clients write it, with the port that was taken
-        self.door = Door(generation, clock)
+        self.door = Door(generation, clock, max_held_bytes)
         self._generation = generation
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:

@@ -326,6 +326,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             store=settings.store,
             shared=settings.share_ports,
             connection_seconds=settings.connection_seconds,
+            max_held_bytes=settings.grpc_max_held_bytes,
             control_listen=settings.control_listen,
             services={SERVICE: registry.add, SELECTION: parts.selection.add},
             others=parts.replicas,
@@ -356,6 +357,7 @@ async def _kserve(
         clock,
         shared=settings.share_ports,
         connection_seconds=settings.connection_seconds,
+        max_held_bytes=settings.grpc_max_held_bytes,
     ) as frontend:
         yield frontend
 

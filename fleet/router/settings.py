@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from fleet.discovery import Discovery
 from fleet.hub import HubSettings
 from fleet.ids import ModelName
-from fleet.router.http_settings import HttpSettings
+from fleet.router.http_settings import KIB, MIB, HttpSettings
 from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.profile_settings import ProfileSettings
 from fleet.router.tenants import TenantSettings
@@ -156,6 +156,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     grpc_listen: str = "127.0.0.1:50051"
     """host:port of the gRPC API, and of the registry where workers announce themselves."""
+
+    grpc_max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
+    """Of the messages of all requests that run at `grpc_listen`, and as much again of those at `kserve_listen`; `http.max_held_bytes` is
+    its like. Beyond that long ones are refused; ordinary ones, up to 64 KiB, are always taken."""
 
     connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
     """How long a client's connection lasts before the client is asked to make another; what runs on it goes on, and clients do it

@@ -163,6 +163,7 @@ def encode_refusal(refused: Refused, client_id: str, model: str) -> pb.ModelStre
     failed = pb.ModelInferResponse(model_name=model[:MAX_ID_CHARACTERS], id=client_id[:MAX_ID_CHARACTERS])
     failed.parameters["error_reason"].string_param = refused.reason
     failed.parameters["error_field"].string_param = refused.field
+    failed.parameters["error_cause"].string_param = refused.cause
     failed.parameters["retry_after_ms"].int64_param = refused.retry_after_ms
     streamed = encode_streamed(failed, final=True)
     streamed.error_message = message

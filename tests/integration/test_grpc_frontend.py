@@ -8,7 +8,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fleet.adapters import grpc_calls, grpc_door
+from fleet.adapters import grpc_calls
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.grpc_frontend import open_grpc_frontend
@@ -230,8 +230,8 @@ def junk(size: int) -> bytes:
     return b"\xfa\x7f" + content[1:]  # number 2047
 
 
-async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, stub, channel, monkeypatch):
-    monkeypatch.setattr(grpc_door, "MOST_HELD_BYTES", 1_000_000)
+@pytest.mark.parametrize("fronts", [{"grpc_max_held_bytes": 1_000_000}], indirect=True)
+async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, stub, channel):
     fronts.will_answer(TEXT)
     fronts.router.hold_after = 1
     long = pb.GenerateRequest(text="x").SerializeToString() + junk(300_000)
@@ -405,14 +405,16 @@ async def test_reflection_lists_the_services(channel):
 
 async def test_a_port_in_use_is_refused_with_its_address(fronts):
     with pytest.raises(ConfigurationRefused, match=fronts.grpc.address):
-        async with open_grpc_frontend(fronts.grpc.address, fronts.generation, fronts.router, fronts.generation._clock):
+        async with open_grpc_frontend(
+            fronts.grpc.address, fronts.generation, fronts.router, fronts.generation._clock, max_held_bytes=1
+        ):
             pass
 
 
 @pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999"])
 async def test_what_is_no_address_is_refused_with_what_one_looks_like(fronts, listen):
     with pytest.raises(ConfigurationRefused, match=f"^cannot listen on {listen}: must be host:port$"):
-        async with open_grpc_frontend(listen, fronts.generation, fronts.router, SystemClock()):
+        async with open_grpc_frontend(listen, fronts.generation, fronts.router, SystemClock(), max_held_bytes=1):
             pass
 
 
@@ -420,7 +422,7 @@ async def test_what_is_not_for_clients_can_have_a_port_of_its_own(fronts):
     generation, router = fronts.generation, fronts.router
     listen = "127.0.0.1:0"
     async with (
-        open_grpc_frontend(listen, generation, router, SystemClock(), control_listen=listen) as front,
+        open_grpc_frontend(listen, generation, router, SystemClock(), max_held_bytes=1, control_listen=listen) as front,
         grpc.aio.insecure_channel(front.address) as public,
         grpc.aio.insecure_channel(front.control) as inner,
     ):

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fleet.adapters import grpc_calls, grpc_door, kserve_frontend
+from fleet.adapters import grpc_calls, kserve_frontend
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.kserve_frontend import open_kserve_frontend
 from fleet.client import Client
@@ -40,9 +40,14 @@ KEY_SHA256 = "1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0"
 needs_triton = pytest.mark.skipif(find_spec("tritonclient") is None, reason="tritonclient is not installed")
 
 
+def a_kserve(fronts, max_held_bytes=1 << 30):
+    generation = fronts.generation
+    return open_kserve_frontend("127.0.0.1:0", generation, generation._clock, max_held_bytes=max_held_bytes)
+
+
 @pytest.fixture
-async def kserve(fronts):
-    async with open_kserve_frontend("127.0.0.1:0", fronts.generation, fronts.generation._clock) as kserve:
+async def kserve(request, fronts):
+    async with a_kserve(fronts, **getattr(request, "param", {})) as kserve:
         yield kserve
 
 
@@ -253,7 +258,7 @@ class TestTritonsClient:
         tenants = {"acme": TenantSettings(api_key_sha256=(KEY_SHA256,))}
         async with (
             open_fronts(model_dir, tenants) as fronts,
-            open_kserve_frontend("127.0.0.1:0", fronts.generation, fronts.generation._clock) as kserve,
+            a_kserve(fronts) as kserve,
         ):
             fronts.will_answer("the fox")
 
@@ -331,7 +336,7 @@ async def test_an_unknown_model_is_not_found_and_not_ready(fronts, stub):
 
 
 async def test_errors_in_a_stream_say_whose_they_are_and_when_to_try_again(fronts, stub):
-    fronts.router.refuse = Refused(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
+    fronts.router.refuse = Refused(Reason.QUEUE_FULL, "busy", retry_after_ms=1500, cause="pin_unknown")
 
     responses = await all_of(stub.ModelStreamInfer([a_message(id="a"), a_message(id="b")]))
 
@@ -340,6 +345,7 @@ async def test_errors_in_a_stream_say_whose_they_are_and_when_to_try_again(front
     parameters = failed.infer_response.parameters
     assert failed.error_message == "busy"
     assert parameters["error_reason"].string_param == "queue_full"
+    assert parameters["error_cause"].string_param == "pin_unknown"
     assert parameters["retry_after_ms"].int64_param == 1500
     assert parameters["triton_final_response"].bool_param
 
@@ -417,8 +423,8 @@ async def test_cancelling_a_call_cancels_all_its_requests(fronts, stub, method):
     await fronts.router.until(fronts.router.cancelled, messages)
 
 
-async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, kserve, stub, monkeypatch):
-    monkeypatch.setattr(grpc_door, "MOST_HELD_BYTES", 500_000)
+@pytest.mark.parametrize("kserve", [{"max_held_bytes": 500_000}], indirect=True)
+async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, kserve, stub):
     fronts.will_answer(TEXT)
     fronts.router.hold_after = 1
     long = streaming(a_message(parameters={}, id="long"))
@@ -579,7 +585,7 @@ async def test_the_service_can_be_found_by_reflection(channel):
 
 async def test_a_port_in_use_is_refused_with_its_address(fronts, kserve):
     with pytest.raises(ConfigurationRefused, match=kserve.address):
-        async with open_kserve_frontend(kserve.address, fronts.generation, SimpleNamespace()):
+        async with open_kserve_frontend(kserve.address, fronts.generation, SimpleNamespace(), max_held_bytes=1):
             pass
 
 

@@ -14,6 +14,7 @@ from fleet.router.live import LiveRequest
 from fleet.router.messages import Arrived
 from fleet.router.settings import RouterSettings
 from fleet.router.waiting import Waiting, WaitingRoom, rank
+from fleet.router.wishes import Busy
 
 MAX_RETRY_AFTER_MS = 60_000  # of a hint; what is known of the load is too old by then
 
@@ -30,20 +31,28 @@ class Admission:
         self.settings = settings
         self.room = WaitingRoom({name: tenant.weight for name, tenant in settings.tenants.items()})
 
-    def enqueue(self, live: LiveRequest, now: Nanos) -> None:
-        """It waits from now on; where it stands is by its arrival, so one that comes back goes before all newer ones."""
-        arrived = live.arrived
+    def enqueue(self, live: LiveRequest, now: Nanos, busy: Busy) -> None:
+        """It waits from now on; where it stands is by its arrival, so one that comes back goes before all newer ones.
+
+        Args:
+            live: The request.
+            now: The instant.
+            busy: For whom it waits, as far as that is known.
+        """
+        arrived, prompt_tokens = live.arrived, live.prompt_tokens
         waiting = Waiting(
             request_id=live.id,
             model=arrived.model,
             tenant=arrived.tenant,
             rank=self._rank(live),
             seq=live.seq,
-            tokens=live.prompt_tokens,
-            wish=live.wish(keeps_session=self.settings.session_affinity == "hard"),
+            tokens=prompt_tokens,
+            whole_tokens=prompt_tokens + live.remaining_tokens,
+            wish=live.wish(),
+            session=live.session_key if arrived.session and self.settings.session_affinity == "hard" else None,
             stays=live.failures > 0,
         )
-        self.room.add(waiting, now)
+        self.room.add(waiting, now, busy)
 
     def _rank(self, live: LiveRequest) -> int:
         settings = self.settings

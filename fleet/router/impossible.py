@@ -12,7 +12,8 @@ from enum import StrEnum
 from msgspec import Struct
 
 from fleet.errors import Reason
-from fleet.roles import Role
+from fleet.ids import WorkerId
+from fleet.roles import Placement, Role
 from fleet.router.candidates import Asked
 from fleet.router.eligibility import Unfit, unfit
 from fleet.router.standings import Standings
@@ -43,6 +44,9 @@ _SESSION_GONE = {Unfit.OTHER_SESSION, Unfit.DRAINING, Unfit.FAILED_BEFORE}
 class Wait(Struct, frozen=True):
     """All who could serve it are at their limits."""
 
+    busy: frozenset[WorkerId] = frozenset()
+    """These; nothing else will help but one of them. None at all where a pair was asked for: who is at its limit may be either."""
+
 
 class Impossible(Struct, frozen=True, kw_only=True):
     reason: Reason
@@ -57,7 +61,9 @@ def nobody(asked: Asked, standings: Standings) -> Wait | Impossible:
     others = unfit(asked, standings, set())
     causes = set(others.values())
     if Unfit.AT_LIMIT in causes:
-        return Wait()
+        if asked.placement is Placement.DISAGGREGATED:
+            return Wait()
+        return Wait(frozenset([worker_id for worker_id, cause in others.items() if cause is Unfit.AT_LIMIT]))
     if asked.pin is not None and asked.pin not in others:
         return Impossible(
             reason=Reason.INVALID_ARGUMENT,

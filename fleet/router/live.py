@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes
-from fleet.roles import KvPath, Phase
+from fleet.roles import KvPath, Phase, Placement
 from fleet.router.candidates import Asked
 from fleet.router.index import keys_of
 from fleet.router.messages import Arrived
@@ -72,6 +72,9 @@ def advance(stage: Stage, turn: Turn) -> Stage:
     if (following := NEXT.get((stage, turn))) is None:
         raise IllegalTurn(stage, turn)
     return following
+
+
+_AUTO = Placement.AUTO  # looked up in its enum it takes ten times as long
 
 
 class Work(Struct, frozen=True, kw_only=True):
@@ -129,15 +132,20 @@ class LiveRequest(Struct):
         """That the answer may still have."""
         return self.arrived.sampling.max_tokens - len(self.sent)
 
-    def wish(self, *, keeps_session: bool) -> Hashable:
-        """Who may serve it, as far as that depends on the request: of two with the same wish, none has room where the other has not.
-
-        But for lengths, of which there is a wish for each power of two: the longer of two may fit fewer workers.
-
-        Args:
-            keeps_session: Whether a session has to stay where it is.
-        """
+    def wish(self) -> Hashable:
+        """Who may serve it, as far as that depends neither on its session nor on its length: equal for those whom the same ones may."""
         arrived = self.arrived
+        if (
+            arrived.pin is None
+            and not arrived.labels
+            and arrived.among is None
+            and arrived.adapter is None
+            and arrived.sampling.form is None
+            and arrived.placement is _AUTO
+            and arrived.kv_path is None
+            and not self.failures
+        ):
+            return None  # as most have it
         return (
             arrived.pin,
             arrived.labels,
@@ -146,10 +154,8 @@ class LiveRequest(Struct):
             arrived.sampling.form is not None,
             arrived.placement,
             arrived.kv_path,
-            self.session_key if keeps_session and arrived.session else None,
+            self.failures > 0,
             frozenset(self.failed_on),
-            self.prompt_tokens.bit_length(),
-            (self.prompt_tokens + self.remaining_tokens).bit_length(),
         )
 
     @property

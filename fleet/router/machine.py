@@ -17,6 +17,7 @@ Rules:
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import assert_never
 
 from msgspec import structs
@@ -68,10 +69,11 @@ from fleet.router.policies.ports import Policy
 from fleet.router.pool import KnownWorker
 from fleet.router.ranked import Ranked
 from fleet.router.roster import Roster
-from fleet.router.sessions import Sessions
+from fleet.router.sessions import SessionKey, Sessions
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Explanation, RemotePrefill, RouterSnapshot
 from fleet.router.waiting import Search
+from fleet.router.wishes import NOBODY_KNOWN
 from fleet.router.works import Works
 from fleet.work import Handoff, Progress, Rejected
 
@@ -87,7 +89,7 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
-MOST_PASSED = 32  # wishes that are tried in vain after an event: each is a placement, 35 us with 64 workers
+MOST_PASSED = 32  # requests that are tried in vain after an event: each is a placement, 35 us with 64 workers
 
 # Requests need some ten of these each: a member takes 65 ns to look up in its enum, and 5 here.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
@@ -166,18 +168,17 @@ class RouterMachine:
                 case Tuned():
                     self._tuned(event.thresholds)
                 case ReplicaBooked():
-                    self._roster.share(event.replica, event.booked)
-                    self._freed.update(dict.fromkeys(self._waiting.models(), False))
+                    self._shared(event.replica, event.booked)
                 case ReplicaPlaced():
                     self._roster.foretell(event.replica, event.placed, event.over, now)
                 case ReplicaLeft():
                     self._roster.forget_foretold(event.replica)
-                    self._roster.share(event.replica, {})
-                    self._freed.update(dict.fromkeys(self._waiting.models(), False))
+                    self._shared(event.replica, {})
                 case SessionsBound():
                     self._chooser.sessions.clock_heard(event.clock, now)
                     for binding in event.bindings:
                         self._chooser.sessions.heard(binding, now)
+                        self._session_moved(binding.key)
                 case WorkerJoined():
                     self._joined(event, now, out)
                 case WorkerLeft():
@@ -185,7 +186,7 @@ class RouterMachine:
                 case WorkerDraining():
                     if (worker := self._roster.get(event.worker_id)) is not None:
                         self._roster.drain(event.worker_id)
-                        self._freed[worker.description.model] = True  # who waited for nobody else is refused now
+                        self._gone(worker)
                 case WorkRejected():
                     self._rejected(event, now, out)
                 case Undelivered():
@@ -220,14 +221,17 @@ class RouterMachine:
                 self._refuse(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
                 return
         # Where somebody has room, those who wait do so for others.
-        tried = self._waiting.first(event.model) is None or self._roster.worth_trying(event.model)
-        if tried and not isinstance(self._place(live, now, out), Wait):
-            return
+        busy = NOBODY_KNOWN
+        if self._waiting.first(event.model) is None or self._roster.worth_trying(event.model):
+            outcome = self._place(live, now, out)
+            if not isinstance(outcome, Wait):
+                return
+            busy = outcome.busy
         admission = self._admission
         if (cause := admission.too_long(live, now)) is not None:
             self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=admission.retry_after_ms(event, now))
             return
-        admission.enqueue(live, now)
+        admission.enqueue(live, now, busy)
         if (last := admission.too_many()) is not None:
             message = "all workers are busy and the queue is full; retry later"
             retry_after_ms = admission.retry_after_ms(self._live[last].arrived, now)
@@ -239,7 +243,7 @@ class RouterMachine:
             model = next(iter(self._freed))
             gone = self._freed.pop(model)
             # Who waited for nobody else than who is gone is refused now, so then all are tried.
-            search = self._waiting.search(model, None if gone else MOST_PASSED)
+            search = self._waiting.search(model, None if gone else MOST_PASSED, self._roster.has_room)
             while (
                 self._waiting.first(model) is not None
                 and (gone or self._roster.worth_trying(model))
@@ -249,9 +253,11 @@ class RouterMachine:
 
     def _move_next(self, search: Search, now: Nanos, out: list[Command]) -> bool:
         """Place or refuse the next one that does not have to wait on; whether there was one."""
-        for waiting in search.candidates():
-            if not isinstance(self._place(self._live[waiting.request_id], now, out), Wait):
+        for request_id in search.candidates():
+            outcome = self._place(self._live[request_id], now, out)
+            if not isinstance(outcome, Wait):
                 return True
+            search.in_vain(outcome.busy)
         return False
 
     # Placement.
@@ -266,6 +272,8 @@ class RouterMachine:
                 self._dispatch(live, outcome, now, out)
             case Impossible():
                 self._account.impossible(outcome.cause)
+                if live.arrived.session:
+                    self._session_moved(live.session_key)  # it may have been forgotten
                 self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field, cause=outcome.cause)
             case Wait():
                 pass
@@ -278,6 +286,8 @@ class RouterMachine:
         live.placed = placed
         live.stage = advance(live.stage, _DISPATCHED)
         self._chooser.taken(live, placed, now)
+        if live.arrived.session:
+            self._session_moved(live.session_key)
         if placed.prefill is None:
             self._book(live, placed.decode, placed.prefill_tokens, now).assume(live, now)
             self._works.begin(live, placed.decode, _AGGREGATED, now, out)
@@ -285,6 +295,10 @@ class RouterMachine:
             self._book(live, placed.decode, 0, now)
             self._book(live, placed.prefill, placed.prefill_tokens, now)
             self._works.begin(live, placed.prefill, _PREFILL, now, out)
+
+    def _session_moved(self, session: SessionKey) -> None:
+        for model in self._waiting.moved(session):
+            self._freed.setdefault(model, False)
 
     def _book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> KnownWorker:
         worker = self._workers[worker_id]
@@ -304,13 +318,28 @@ class RouterMachine:
         if live.arrived.adapter is not None:
             worker.release_adapter(live.arrived.adapter.name)
         live.booked_on.remove(worker_id)
+        self._waiting.changed(live.arrived.model, worker_id)
         self._freed.setdefault(live.arrived.model, False)
+
+    def _gone(self, worker: KnownWorker) -> None:
+        """A worker takes no more requests: who waited for nobody else is refused now."""
+        model = worker.description.model
+        self._waiting.gone(model, worker.description.worker_id)
+        self._freed[model] = True
+
+    def _shared(self, replica: str, booked: Mapping[WorkerId, Booked]) -> None:
+        """Another router has booked this now, and nothing else."""
+        for worker in self._roster.share(replica, booked):
+            self._waiting.changed(worker.description.model, worker.description.worker_id)
+        self._freed.update(dict.fromkeys(self._waiting.models(), False))
 
     def _tuned(self, thresholds: Thresholds) -> None:
         self._settings = structs.replace(self._settings, **structs.asdict(thresholds))
         self._roster.tune(self._settings)
         self._works.settings = self._admission.settings = self._chooser.settings = self._settings
-        self._freed.update(dict.fromkeys(self._waiting.models(), False))  # there may be room now
+        models = self._waiting.models()
+        self._waiting.all_changed(*models)
+        self._freed.update(dict.fromkeys(models, False))  # there may be room now
 
     # Progress.
 
@@ -419,7 +448,10 @@ class RouterMachine:
         if self._roster.get(event.description.worker_id) is not None:  # a new incarnation voids the old one
             self._left(event.description.worker_id, now, out)
         self._roster.join(event.description, event.address, event.knowledge, event.believed_for)
-        self._freed.setdefault(event.description.model, False)
+        model = event.description.model
+        self._waiting.sized(model, self._roster.sizes(model))
+        self._waiting.all_changed(model)
+        self._freed.setdefault(model, False)
 
     def _left(self, worker_id: WorkerId, now: Nanos, out: list[Command]) -> None:
         worker = self._roster.get(worker_id)
@@ -428,12 +460,13 @@ class RouterMachine:
         self._counters.workers_lost += 1
         booked = [self._live[request_id] for request_id in worker.bookings]
         self._roster.leave(worker_id)
+        self._waiting.sized(worker.description.model, self._roster.sizes(worker.description.model))
+        self._gone(worker)
         for live in booked:
             live.booked_on.remove(worker_id)
         for live in booked:
             if live.work is not None and live.work.worker_id == worker_id:
                 self._failed(live, Reason.WORKER_LOST, f"worker {worker_id} was lost", now, out)
-        self._freed[worker.description.model] = True  # those who waited for nobody else are refused
 
     def _rejected(self, event: WorkRejected, now: Nanos, out: list[Command]) -> None:
         rejected = event.rejected
@@ -492,8 +525,9 @@ class RouterMachine:
             live.stage = advance(live.stage, Turn.LOST)
             live.placed = None
             live.forget_chains()
-            if isinstance(self._place(live, now, out), Wait):
-                self._admission.enqueue(live, now)  # it was admitted, so whatever the bound
+            outcome = self._place(live, now, out)
+            if isinstance(outcome, Wait):
+                self._admission.enqueue(live, now, outcome.busy)  # it was admitted, so whatever the bound
 
     # Ends.
 

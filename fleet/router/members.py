@@ -1,5 +1,6 @@
 """The workers of one model: what is fixed until the next one joins or leaves, worked out once."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,6 +21,29 @@ class Partners(Struct, frozen=True):
     paths: Mapping[int, KvPath]  # for the blocks, by row
 
 
+class Sizes(Struct, frozen=True):
+    """Of some workers, in tokens, each once and in order."""
+
+    lengths: tuple[int, ...] = ()  # of their models
+    capacities: tuple[int, ...] = ()  # of their caches
+
+    def reach(self, prompt_tokens: int, whole_tokens: int) -> tuple[int, int, int]:
+        """The same for requests that fit the same of these workers, whether for all or as a prompt only.
+
+        Args:
+            prompt_tokens: Of the prompt.
+            whole_tokens: Of the prompt and the longest answer.
+        """
+        lengths, capacities = self.lengths, self.capacities
+        if lengths and whole_tokens <= lengths[0] and prompt_tokens < capacities[0]:
+            return 0, 0, 0  # as most do
+        return (
+            bisect_left(lengths, whole_tokens),
+            bisect_left(lengths, prompt_tokens + 1),
+            bisect_right(capacities, prompt_tokens),
+        )
+
+
 _PAIR = Placement.DISAGGREGATED  # looked up in its enum it takes ten times as long
 
 
@@ -36,6 +60,10 @@ class Members:
         self.capacities: Floats = np.array([each.kv_blocks * each.block_tokens for each in descriptions], np.float64)
         self.shortest = min((each.max_model_len for each in descriptions), default=0)
         self.smallest = min((each.kv_blocks * each.block_tokens for each in descriptions), default=0)
+        self.sizes = Sizes(
+            tuple(sorted({each.max_model_len for each in descriptions})),
+            tuple(sorted({each.kv_blocks * each.block_tokens for each in descriptions})),
+        )
         self.keeping_forms: Flags = np.array([each.keeps_forms for each in descriptions], dtype=np.bool_)
         self.even = all(each.prefill_speed == 1 and each.decode_speed == 1 for each in descriptions)
         self._partners: dict[tuple[int, bool, KvPath | None], Partners] = {}

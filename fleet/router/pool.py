@@ -186,6 +186,12 @@ class WorkerPool:
         """Requests that other routers have booked on a worker."""
         return sum(replica[worker_id].requests for replica in self._shared if worker_id in replica)
 
+    def has_room_on(self, worker_id: WorkerId) -> bool:
+        """Whether a worker is below its limit."""
+        worker, elsewhere = self.workers[worker_id], self._booked_elsewhere
+        there = 0 if elsewhere is None else elsewhere[REQUESTS, self.members.rows[worker_id]]
+        return bool(len(worker.bookings) + there < worker.request_limit)
+
     def has_room(self) -> bool:
         """Whether some worker that answers is below its limit, or none is left that could be."""
         elsewhere = self._booked_elsewhere

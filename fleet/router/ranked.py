@@ -1,6 +1,6 @@
 """Requests in an order: those that wait, deadlines."""
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from fleet.ids import RequestId
@@ -26,10 +26,9 @@ class Ranked:
         """Lowest first; until somebody comes or leaves."""
         return (request_id for _, _, request_id in self._entries)
 
-    def behind(self, place: Place | None) -> Iterator[Place]:
-        """Of those behind a place, or of all, lowest first; until somebody comes or leaves."""
-        first = 0 if place is None else bisect_right(self._entries, place)
-        return (self._entries[each] for each in range(first, len(self._entries)))
+    def __reversed__(self) -> Iterator[RequestId]:
+        """Highest first; until somebody comes or leaves."""
+        return (request_id for _, _, request_id in reversed(self._entries))
 
     def add(self, rank: int, seq: int, request_id: RequestId) -> None:
         insort(self._entries, (rank, seq, request_id))
@@ -48,6 +47,11 @@ class Ranked:
         return self._entries[0][2] if self._entries else None
 
     @property
+    def place(self) -> Place:
+        """Of the first; there has to be one."""
+        return self._entries[0]
+
+    @property
     def lowest(self) -> int | None:
         """Rank of the first."""
         return self._entries[0][0] if self._entries else None
@@ -55,6 +59,11 @@ class Ranked:
     def before(self, rank: int) -> int:
         """How many would go before a new one of this rank."""
         return bisect_left(self._entries, (rank + 1,))
+
+    def copy(self) -> "Ranked":
+        copy = Ranked()
+        copy._entries = self._entries.copy()
+        return copy
 
     def ids(self) -> list[RequestId]:
         return list(self)

@@ -12,7 +12,7 @@ from fleet.router.adapters import listed
 from fleet.router.foretold import MOST_PLACED, PlacedPrompt, PlacedPrompts
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, keys_of, store_namespace
 from fleet.router.live import LiveRequest
-from fleet.router.members import limit
+from fleet.router.members import Sizes, limit
 from fleet.router.messages import Booked, StoreChanged
 from fleet.router.pool import KnownWorker, WorkerPool
 from fleet.router.settings import RouterSettings
@@ -135,14 +135,29 @@ class Roster:
         pool = self._pools.get(model)
         return pool is None or pool.has_room()
 
-    def share(self, replica: str, booked: Mapping[WorkerId, Booked]) -> None:
-        """What another router has booked, in place of what it had before."""
+    def has_room(self, worker_id: WorkerId) -> bool:
+        """Whether a worker is below its limit."""
+        worker = self.workers.get(worker_id)
+        return worker is not None and self._pools[worker.description.model].has_room_on(worker_id)
+
+    def sizes(self, model: ModelName) -> Sizes:
+        """Of the workers of a model."""
+        return self._pools.get(model, self._nobody).members.sizes
+
+    def share(self, replica: str, booked: Mapping[WorkerId, Booked]) -> list[KnownWorker]:
+        """What another router has booked, in place of what it had before; returns where that are fewer requests now."""
+        before = self._replicas.get(replica, {})
         if booked:
             self._replicas[replica] = booked
         else:
             self._replicas.pop(replica, None)
         for pool in self._pools.values():
             pool.share(list(self._replicas.values()))
+        return [
+            self.workers[worker_id]
+            for worker_id, was in before.items()
+            if worker_id in self.workers and (worker_id not in booked or booked[worker_id].requests < was.requests)
+        ]
 
     def foretell(self, replica: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
         """What another router has sent to workers, and what of that is over (`fleet.router.foretold`)."""

@@ -3,8 +3,9 @@
 Rules:
 
 1. Requests wait by model: busy workers of one model hold nobody up who wants another. Nor does who asks for particular workers, by
-   its *wish*, hold up those who ask for others: where its own are busy, it is passed over until something has changed. Where there are
-   more wishes than can be tried at once, those further back have their turns one after the other (`Search`).
+   its *wish*, hold up those who ask for others: all with its wish are passed over until something has changed for them
+   (`fleet.router.wishes`). Where that is so for more wishes than can be tried at once, those further back have their turns one after
+   the other (`Search`).
 2. Between tenants: who was served least is next, in prompt tokens computed over the tenant's weight (start-time fair
    queueing, Goyal, Vin and Cheng, SIGCOMM 1996). A tenant that begins to wait starts where the one served last stands:
    idleness earns nothing. When nobody waits all debts are forgotten.
@@ -16,20 +17,27 @@ Rules:
    prompt tokens, whatever of them was cached. Without enough evidence nothing is said.
 """
 
-from bisect import insort
-from collections.abc import Hashable, Iterator, Mapping
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import exp, inf
 
 from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
-from fleet.ids import ModelName, RequestId
+from fleet.ids import ModelName, RequestId, WorkerId
+from fleet.router.members import Sizes
 from fleet.router.ranked import Place, Ranked
+from fleet.router.sessions import SessionKey
+from fleet.router.wishes import NOBODY_KNOWN, Busy, HasRoom, Wish, Wishes
 
 PACE_SECONDS = 10.0  # memory of the pace; a burst is over in less, a change of load is noticed in a few of them
 EVIDENCE = 8  # departures before a pace is believed
 LONGEST_SECONDS = 1e9  # thirty years; more is the same, and infinitely much is no number to reckon with
 LAGGARDS = 64  # tenants not waiting whose clocks are kept without looking
+
+Head = tuple[int, int, RequestId, Wish]
+"""Rank, order of arrival, and whose place it is; and its wish."""
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
@@ -41,7 +49,11 @@ class Waiting(Struct, frozen=True, kw_only=True):
     rank: int  # nanoseconds; lower is first
     seq: int  # order of arrival, for equal ranks
     tokens: int  # of the prompt
-    wish: Hashable = None  # who may serve it, as far as that is not anybody; equal ones wait for the same
+    whole_tokens: int = 0  # of the prompt and the longest answer
+    wish: Hashable = (
+        None  # who may serve it, as far as that is not anybody, and depends neither on its length nor on its session
+    )
+    session: SessionKey | None = None  # that has to stay where it is
     stays: bool = False  # rule 4
 
 
@@ -104,14 +116,64 @@ class _Tenant:
 
     def __init__(self, seq: int) -> None:
         self.seq = seq  # of the request with which it began to wait: among equal clocks the earlier is first
-        self.ranked = Ranked()
         self.tokens = 0
+        self.ranked = Ranked()
+        self._queues: dict[Wish, Ranked] = {}  # where there has been one wish only, its queue is `ranked` itself
+        self._heads: list[Head] = []  # else: the first of each, in order
+
+    def add(self, waiting: Waiting, wish: Wish) -> None:
+        if (queue := self._queues.get(wish)) is None:
+            queue = self._queues[wish] = self._another_queue()
+        if queue is not self.ranked:
+            first = queue.place if queue else None
+            queue.add(waiting.rank, waiting.seq, waiting.request_id)
+            self._note_head(wish, queue, first)
+        self.ranked.add(waiting.rank, waiting.seq, waiting.request_id)
+        self.tokens += waiting.tokens
+
+    def remove(self, waiting: Waiting, wish: Wish) -> None:
+        queue = self._queues[wish]
+        if queue is not self.ranked:
+            first = queue.place
+            queue.discard(waiting.rank, waiting.seq, waiting.request_id)
+            self._note_head(wish, queue, first)
+        self.ranked.discard(waiting.rank, waiting.seq, waiting.request_id)
+        if not queue:
+            del self._queues[wish]
+        self.tokens -= waiting.tokens
+
+    def heads(self) -> Sequence[Head]:
+        """The first of each wish, in order."""
+        return self._heads or [(*self.ranked.place, wish) for wish in self._queues]
+
+    def _another_queue(self) -> Ranked:
+        if not self._queues:
+            return self.ranked
+        for wish, queue in self._queues.items():
+            if queue is self.ranked:
+                self._queues[wish] = queue.copy()
+                self._heads = [(*queue.place, wish)]
+        return Ranked()
+
+    def _note_head(self, wish: Wish, queue: Ranked, was: Place | None) -> None:
+        """Another may be the first of a wish now."""
+        if queue and queue.place == was:
+            return
+        if was is not None:
+            del self._heads[bisect_left(self._heads, (*was, wish))]
+        if queue:
+            insort(self._heads, (*queue.place, wish))
+
+    def check(self, wish_of: Mapping[RequestId, Wish]) -> None:
+        assert self.heads() == sorted((*queue.place, wish) for wish, queue in self._queues.items())
+        assert sorted(self.ranked) == sorted(each for queue in self._queues.values() for each in queue)
+        assert all(wish_of[each] is wish for wish, queue in self._queues.items() for each in queue)
 
 
 class FairQueue:
     """Rules 2 to 5 for one model."""
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float], sizes: Sizes) -> None:
         self._weights = weights
         self._tenants: dict[str, _Tenant] = {}
         self._order: list[tuple[float, int, str]] = []  # of the tenants that wait: clock, seq, name
@@ -119,21 +181,32 @@ class FairQueue:
         self._clock = 0.0  # of the tenant served last
         self._tokens = 0
         self._pace = Pace()
+        self._sizes = sizes
+        self._wish_of: dict[RequestId, Wish] = {}
+        self.wishes = Wishes()
 
     def __len__(self) -> int:
-        return sum(len(tenant.ranked) for tenant in self._tenants.values())
+        return len(self._wish_of)
 
-    def add(self, waiting: Waiting, now: Nanos) -> None:
-        tenant = self._tenants.get(waiting.tenant)
+    def add(self, waiting: Waiting, now: Nanos) -> Wish:
+        """It waits from now on, with others of its wish."""
+        name = waiting.tenant
+        tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[waiting.tenant] = _Tenant(waiting.seq)
-            clock = max(self._clock, self._clocks.get(waiting.tenant, -inf))
-            self._clocks[waiting.tenant] = clock
-            insort(self._order, (clock, tenant.seq, waiting.tenant))
-        tenant.ranked.add(waiting.rank, waiting.seq, waiting.request_id)
-        tenant.tokens += waiting.tokens
+            tenant = self._tenants[name] = _Tenant(waiting.seq)
+            clock = max(self._clock, self._clocks.get(name, -inf))
+            self._clocks[name] = clock
+            insort(self._order, (clock, tenant.seq, name))
+        wish = self._wish_of[waiting.request_id] = self._wish(waiting)
+        tenant.add(waiting, wish)
         self._tokens += waiting.tokens
         self._pace.busy(now)
+        return wish
+
+    def _wish(self, waiting: Waiting) -> Wish:
+        """It has one more."""
+        reach = self._sizes.reach(waiting.tokens, waiting.whole_tokens)
+        return self.wishes.wished((waiting.wish, waiting.session, reach), waiting.session)
 
     @property
     def first(self) -> RequestId | None:
@@ -143,8 +216,11 @@ class FairQueue:
         """It waits no more, for whatever reason."""
         name = waiting.tenant
         tenant = self._tenants[name]
-        tenant.ranked.discard(waiting.rank, waiting.seq, waiting.request_id)
-        tenant.tokens -= waiting.tokens
+        wish = self._wish_of.pop(waiting.request_id)
+        tenant.remove(waiting, wish)
+        wish.waiting -= 1
+        if not wish.waiting:
+            self.wishes.over(wish)
         self._tokens -= waiting.tokens
         if not tenant.ranked:
             del self._tenants[name]
@@ -154,12 +230,29 @@ class FairQueue:
                 self._clock = 0.0
                 self._pace.idle()
 
-    def in_order(self, behind: dict[str, Place]) -> Iterator[RequestId]:
-        """All that wait behind these places of their tenants, the next one first; whoever was passed over is noted there."""
+    def sized(self, sizes: Sizes, waiting: Mapping[RequestId, Waiting]) -> None:
+        """Lengths are told apart by these from now on.
+
+        Args:
+            sizes: Of the workers.
+            waiting: Those who wait, and maybe others.
+        """
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
+        self.wishes = Wishes()
+        self._tenants = {name: _Tenant(tenant.seq) for name, tenant in self._tenants.items()}
+        for request_id in self._wish_of:
+            each = waiting[request_id]
+            wish = self._wish_of[request_id] = self._wish(each)
+            self._tenants[each.tenant].add(each, wish)
+
+    def heads(self) -> Iterator[tuple[RequestId, Wish]]:
+        """Of each tenant and each wish that is before no gate the first, the next one first; until somebody comes or leaves."""
         for _, _, name in self._order:
-            for place in self._tenants[name].ranked.behind(behind.get(name)):
-                yield place[-1]
-                behind[name] = place
+            for _, _, request_id, wish in self._tenants[name].heads():
+                if not wish.gate.shut:
+                    yield request_id, wish
 
     def left(self, tokens: int, now: Nanos) -> None:
         """A prompt of so many tokens has left for a worker, whether it waited or found one that nobody waits for."""
@@ -188,7 +281,7 @@ class FairQueue:
 
     def worst(self, name: str) -> Iterator[RequestId]:
         """A tenant's requests, last first."""
-        return reversed(self._tenants[name].ranked.ids())
+        return reversed(self._tenants[name].ranked)
 
     def seconds_to_wait(self, name: str, now: Nanos, place: int | None = None) -> float | None:
         """About how long a new request of this tenant would wait, at a rank or, with None, behind all others.
@@ -215,50 +308,69 @@ class FairQueue:
             assert self._tenants[name].seq == seq, name
         assert all(tenant.ranked for tenant in self._tenants.values())
         assert self._tokens == sum(tenant.tokens for tenant in self._tenants.values())
+        self.wishes.check()
+        assert Counter(wish.value for wish in self._wish_of.values()) == {
+            wish.value: wish.waiting for wish in self.wishes
+        }
+        for tenant in self._tenants.values():
+            tenant.check(self._wish_of)
 
 
 class Search:
     """For those of one model who need not wait on, after something has changed; the next one first.
 
-    Each try takes time, so only `most` wishes are tried in vain after a change. Half of these are the foremost. The others are those
+    Each try takes time, so only `most` are made in vain after a change. Half of these are of the foremost wishes. The others are of those
     that were not tried since all had their turn last: however many ask in vain before it, a wish is not passed over for ever.
     """
 
-    def __init__(self, room: "WaitingRoom", model: ModelName, turn: set[Hashable], most: int | None) -> None:
+    def __init__(self, queue: FairQueue | None, most: int | None, has_room: HasRoom) -> None:
         """Nobody was tried.
 
         Args:
-            room: Where they wait.
-            model: The one.
-            turn: Wishes that had their turn; is kept from search to search, empty at first.
-            most: Wishes that are tried in vain; None: all.
+            queue: Where they wait; None: nobody does.
+            has_room: Whether a worker has.
+            most: Tries in vain; None: any number.
         """
-        self._room = room
-        self._model = model
-        self._turn = turn
+        self._queue = queue or FairQueue({}, Sizes())
+        self._wishes = wishes = self._queue.wishes
+        wishes.searches += 1
+        self._number = wishes.searches
+        self._has_room = has_room
         self._most = inf if most is None else most
-        self._vain: set[Hashable] = set()
-        self._behind: dict[str, Place] = {}
+        self._tries = 0  # in vain
+        self._open = 0  # of these wishes, those that stand before no gate
+        self._tried: Wish | None = None
 
-    def candidates(self) -> Iterator[Waiting]:
-        """Whom to try, until somebody leaves; then ask anew. Who is tried and stays has asked in vain."""
-        vain, turn = self._vain, self._turn
-        while True:
-            for waiting in self._room.in_order(self._model, self._behind):
-                wish = waiting.wish
-                further = 2 * len(vain) >= self._most
-                if wish in vain or (further and wish in turn):
+    def candidates(self) -> Iterator[RequestId]:
+        """Whom to try, until somebody leaves; then ask anew. Who was tried and stays is told to `in_vain` before the next is asked for."""
+        wishes = self._wishes
+        while wishes.open > self._open:
+            for request_id, wish in self._queue.heads():
+                if wish.vain_in == self._number or (wish.gate.changed and wishes.still_busy(wish, self._has_room)):
                     continue
-                if len(vain) >= self._most:
+                further = 2 * self._tries >= self._most
+                if further and wish.turn == wishes.turn:
+                    continue
+                if self._tries >= self._most:
                     return
-                yield waiting
-                vain.add(wish)
+                self._tried = wish
+                yield request_id
                 if further:
-                    turn.add(wish)
-            if not turn:
+                    wish.turn = wishes.turn
+                    wishes.had_turn += 1
+                if wishes.open <= self._open:
+                    break
+            if not wishes.had_turn:
                 return
-            turn.clear()  # all had theirs
-            self._behind.clear()
+            wishes.next_turn()  # all had theirs
+
+    def in_vain(self, busy: Busy) -> None:
+        """The latest candidate waits on, for one of these to change."""
+        assert self._tried is not None
+        self._tries += 1
+        self._tried.vain_in = self._number
+        self._wishes.in_vain(self._tried, busy)
+        self._open += not self._tried.gate.shut
 
 
 class WaitingRoom:
@@ -268,7 +380,7 @@ class WaitingRoom:
         self._weights = weights
         self._queues: dict[ModelName, FairQueue] = {}  # one a model that ever had to wait
         self._waiting: dict[RequestId, Waiting] = {}
-        self._turns: dict[ModelName, set[Hashable]] = {}  # of each one's latest searches
+        self._sizes: dict[ModelName, Sizes] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -281,24 +393,51 @@ class WaitingRoom:
         queue = self._queues.get(model)
         return None if queue is None else queue.first
 
-    def in_order(self, model: ModelName, behind: dict[str, Place]) -> Iterator[Waiting]:
-        """All that wait for a model, the next one first; until somebody comes or leaves.
+    def add(self, waiting: Waiting, now: Nanos, busy: Busy = NOBODY_KNOWN) -> None:
+        """It waits from now on.
 
         Args:
-            model: Of the room.
-            behind: Places, by tenant, up to which nobody is looked at; is moved behind each that was passed over. So who looks
-                again after somebody has left does not look at the same ones again.
+            waiting: The request.
+            now: The instant.
+            busy: For whom it waits, where it was tried in vain just now and that is known.
         """
-        if (queue := self._queues.get(model)) is not None:
-            for request_id in queue.in_order(behind):
-                yield self._waiting[request_id]
-
-    def add(self, waiting: Waiting, now: Nanos) -> None:
         assert waiting.request_id not in self._waiting, waiting.request_id
         self._waiting[waiting.request_id] = waiting
-        if (queue := self._queues.get(waiting.model)) is None:
-            queue = self._queues[waiting.model] = FairQueue(self._weights)
-        queue.add(waiting, now)
+        queue = self._queue(waiting.model)
+        wish = queue.add(waiting, now)
+        if busy:
+            queue.wishes.in_vain(wish, busy)
+
+    def _queue(self, model: ModelName) -> FairQueue:
+        if (queue := self._queues.get(model)) is None:
+            queue = self._queues[model] = FairQueue(self._weights, self._sizes.get(model, Sizes()))
+        return queue
+
+    def changed(self, model: ModelName, worker_id: WorkerId) -> None:
+        """A worker may have room again."""
+        if (queue := self._queues.get(model)) is not None and queue.wishes.gates:
+            queue.wishes.changed(worker_id)
+
+    def gone(self, model: ModelName, worker_id: WorkerId) -> None:
+        """A worker takes no more requests."""
+        if (queue := self._queues.get(model)) is not None:
+            queue.wishes.changed(worker_id, gone=True)
+
+    def moved(self, session: SessionKey) -> list[ModelName]:
+        """A session's requests may go elsewhere than before; returns the models that some of them wait for."""
+        return [model for model, queue in self._queues.items() if queue.wishes.moved(session)]
+
+    def all_changed(self, *models: ModelName) -> None:
+        """Anybody of these may have room for whoever waits."""
+        for model in models:
+            if (queue := self._queues.get(model)) is not None:
+                queue.wishes.all_changed()
+
+    def sized(self, model: ModelName, sizes: Sizes) -> None:
+        """Requests that the workers of a model can serve are told apart by these lengths, from now on."""
+        self._sizes[model] = sizes
+        if (queue := self._queues.get(model)) is not None:
+            queue.sized(sizes, self._waiting)
 
     def discard(self, request_id: RequestId) -> Waiting | None:
         """It waits no more, and was not served; None when it did not wait."""
@@ -312,9 +451,9 @@ class WaitingRoom:
         if (queue := self._queues.get(model)) is None:
             return
         queue.left(tokens, now)
-        if (waiting := self._waiting.get(request_id)) is not None:
+        if (waiting := self._waiting.pop(request_id, None)) is not None:
             queue.charge(waiting.tenant, computed)
-            self.discard(request_id)
+            queue.remove(waiting)
 
     def supernumerary(self) -> RequestId | None:
         """Who has to go when one is too many (rule 4); None when all have to stay."""
@@ -332,17 +471,15 @@ class WaitingRoom:
         queue = self._queues.get(model)
         return None if queue is None else queue.seconds_to_wait(tenant, now, place)
 
-    def search(self, model: ModelName, most: int | None) -> Search:
+    def search(self, model: ModelName, most: int | None, has_room: HasRoom) -> Search:
         """For those who need not wait on, now that something has changed.
 
         Args:
             model: Of which somebody has room, or is gone.
-            most: Wishes that are tried in vain; None: all.
+            most: Tries in vain; None: any number.
+            has_room: Whether a worker has.
         """
-        turn = self._turns.setdefault(model, set())
-        if len(turn) > len(self._waiting):  # most of these are over
-            turn.clear()
-        return Search(self, model, turn, most)
+        return Search(self._queues.get(model), most, has_room)
 
     def models(self) -> list[ModelName]:
         """That somebody waits for."""

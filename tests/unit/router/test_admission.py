@@ -260,10 +260,13 @@ def test_who_waits_for_a_worker_that_is_busy_holds_up_nobody_who_can_go_elsewher
     assert own.start.request_id.partition("#")[0] == "waits", "it came before all others"
 
 
-@pytest.mark.parametrize(("go", "refused"), [("leave", {"first", "pinned"}), ("drain", {"pinned", "bound"})])
+@pytest.mark.parametrize(
+    ("go", "refused"), [("leave", {"first", "pinned", "tried"}), ("drain", {"pinned", "tried", "bound"})]
+)
 def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_busy_the_others_are(go, refused):
     """The request that ran there has to keep its session, too, and ends it: the next one waits with the others."""
     router, _ = a_half_busy_router()
+    router.send(an_arrival(request_id="tried", sampling=GREEDY, pin=WorkerId("busy"), labels=("gold",)))
     for name in ("plain", "more", "waits"):
         router.send(an_arrival(request_id=name, sampling=GREEDY))
     router.send(an_arrival(request_id="pinned", sampling=GREEDY, pin=WorkerId("busy")))
@@ -274,21 +277,41 @@ def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_busy_the_ot
     assert {each.request_id for each in gone if isinstance(each, Refuse)} == refused
 
 
-def test_however_many_wait_for_one_worker_it_is_asked_about_once(monkeypatch):
-    router, _ = a_half_busy_router()
-    for number in range(100):
-        router.send(an_arrival(request_id=f"waits{number}", sampling=GREEDY, pin=WorkerId("busy")))
-    works = [the(Dispatch, router.send(an_arrival(request_id=name, sampling=GREEDY))) for name in ("plain", "more")]
-    router.send(an_arrival(request_id="last", sampling=GREEDY))
+def asked_of(router: Driver, monkeypatch) -> list[str]:
+    """Requests that are tried, from now on."""
     asked = []
     choose = router.machine._chooser.choose
     monkeypatch.setattr(
         router.machine._chooser, "choose", lambda live, *rest: asked.append(live.id) or choose(live, *rest)
     )
+    return asked
+
+
+def test_however_many_wait_for_one_worker_nobody_is_tried_when_another_has_room(monkeypatch):
+    router, running = a_half_busy_router()
+    for number in range(100):
+        router.send(an_arrival(request_id=f"waits{number}", sampling=GREEDY, pin=WorkerId("busy")))
+    works = [the(Dispatch, router.send(an_arrival(request_id=name, sampling=GREEDY))) for name in ("plain", "more")]
+    router.send(an_arrival(request_id="last", sampling=GREEDY))
+    asked = asked_of(router, monkeypatch)
 
     router.step(works[0], 7, finish=Finish.STOP)
+    assert asked == ["last"]
+    router.step(works[1], 7, finish=Finish.STOP)
+    assert asked == ["last"]
+    router.step(running, 7, finish=Finish.STOP)
+    assert asked == ["last", "waits0"]
 
-    assert asked == ["waits0", "last"]
+
+def test_after_anything_that_may_let_others_serve_them_those_with_one_wish_are_tried_once(monkeypatch):
+    router, _ = a_half_busy_router()
+    for number in range(100):
+        router.send(an_arrival(request_id=f"waits{number}", sampling=GREEDY, pin=WorkerId("busy")))
+    asked = asked_of(router, monkeypatch)
+
+    router.join("new")
+
+    assert asked == ["waits0"]
 
 
 def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
@@ -298,17 +321,15 @@ def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
         router.join(f"w{number}", max_running=1)
         for name in ("a", "b"):
             router.send(an_arrival(request_id=f"{name}{number}", sampling=GREEDY, pin=WorkerId(f"w{number}")))
-    asked = []
-    choose = router.machine._chooser.choose
-    monkeypatch.setattr(
-        router.machine._chooser, "choose", lambda live, *rest: asked.append(live.id) or choose(live, *rest)
-    )
+    asked = asked_of(router, monkeypatch)
+
+    router.join("new")
+    assert len(asked) == MOST_PASSED
 
     plain = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
     router.step(plain, 7, finish=Finish.STOP)
-
-    assert plain.worker_id == "free"
-    assert len(asked) == 1 + MOST_PASSED
+    asked.remove("plain")
+    assert sorted(asked) == sorted(f"b{number}" for number in range(count)), "then those who were not tried yet"
 
 
 def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[Driver, int]:
@@ -322,7 +343,9 @@ def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[Driver, int]:
     return router, count
 
 
-def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn():
+@pytest.mark.parametrize("happens", ["nothing", "anything"])
+def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn(happens):
+    """Whether those before it are known to wait in vain, or have to be tried again each time."""
     router, count = a_router_with_more_wishes_than_are_tried()
     router.join("free", max_running=1)
     running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
@@ -332,7 +355,8 @@ def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn():
     for _ in range(2 * count // MOST_PASSED):
         if moved:
             break
-        moved = router.send(ReplicaLeft(replica="any"))
+        nothing = ReplicaLeft(replica="any")
+        moved = router.send(nothing if happens == "nothing" else Tuned(thresholds=router.machine.thresholds()))
 
     assert the(Dispatch, moved).start.request_id.partition("#")[0] == "last"
 
@@ -374,6 +398,23 @@ def test_however_many_have_failed_on_the_worker_that_is_free_they_hold_up_nobody
     moved = the(Dispatch, router.step(running, 7, finish=Finish.STOP))
 
     assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("last", "fails")
+
+
+def test_who_lost_its_worker_and_may_go_to_another_does_not_stand_for_those_who_may_not():
+    router = Driver(oversubscribe=1.0)
+    for name, labels in (("lost", ("gold",)), ("busy", ("gold",)), ("plain", ())):
+        description = structs.replace(a_description(worker_id=name, max_running=1), labels=labels)
+        router.send(WorkerJoined(description=description, address=f"unix:/{name}"))
+    pinned = {"sampling": GREEDY, "pin": WorkerId("lost"), "labels": ("gold",)}
+    router.send(an_arrival(request_id="runs", sampling=GREEDY, pin=WorkerId("busy")))
+    router.send(an_arrival(request_id="first", **pinned))
+    running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
+    assert not router.leave("lost")
+    assert not router.send(an_arrival(request_id="second", **pinned))
+
+    ended = router.step(running, 7, finish=Finish.STOP)
+
+    assert the(Refuse, ended).request_id == "second"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -108,7 +108,7 @@ def test_every_code_is_tried():
 def test_who_is_only_busy_is_waited_for(asked):
     full = a_standing("full", requests=16, labels=("gold",))
 
-    assert outcome(asked, full) == Wait()
+    assert outcome(asked, full) == Wait(frozenset({WorkerId("full")}))
 
 
 def test_a_pin_goes_before_any_cost_and_the_others_are_told_why_not():
@@ -135,7 +135,9 @@ def test_a_form_goes_to_workers_that_keep_it_however_busy_they_are():
 
     assert isinstance(placed, Placed)
     assert (placed.decode, dict(placed.unfit)) == ("k", {"d": Unfit.KEEPS_NO_FORM})
-    assert outcome({"form": True}, D, a_standing("k", requests=16, keeps_forms=True)) == Wait()
+    assert outcome({"form": True}, D, a_standing("k", requests=16, keeps_forms=True)) == Wait(
+        frozenset({WorkerId("k")})
+    )
 
 
 def test_a_pair_keeps_a_form_on_both_sides():

@@ -159,7 +159,9 @@ def test_a_request_waits_when_all_who_could_serve_it_are_full():
     full = a_standing("full", requests=16)
     small = a_standing("small", max_model_len=50)
 
-    assert decide(Asked(prompt_tokens=100), [full, small], SETTINGS, random.Random(0)) == Wait()
+    waits = decide(Asked(prompt_tokens=100), [full, small], SETTINGS, random.Random(0))
+
+    assert waits == Wait(frozenset({WorkerId("full")}))
 
 
 # The aggregated-or-disaggregated rule.

@@ -13,13 +13,14 @@ from typing import Any
 
 import psutil
 
+from tests.shared_memory import segments_of
 from tests.waiting import eventually
 
 FLEET = (sys.executable, "-m", "fleet.cli.main")
-READY_SECONDS = 60.0  # five on an idle machine, which is asserted nowhere: test machines are busy
+READY_SECONDS = 120.0  # five on an idle machine, which is asserted nowhere: test machines are busy
 
 
-def run_fleet(*arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+def run_fleet(*arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
     """One command, which ended by itself."""
     return subprocess.run([*FLEET, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
 
@@ -62,6 +63,10 @@ class Up:
 
     def pids(self) -> list[int]:
         return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)]
+
+    def segments(self) -> set[str]:
+        """Names in /dev/shm of what its processes have mapped."""
+        return set().union(*map(segments_of, self.pids()))
 
     def pid_of(self, name: str) -> int:
         """Of the child that runs now; 0 while none does."""

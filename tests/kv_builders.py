@@ -201,7 +201,7 @@ def a_store_client(address: str, namespace: Namespace, **options: Any) -> StoreC
     return StoreClient.connect(address, namespace, **{"timeout_seconds": 30, "call_timeout_seconds": 30, **options})
 
 
-def soon(seconds: float = 20) -> Nanos:
+def soon(seconds: float = 60) -> Nanos:
     """A deadline of a store's call; as it is, one that nothing here comes near."""
     return Nanos(MonotonicClock().now() + nanos(seconds))
 

@@ -13,6 +13,11 @@ def abandoned_segments() -> set[str]:
     return names - _mapped()
 
 
+def left_of(segments: set[str]) -> set[str]:
+    """Those of them that are still there."""
+    return segments & {path.name for path in FOLDER.iterdir()}
+
+
 def segments_of(pid: int) -> set[str]:
     """Names in /dev/shm that a process has mapped."""
     try:

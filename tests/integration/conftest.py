@@ -14,3 +14,10 @@ async def fronts(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterat
     """Both, over a router whose answers the test writes; with settings, where the test is parametrized with them."""
     async with asyncio.timeout(100), open_fronts(model_dir, **getattr(request, "param", {})) as fronts:
         yield fronts
+
+
+@pytest.fixture(autouse=True)
+def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this process do not take a store node that the machine keeps waiting for one that is away."""
+    for module in ("workers.store_thread", "workers.engines.simulated_store"):
+        monkeypatch.setattr(f"{module}.CONNECT_SECONDS", 60.0)

@@ -381,7 +381,7 @@ async def test_a_server_that_was_away_when_it_began_gets_all_of_it_once_it_is_ba
     with a_redis() as server, a_node(tiers=[redis_tier(server, "back")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             server.kill()
-            going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(20 * SECOND)))
+            going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(100 * SECOND)))
             await until(lambda: evacuator.brought.failed)
             server.start()
             brought = await going
@@ -396,7 +396,7 @@ async def test_where_one_tier_fails_for_good_blocks_go_to_the_next():
         with a_node(tiers=tiers) as node:
             async with a_warm_worker(node, prompt) as (_, evacuator, _):
                 server.kill()
-                brought = await evacuated(evacuator, prompt, within=Nanos(20 * SECOND))
+                brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
                 assert (brought.tier, brought.moved, brought.left) == ("peer", BLOCKS, 0)
         with a_client(survivor) as client:
             assert held(client, prompt) == BLOCKS
@@ -408,7 +408,7 @@ async def test_a_call_that_the_node_does_not_answer_is_one_failure_and_it_goes_o
     with a_node(tiers=[redis_tier(server, "slow")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             node.freeze()
-            going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(20 * SECOND)))
+            going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(100 * SECOND)))
             await until(lambda: evacuator.brought.failed)
             node.thaw()
             brought = await going
@@ -457,7 +457,7 @@ async def test_what_a_peer_has_evicted_goes_there_again():
                 survivor.kill()
                 survivor.start()  # with an empty pool
 
-                brought = await evacuated(evacuator, prompt, within=Nanos(20 * SECOND))
+                brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
 
                 assert (brought.tier, brought.moved, brought.left) == ("peer", BLOCKS, 0)
         with a_client(survivor) as client:

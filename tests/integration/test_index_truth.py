@@ -27,7 +27,7 @@ from tests.worker_processes import WorkerProcess, a_worker_process
 
 pytestmark = pytest.mark.integration
 
-PATIENCE_SECONDS = 10.0  # the lease of a worker's stream: what says nothing for so long is lost
+PATIENCE_SECONDS = 5.0  # the lease of a worker's stream: what says nothing for so long is lost
 IDS = ("w1", "w2", "w3")
 
 

@@ -19,7 +19,7 @@ from fleet.adapters.held_files import held, held_too, left, taken
 from fleet.adapters.local_runs import LocalRun, note_group, note_logs, runtime_folder
 from fleet.cli.main import run
 from tests.fleet_processes import alive, fleet_up, listens, run_fleet
-from tests.shared_memory import abandoned_segments
+from tests.shared_memory import left_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -214,9 +214,8 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
     folder_of_runs = tempfile.mkdtemp(dir="/tmp")  # not those of clusters that other tests start meanwhile, and short
     monkeypatch.setenv("TMPDIR", folder_of_runs)
     monkeypatch.setattr(tempfile, "tempdir", folder_of_runs)
-    segments = abandoned_segments()
     with fleet_up(tmp_path) as up:
-        folder, pids = up.runtime_folder(), up.pids()
+        folder, pids, segments = up.runtime_folder(), up.pids(), up.segments()
         guardian = next(pid for pid in pids if "fleet.adapters.guardian" in psutil.Process(pid).cmdline())
         scaling = subprocess.Popen(
             [sys.executable, "-m", "fleet.cli.main", "scale", "decode=99", "--plans", str(folder / "plans")],
@@ -253,7 +252,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
     assert f"fleet: cleared up after a cluster that was killed: {folder}" in next_one.stderr
     assert not folder.exists()
     assert not any(listens(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
-    eventually(lambda: abandoned_segments() <= segments)
+    eventually(lambda: not left_of(segments))
     Path(folder_of_runs).rmdir()
 
 

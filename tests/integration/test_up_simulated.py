@@ -19,7 +19,7 @@ from fleet.requests import Finish
 from fleet.roles import KvPath, Phase
 from fleet.router.crossover import LEAST_TOKENS, MOST_TOKENS
 from tests.fleet_processes import alive, fleet_up, listens, run_fleet
-from tests.shared_memory import abandoned_segments
+from tests.shared_memory import left_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -343,9 +343,8 @@ def test_workers_register_where_control_has_a_port_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop_it_leaves_no_process_no_port_no_folder_and_no_shared_memory(tmp_path, number):
-    before = abandoned_segments()
     with fleet_up(tmp_path) as up:
-        pids, folder = up.pids(), up.runtime_folder()
+        pids, segments, folder = up.pids(), up.segments(), up.runtime_folder()
         ports = [int(up.endpoints[name].rpartition(":")[2]) for name in ("http", "grpc")]
         assert len(pids) >= 5
         assert all(listens(port) for port in ports)
@@ -355,7 +354,7 @@ def test_asked_to_stop_it_leaves_no_process_no_port_no_folder_and_no_shared_memo
     assert alive(pids) == []
     assert not any(listens(port) for port in ports)
     assert not folder.exists()
-    eventually(lambda: abandoned_segments() <= before)
+    eventually(lambda: not left_of(segments))
 
 
 def test_killed_it_leaves_nothing_either(tmp_path):
@@ -378,6 +377,11 @@ def test_a_running_answer_is_finished_before_a_stop(tmp_path):
         assert up.process.wait(30) == 0
 
 
+def refusals(said):
+    """Its lines, less those that say that it goes on: on a busy machine it takes its time."""
+    return [line for line in said.splitlines() if not line.startswith("fleet: loading ")]
+
+
 def test_a_port_in_use_is_refused_with_one_line(tmp_path):
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
@@ -387,10 +391,9 @@ def test_a_port_in_use_is_refused_with_one_line(tmp_path):
         done = run_fleet("up", "--engine", "simulated", "--http-port", str(port), "--grpc-port", "0")
 
     assert done.returncode == 3
-    assert (
-        done.stderr
-        == f"fleet: router.http_listen: 127.0.0.1:{port} is in use; name another port, or 0 for any free one\n"
-    )
+    assert refusals(done.stderr) == [
+        f"fleet: router.http_listen: 127.0.0.1:{port} is in use; name another port, or 0 for any free one"
+    ]
     assert done.stdout == ""
 
 
@@ -412,8 +415,8 @@ def test_what_only_a_child_finds_wrong_is_refused_with_one_line_too(tmp_path):
     done = run_fleet("up", "--engine", "simulated", "--model", str(tmp_path), "--http-port", "0", "--grpc-port", "0")
 
     assert done.returncode == 3, done.stderr
-    assert str(tmp_path / "tokenizer.json") in done.stderr
-    assert done.stderr.count("\n") == 1
+    (said,) = refusals(done.stderr)
+    assert str(tmp_path / "tokenizer.json") in said
 
 
 def test_an_unknown_key_is_refused_with_its_path(tmp_path):

@@ -216,7 +216,7 @@ async def started(group, tmp_path):
                 model="tiny",
                 control_listen="127.0.0.1:0",
                 heartbeat_ms=100,
-                group=group(rank, silence_ms=15_000),  # a busy machine silences processes for seconds
+                group=group(rank, silence_ms=10_000),  # a busy machine silences processes for seconds
                 simulated=SimulatedSettings(speedup=20),
             )
             worker = WorkerProcess(tmp_path, settings, log=tmp_path / f"rank-{rank}.log")
@@ -273,7 +273,7 @@ async def listens_to_signals(process):
     ("victim", "number", "said"),
     [
         (1, signal.SIGKILL, "EngineDied: rank 1 of its group has ended"),
-        (1, signal.SIGSTOP, "EngineDied: rank 1 of its group has said nothing for 15 s"),
+        (1, signal.SIGSTOP, "EngineDied: rank 1 of its group has said nothing for 10 s"),
         (0, signal.SIGKILL, "EngineDied: the leader of its group has ended"),
     ],
 )

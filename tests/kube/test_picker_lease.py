@@ -4,8 +4,7 @@ import asyncio
 import json
 import signal
 import sys
-import time
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
@@ -17,6 +16,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from fleet.adapters.clock import SystemClock, utc_now
 from fleet.adapters.picker_lease import open_candidate
+from fleet.clock import SECOND
 from fleet.errors import ConfigurationRefused
 from fleet.router.picker_settings import EndpointPickerSettings, PickerLease
 from tests.certificates import Authority
@@ -24,6 +24,7 @@ from tests.gateways import a_completion, a_gateway
 from tests.kube.charts import by_name, documents, helm_3_render
 from tests.kube.clients import Api
 from tests.kube.running import ApiServer, an_api_server
+from tests.kv_builders import HandClock
 from tests.openai_servers import OpenAiServer
 from tests.stopwatch import at_most
 from tests.waiting import until_answered
@@ -201,11 +202,8 @@ async def test_who_is_cut_off_is_not_ready_and_refuses_nobody_until_it_hears_of_
                 await way.open()
                 await until_answered(lambda: _follows(far))
                 assert near.leads()
-            with Api(server.url) as api:
-                lease = api.get("/apis/coordination.k8s.io/v1/namespaces/default/leases/picker").expect(200)
-            assert lease["spec"]["holderIdentity"] == "far", (
-                "it was given back, and who gave it back has waited for that"
-            )
+            asked = [each["verb"] for each in server.requests() if each["agent"] == "fleet-picker/near"]
+            assert asked[-2:] == ["update", "get"] or asked[-2:] == ["get", "get"], "it gave it back, and waited"
             await until_answered(lambda: _leads(far))
         await way.close()
 
@@ -242,20 +240,33 @@ async def _follows(candidate) -> bool:
 
 async def test_processes_of_one_router_lead_together(tmp_path):
     """They tell each other what they have booked, and are one picker: with one identity."""
-    with an_api_server() as server:
+    clock = HandClock()
+
+    def written_by(year: int) -> datetime:
+        return datetime(year, 1, 1, tzinfo=UTC) + timedelta(seconds=clock.now() / SECOND)
+
+    with an_api_server() as server, Api(server.url) as api:
         config = str(server.kubeconfig(tmp_path))
         given = {"namespace": "default", "kubeconfig": config, "duration_seconds": LEASE_SECONDS}
         lease = PickerLease(name="picker", identity="one", **given)
         async with (
-            open_candidate(lease, SystemClock(), utc_now) as first,
-            open_candidate(lease, SystemClock(), utc_now) as second,
+            open_candidate(lease, clock, lambda: written_by(2030)) as first,
+            open_candidate(lease, clock, lambda: written_by(2031)) as second,
         ):
             await until_answered(lambda: _leads(first))
             await until_answered(lambda: _leads(second))
-            ends = time.monotonic() + LEASE_SECONDS * 0.9  # longer than one renewal holds
-            while time.monotonic() < ends:
+            for _ in range(4):
+                clock.move(LEASE_SECONDS * SECOND * 3 // 10)  # twice as much is as long as one renewal holds
                 assert (first.leads(), second.leads()) == (True, True)
-                await asyncio.sleep(0.05)
+                renewals = set()
+
+                async def both_renewed(renewals=renewals) -> bool:
+                    path = "/apis/coordination.k8s.io/v1/namespaces/default/leases/picker"
+                    spec = (await asyncio.to_thread(api.get, path)).expect(200)["spec"]
+                    renewals.add(datetime.fromisoformat(spec["renewTime"]))
+                    return renewals >= {written_by(2030), written_by(2031)}
+
+                await until_answered(both_renewed)
 
 
 async def test_where_the_api_is_not_to_be_found_the_settings_are_refused(tmp_path):

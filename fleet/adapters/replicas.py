@@ -17,8 +17,8 @@ Rules:
 7. Thresholds that were set are told to all, and to who is reached later: of what was set by several the latest counts.
 8. Where sessions go is told with the bookings (`fleet.router.sessions`), and to who is reached later; so routers that could not
    reach each other agree on it as soon as they can.
-9. So are prompts that workers were sent, as far as these do not tell of them themselves, or not yet (`fleet.router.foretold`): what is
-   new since the last time, and to who is reached later what is under way. A router of an older version passes that over.
+9. So are prompts that workers are about to compute, and have not told of yet (`fleet.router.foretold`, rule 1): what is new since the
+   last time, and to who is reached later what is under way. A router of an older version passes that over.
 """
 
 import asyncio
@@ -270,7 +270,11 @@ class Replicas:
         self._send(_bookings(self._told))
 
     def _tell_news(self) -> None:
-        for message in (*_prompts(*self._router.prompts.news()), *_sessions(self._router.sessions.news())):
+        placed, over = self._router.prompts.news()
+        # Prompts for servers that tell nothing have keys of this process's own (`fleet.adapters.prompt_keys`, rule 2): until
+        # routers have those factors in common, such prompts would mean nothing to others, and take room from what does.
+        named = [each for each in placed if each.number]
+        for message in (*_prompts(named, over), *_sessions(self._router.sessions.news())):
             self._send(message)
 
     def _send(self, message: pb.ReplicaMessage) -> None:

@@ -85,7 +85,9 @@ async def test_over_kserve(model_dir, name):
     message = kserve_pb2.ModelInferRequest(model_name=name, inputs=[tensor])
     async with (
         open_fronts(model_dir) as fronts,
-        open_kserve_frontend("127.0.0.1:0", fronts.generation, fronts.generation._clock) as kserve,
+        open_kserve_frontend(
+            "127.0.0.1:0", fronts.generation, fronts.generation._clock, max_held_bytes=1 << 30
+        ) as kserve,
         grpc.aio.insecure_channel(kserve.address) as channel,
     ):
         stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)

@@ -5,8 +5,8 @@ Rules:
 1. A request that arrives is placed at once, waits (`fleet.router.admission`, in the order of `fleet.router.waiting`), or is
    refused: at once when it would wait longer than it may. It ends exactly once: `Complete`, `Refuse`, or silently when its client
    cancelled.
-2. What a placement takes is booked with the `Dispatch`, on both workers of a pair; a prefill worker's share is given
-   back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
+2. What a placement takes is booked with the `Dispatch` (`fleet.router.holdings`), on both workers of a pair; a prefill worker's
+   share is given back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
 3. After prefill work the request is over if its one token ended it; else the decode worker gets the hand-off. Whether
    that token ends it, and whether the client gets it: `ends_with_prefill_token`, `emits_prefill_token` of `LiveRequest`.
 4. Work that fails (worker left, unreachable, rejected for a reason that is not the request's fault) is placed again
@@ -16,15 +16,13 @@ Rules:
 6. A deadline ends a request wherever it is; the server sends `Ticked` when `next_deadline()` has come.
 """
 
-from collections import Counter
-from collections.abc import Mapping
 from typing import assert_never
 
 from msgspec import structs
 
 from fleet.clock import Nanos
 from fleet.errors import Reason
-from fleet.ids import ModelName, RequestId, WorkerId
+from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish, ModelCard
 from fleet.roles import Phase
 from fleet.router.account import Account
@@ -32,6 +30,7 @@ from fleet.router.admission import Admission
 from fleet.router.candidates import Chance
 from fleet.router.chooser import Chooser
 from fleet.router.foretold import PlacedPrompts
+from fleet.router.holdings import Holdings
 from fleet.router.impossible import Impossible, Wait
 from fleet.router.live import Hasher, LiveRequest, Stage, Turn, Work, advance, hash_prompt
 from fleet.router.messages import (
@@ -69,11 +68,10 @@ from fleet.router.policies.ports import Policy
 from fleet.router.pool import KnownWorker
 from fleet.router.ranked import Ranked
 from fleet.router.roster import Roster
-from fleet.router.sessions import SessionKey, Sessions
+from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Explanation, RemotePrefill, RouterSnapshot
-from fleet.router.waiting import Search
-from fleet.router.wishes import NOBODY_KNOWN
+from fleet.router.wishes import NOBODY_KNOWN, Busy
 from fleet.router.works import Works
 from fleet.work import Handoff, Progress, Rejected
 
@@ -88,8 +86,6 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
     }
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
-
-MOST_PASSED = 32  # requests that are tried in vain after an event: each is a placement, 35 us with 64 workers
 
 # Requests need some ten of these each: a member takes 65 ns to look up in its enum, and 5 here.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
@@ -129,9 +125,9 @@ class RouterMachine:
         self._works = Works(settings)
         self._admission = Admission(settings)
         self._waiting = self._admission.room
+        self._holdings = Holdings(self._roster, self._waiting)
         self._deadlines = Ranked()
         self._seq = 0
-        self._freed: dict[ModelName, bool] = {}  # models whose queue may move; True: since somebody is gone
         self._account = Account(settings.explained_requests)
         self._counters = self._account.counters
 
@@ -168,17 +164,17 @@ class RouterMachine:
                 case Tuned():
                     self._tuned(event.thresholds)
                 case ReplicaBooked():
-                    self._shared(event.replica, event.booked)
+                    self._holdings.shared(event.replica, event.booked)
                 case ReplicaPlaced():
                     self._roster.foretell(event.replica, event.placed, event.over, now)
                 case ReplicaLeft():
                     self._roster.forget_foretold(event.replica)
-                    self._shared(event.replica, {})
+                    self._holdings.shared(event.replica, {})
                 case SessionsBound():
                     self._chooser.sessions.clock_heard(event.clock, now)
                     for binding in event.bindings:
                         self._chooser.sessions.heard(binding, now)
-                        self._session_moved(binding.key)
+                        self._holdings.session_moved(binding.key)
                 case WorkerJoined():
                     self._joined(event, now, out)
                 case WorkerLeft():
@@ -186,18 +182,18 @@ class RouterMachine:
                 case WorkerDraining():
                     if (worker := self._roster.get(event.worker_id)) is not None:
                         self._roster.drain(event.worker_id)
-                        self._gone(worker)
+                        self._holdings.gone(worker)
                 case WorkRejected():
                     self._rejected(event, now, out)
                 case Undelivered():
                     self._undelivered(event, now, out)
                 case _:
                     assert_never(event)
-        if self._freed:
+        if freed := self._holdings.freed:
             if len(self._waiting):
                 self._move_queues(now, out)
             else:
-                self._freed.clear()
+                freed.clear()
         if self._works.opened:
             self._works.move(self._live, now, out)
         return out
@@ -238,27 +234,13 @@ class RouterMachine:
             self._refuse(self._live[last], Reason.QUEUE_FULL, message, out, retry_after_ms=retry_after_ms)
 
     def _move_queues(self, now: Nanos, out: list[Command]) -> None:
-        """Place what can be placed since room was made."""
-        while self._freed:
-            model = next(iter(self._freed))
-            gone = self._freed.pop(model)
-            # Who waited for nobody else than who is gone is refused now, so then all are tried.
-            search = self._waiting.search(model, None if gone else MOST_PASSED, self._roster.has_room)
-            while (
-                self._waiting.first(model) is not None
-                and (gone or self._roster.worth_trying(model))
-                and self._move_next(search, now, out)
-            ):
-                pass
+        """Place what can be placed since something has changed."""
 
-    def _move_next(self, search: Search, now: Nanos, out: list[Command]) -> bool:
-        """Place or refuse the next one that does not have to wait on; whether there was one."""
-        for request_id in search.candidates():
+        def place(request_id: RequestId) -> Busy | None:
             outcome = self._place(self._live[request_id], now, out)
-            if not isinstance(outcome, Wait):
-                return True
-            search.in_vain(outcome.busy)
-        return False
+            return outcome.busy if isinstance(outcome, Wait) else None
+
+        self._holdings.move(place)
 
     # Placement.
 
@@ -273,7 +255,7 @@ class RouterMachine:
             case Impossible():
                 self._account.impossible(outcome.cause)
                 if live.arrived.session:
-                    self._session_moved(live.session_key)  # it may have been forgotten
+                    self._holdings.session_moved(live.session_key)  # it may have been forgotten
                 self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field, cause=outcome.cause)
             case Wait():
                 pass
@@ -287,59 +269,19 @@ class RouterMachine:
         live.stage = advance(live.stage, _DISPATCHED)
         self._chooser.taken(live, placed, now)
         if live.arrived.session:
-            self._session_moved(live.session_key)
+            self._holdings.session_moved(live.session_key)
         if placed.prefill is None:
-            self._book(live, placed.decode, placed.prefill_tokens, now).assume(live, now)
+            self._holdings.book(live, placed.decode, placed.prefill_tokens, now).assume(live, now)
             self._works.begin(live, placed.decode, _AGGREGATED, now, out)
         else:
-            self._book(live, placed.decode, 0, now)
-            self._book(live, placed.prefill, placed.prefill_tokens, now)
+            self._holdings.book(live, placed.decode, 0, now)
+            self._holdings.book(live, placed.prefill, placed.prefill_tokens, now)
             self._works.begin(live, placed.prefill, _PREFILL, now, out)
-
-    def _session_moved(self, session: SessionKey) -> None:
-        for model in self._waiting.moved(session):
-            self._freed.setdefault(model, False)
-
-    def _book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> KnownWorker:
-        worker = self._workers[worker_id]
-        keys = live.keys(worker.description.block_tokens)
-        expected = live.arrived.expected_tokens
-        if expected:
-            expected = max(0, expected - len(live.sent))
-        worker.bookings.book(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=expected)
-        if live.arrived.adapter is not None:
-            worker.book_adapter(live.arrived.adapter.name)
-        live.booked_on.append(worker_id)
-        return worker
-
-    def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
-        worker = self._workers[worker_id]
-        worker.bookings.release(live.id)
-        if live.arrived.adapter is not None:
-            worker.release_adapter(live.arrived.adapter.name)
-        live.booked_on.remove(worker_id)
-        self._waiting.changed(live.arrived.model, worker_id)
-        self._freed.setdefault(live.arrived.model, False)
-
-    def _gone(self, worker: KnownWorker) -> None:
-        """A worker takes no more requests: who waited for nobody else is refused now."""
-        model = worker.description.model
-        self._waiting.gone(model, worker.description.worker_id)
-        self._freed[model] = True
-
-    def _shared(self, replica: str, booked: Mapping[WorkerId, Booked]) -> None:
-        """Another router has booked this now, and nothing else."""
-        for worker in self._roster.share(replica, booked):
-            self._waiting.changed(worker.description.model, worker.description.worker_id)
-        self._freed.update(dict.fromkeys(self._waiting.models(), False))
 
     def _tuned(self, thresholds: Thresholds) -> None:
         self._settings = structs.replace(self._settings, **structs.asdict(thresholds))
-        self._roster.tune(self._settings)
         self._works.settings = self._admission.settings = self._chooser.settings = self._settings
-        models = self._waiting.models()
-        self._waiting.all_changed(*models)
-        self._freed.update(dict.fromkeys(models, False))  # there may be room now
+        self._holdings.tuned(self._settings)
 
     # Progress.
 
@@ -409,7 +351,7 @@ class RouterMachine:
         if decode_id is None:
             self._failed(live, Reason.KV_MISMATCH, "no decode worker is left that can read the hand-off", now, out)
             return
-        self._release(live, work.worker_id)
+        self._holdings.release(live, work.worker_id)
         self._works.over(live)
         if live.emits_prefill_token(progress.handoff.kv_path):
             self._emit(live, decode_id, progress, out)
@@ -427,8 +369,8 @@ class RouterMachine:
         chosen = self._chooser.choose_decode(live, standings, prefill.description, handoff.kv_path, now)
         if chosen is not None:
             for worker_id in [other for other in live.booked_on if self._roster[other] is not prefill]:
-                self._release(live, worker_id)
-            self._book(live, chosen, 0, now)
+                self._holdings.release(live, worker_id)
+            self._holdings.book(live, chosen, 0, now)
         return chosen
 
     def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, out: list[Command]) -> None:
@@ -448,10 +390,7 @@ class RouterMachine:
         if self._roster.get(event.description.worker_id) is not None:  # a new incarnation voids the old one
             self._left(event.description.worker_id, now, out)
         self._roster.join(event.description, event.address, event.knowledge, event.believed_for)
-        model = event.description.model
-        self._waiting.sized(model, self._roster.sizes(model))
-        self._waiting.all_changed(model)
-        self._freed.setdefault(model, False)
+        self._holdings.joined(event.description.model)
 
     def _left(self, worker_id: WorkerId, now: Nanos, out: list[Command]) -> None:
         worker = self._roster.get(worker_id)
@@ -460,8 +399,7 @@ class RouterMachine:
         self._counters.workers_lost += 1
         booked = [self._live[request_id] for request_id in worker.bookings]
         self._roster.leave(worker_id)
-        self._waiting.sized(worker.description.model, self._roster.sizes(worker.description.model))
-        self._gone(worker)
+        self._holdings.gone(worker)
         for live in booked:
             live.booked_on.remove(worker_id)
         for live in booked:
@@ -588,8 +526,7 @@ class RouterMachine:
 
     def _withdraw(self, live: LiveRequest) -> None:
         """Take a request off all workers."""
-        for worker_id in live.booked_on[:]:
-            self._release(live, worker_id)
+        self._holdings.release_all(live)
         self._works.over(live)
 
     # Views.
@@ -654,19 +591,11 @@ class RouterMachine:
         self._roster.check()
         self._waiting.check()
         self._works.check(self._live)
+        self._holdings.check(self._live)
         queued = set(self._waiting.ids())
-        booked: dict[RequestId, list[WorkerId]] = {}
-        for worker in self._roster:
-            adapters = [self._live[request_id].arrived.adapter for request_id in worker.bookings]
-            assert worker.adapters_booked == Counter(adapter.name for adapter in adapters if adapter is not None)
-            for request_id in worker.bookings:
-                booked.setdefault(request_id, []).append(worker.description.worker_id)
         for live in self._live.values():
             assert (live.stage is Stage.QUEUED) == (live.id in queued) == (live.work is None), live
-            assert sorted(live.booked_on) == sorted(booked.pop(live.id, [])), live
             if live.work is not None:
                 assert live.work.worker_id in live.booked_on, live
-        assert not booked, booked
         due = sorted(live.id for live in self._live.values() if live.arrived.deadline is not None)
         assert due == sorted(self._deadlines.ids())
-        assert not self._freed

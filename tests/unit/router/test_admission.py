@@ -10,7 +10,7 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Placement, Role
-from fleet.router.machine import MOST_PASSED
+from fleet.router.holdings import MOST_PASSED
 from fleet.router.messages import KvChanged, ReplicaLeft, Ticked, Tuned, WorkerDraining, WorkerJoined
 from fleet.router.tenants import TenantSettings
 from fleet.router.waiting import EVIDENCE

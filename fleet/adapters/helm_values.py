@@ -29,6 +29,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "replicas",
         "replicas_listen",
         "tenant_secret",
+        "prompt_secret",
     ),
     "EndpointPickerSettings": ("host", "port", "router_endpoint"),
     "PickerLease": ("name", "namespace", "identity", "kubeconfig", "owner", "service", "endpoint"),

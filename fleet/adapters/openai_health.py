@@ -3,7 +3,7 @@
 import logging
 
 from fleet.adapters.golden import TEXTS, Tokenises, to_tokenise, tokenised_alike
-from fleet.adapters.openai_questions import ServerAddress, Starved, Unreachable, ask
+from fleet.adapters.openai_questions import FIRST_SERVER_ERROR, ServerAddress, Starved, Unreachable, ask
 from fleet.ids import ModelName
 from fleet.router.ports import TextCodec
 from fleet.router.settings import OpenAiWorkerSettings
@@ -12,7 +12,6 @@ log = logging.getLogger(__name__)
 
 NO_SUCH_PATH = frozenset({404, 405, 501})
 OK = 200
-FIRST_SERVER_ERROR = 500
 
 
 class ServerHealth:

@@ -14,6 +14,7 @@ STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 MAX_ANSWER_BYTES = 1 << 20
 FIRST_FINAL_STATUS = 200  # those before say that an answer will follow
+FIRST_SERVER_ERROR = 500
 
 
 class Unreachable(Exception):

@@ -6,16 +6,18 @@ Rules:
    template of ours says what the server makes of a message (tools, images), it is the client's own bytes, 4 of which
    count as a token; prompts that begin alike still have blocks in common.
 2. A key stands for a block and all that is before it. For servers that tell what they hold, keys are those of
-   `kvstore.block.chain`; for others the router alone compares them, and 64 bits do (`fleet.router.native.twin.block_keys`).
+   `kvstore.block.chain`; for others routers alone compare them, and 64 bits do (`fleet.router.native.twin.block_keys`). Routers
+   that are given the same secret have these in common; with none they are this process's own.
 3. Prompts with different adapters, or different salts (``cache_salt``, as vLLM and SGLang call it), have no block in common.
 4. What cannot be understood is not refused here: the server that gets it says better what is wrong with it.
 """
 
 import array
+import hmac
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from functools import cache
+from hashlib import shake_256
 
 import msgspec
 import numpy as np
@@ -37,6 +39,9 @@ ALGORITHM = HashAlgorithm.XXH3_128  # the names stay within this process
 RUNS = 5  # of the tokenizer; the quickest counts: what else the machine does then says nothing about it
 LONGEST_INLINE = 2 * MILLISECOND  # of tokenising, while other requests wait
 
+PURPOSE = b"fleet.prompt_keys.v1"
+"""Of what is derived from a secret. Another way to name blocks needs another one: what it names is nothing to routers with this one."""
+
 _TEXT = msgspec.json.Decoder(str)
 _MESSAGES = msgspec.json.Decoder(list[MessageBody])
 
@@ -50,6 +55,37 @@ class Read(Struct, frozen=True):
     adapter: Adapter | None = None
 
 
+class PrivateKeys:
+    """Names of blocks that no worker knows, by factors that are nobody else's to know: who does can write two prompts whose names are
+    the same. It may be asked by several threads."""
+
+    def __init__(self, secret: str = "") -> None:
+        """Draws what the factors are made of.
+
+        Args:
+            secret: What it follows from; all who have that have the same names. Empty: it is drawn at random.
+        """
+        # No salt of a tenant (`kvstore.block.salt_for`), which others are told, comes of the same secret by SHA-512.
+        self._root = hmac.digest(secret.encode(), PURPOSE, "sha512") if secret else secrets.token_bytes(64)
+        self.fingerprint = int.from_bytes(self._expanded("fingerprint", 8), "little") if secret else 0
+        """In 64 bits, tells names by one secret from those by another; 0: nobody else has them."""
+        self._factors: dict[int, bytes] = {}  # by tokens of a block
+
+    def __call__(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
+        factors = self._factors.get(block_tokens)
+        if factors is None:
+            drawn = np.frombuffer(self._expanded(f"factors {block_tokens}", 8 * block_tokens), "<u8")
+            factors = self._factors[block_tokens] = (drawn | np.uint64(1)).tobytes()
+        keys = block_keys(tokens, block_tokens * TOKEN_BYTES, factors)
+        if not salt:
+            return keys
+        mask = int.from_bytes(salt[:KEY_BYTES], "little")
+        return tuple(key ^ mask for key in keys)
+
+    def _expanded(self, what: str, count: int) -> bytes:
+        return shake_256(self._root + what.encode()).digest(count)
+
+
 class PromptReader:
     """Reads the prompts for one model. `read` may be called from several threads."""
 
@@ -59,8 +95,7 @@ class PromptReader:
         block_sizes: Sequence[int],
         codec: TextCodec | None,
         clock: Clock,
-        *,
-        named_by_workers: bool = False,
+        private: PrivateKeys | None,
     ) -> None:
         """Measures how fast the tokenizer is.
 
@@ -69,12 +104,12 @@ class PromptReader:
             block_sizes: Of its workers, in tokens.
             codec: Its tokenizer; None if there is none.
             clock: Times the tokenizer.
-            named_by_workers: Whether workers tell which blocks they hold (rule 2).
+            private: Names blocks. None: workers tell which they hold, and so name them (rule 2).
         """
         self.model = model
         self._block_sizes = tuple(dict.fromkeys(block_sizes))
         self._codec = codec
-        self._keys = _chain_keys if named_by_workers else _private_keys
+        self._keys = private or _chain_keys
         self._salt = b""
         self.adapter: Adapter | None = None
         self._uncached: Mapping[int, tuple[int, ...]] = dict.fromkeys(self._block_sizes, ())
@@ -180,21 +215,6 @@ def _is_text(part: ContentPart) -> bool:
 
 def _pack(ids: Sequence[int]) -> TokenBytes:
     return array.array("I", ids).tobytes()
-
-
-def _private_keys(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
-    keys = block_keys(tokens, block_tokens * TOKEN_BYTES, _factors(block_tokens))
-    if not salt:
-        return keys
-    mask = int.from_bytes(salt[:KEY_BYTES], "little")
-    return tuple(key ^ mask for key in keys)
-
-
-@cache
-def _factors(block_tokens: int) -> bytes:
-    """Odd, and nobody's to know: who does can write two prompts whose keys are the same."""
-    drawn = np.frombuffer(secrets.token_bytes(8 * block_tokens), "<u8")
-    return (drawn | np.uint64(1)).tobytes()
 
 
 def _chain_keys(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:

@@ -18,7 +18,9 @@ Rules:
 8. Where sessions go is told with the bookings (`fleet.router.sessions`), and to who is reached later; so routers that could not
    reach each other agree on it as soon as they can.
 9. So are prompts that workers are about to compute, and have not told of yet (`fleet.router.foretold`, rule 1): what is new since the
-   last time, and to who is reached later what is under way. A router of an older version passes that over.
+   last time, and to who is reached later what is under way. Likewise prompts for workers that tell nothing (there, rule 3), if their
+   keys are made with something that other routers have as well (`fleet.adapters.prompt_keys`): each message has its fingerprint, and
+   who has another passes these over. A router of an older version passes all that over.
 """
 
 import asyncio
@@ -115,6 +117,8 @@ class Replicas:
         registry: Registry,
         leases: Leases,
         metrics: Callable[[], str],
+        *,
+        private: int = 0,
         now_unix_ms: Callable[[], int] = unix_milliseconds,
     ) -> None:
         """Nothing is dialled before `run`.
@@ -125,6 +129,7 @@ class Replicas:
             registry: Of workers.
             leases: That this router has given.
             metrics: All of this router, as Prometheus reads them.
+            private: Fingerprint of the names of blocks that no worker knows; 0: no other router has these.
             now_unix_ms: Tells which of two thresholds was set last.
         """
         self._settings = settings
@@ -132,6 +137,7 @@ class Replicas:
         self._registry = registry
         self._leases = leases
         self._metrics = metrics
+        self._private = private
         self._now_unix_ms = now_unix_ms
         self._tuned: Tuned | None = None  # the latest
         self._links: dict[str, _Link] = {}  # by address
@@ -271,10 +277,9 @@ class Replicas:
 
     def _tell_news(self) -> None:
         placed, over = self._router.prompts.news()
-        # Prompts for servers that tell nothing have keys of this process's own (`fleet.adapters.prompt_keys`, rule 2): until
-        # routers have those factors in common, such prompts would mean nothing to others, and take room from what does.
-        named = [each for each in placed if each.number]
-        for message in (*_prompts(named, over), *_sessions(self._router.sessions.news())):
+        if not self._private:
+            placed = [each for each in placed if each.number]
+        for message in (*_prompts(placed, over, self._private), *_sessions(self._router.sessions.news())):
             self._send(message)
 
     def _send(self, message: pb.ReplicaMessage) -> None:
@@ -298,7 +303,10 @@ class Replicas:
             hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ms())
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             router = self._router
-            for message in (*_prompts(router.prompts.latest(), ()), *_sessions(router.sessions.latest())):
+            for message in (
+                *_prompts(router.prompts.latest(), (), self._private),
+                *_sessions(router.sessions.latest()),
+            ):
                 link.send(message.SerializeToString())
             link.send(_bookings(router.booked()).SerializeToString())
             if self._tuned is not None:
@@ -313,7 +321,7 @@ class Replicas:
             await asyncio.sleep(DIAL_SECONDS)  # who takes connections and ends them is not dialled without a pause
 
     def _accept(self, connection: FrameConnection) -> "_Heard":
-        return _Heard(connection, self._router, self._registry, self)
+        return _Heard(connection, self._router, self._registry, self, self._private)
 
 
 class _Link:
@@ -369,11 +377,14 @@ class _Link:
 class _Heard:
     """A connection on which another router speaks."""
 
-    def __init__(self, connection: FrameConnection, router: Router, registry: Registry, replicas: Replicas) -> None:
+    def __init__(
+        self, connection: FrameConnection, router: Router, registry: Registry, replicas: Replicas, private: int
+    ) -> None:
         self._connection = connection
         self._router = router
         self._registry = registry
         self._replicas = replicas
+        self._private = private
         self._replica = ""
         self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
 
@@ -411,9 +422,10 @@ class _Heard:
             case "sessions":
                 self._router.hear(SessionsBound(bindings=tuple(map(_binding, message.sessions.bindings))))
             case "prompts":
-                placed = tuple(map(_placed, message.prompts.placed))
-                over = tuple(message.prompts.over)
-                self._router.hear(ReplicaPlaced(replica=self._replica, placed=placed, over=over))
+                told = message.prompts
+                ours = told.private != 0 and told.private == self._private
+                placed = tuple(_placed(each) for each in told.placed if each.number or ours)
+                self._router.hear(ReplicaPlaced(replica=self._replica, placed=placed, over=tuple(told.over)))
             case "tuned":
                 self._replicas.tuned_elsewhere(_tuned(message.tuned))
             case None:
@@ -462,14 +474,15 @@ def _sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]
         yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))
 
 
-def _prompts(placed: Sequence[PlacedPrompt], over: Sequence[int]) -> Iterable[pb.ReplicaMessage]:
+def _prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:
     """That tell all of them."""
     for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
         told = [
             pb.PlacedPrompt(worker_id=each.worker_id, number=each.number, keys=pack(f"<{len(each.keys)}Q", *each.keys))
             for each in placed[first : first + PROMPTS_A_MESSAGE]
         ]
-        yield pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=told, over=() if first else over))
+        over = () if first else over
+        yield pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=told, over=over, private=private))
 
 
 def _placed(told: pb.PlacedPrompt) -> PlacedPrompt:

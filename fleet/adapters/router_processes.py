@@ -1,11 +1,13 @@
 """Several router processes on one machine, behind the same ports."""
 
+import secrets
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from msgspec import Struct, structs
 
+from fleet.adapters.heartbeat import SILENCE_SECONDS
 from fleet.adapters.local_processes import LocalProcess
 from fleet.adapters.local_topology import READY_WITHIN, STOP_WITHIN, claim
 from fleet.clock import MILLISECOND, Nanos
@@ -13,10 +15,6 @@ from fleet.config import save
 from fleet.control.supervision import Child
 from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.settings import RouterSettings
-
-SILENCE_SECONDS = (
-    30  # of a router whose event loop has its turn within milliseconds; a machine that is merely slow takes a few
-)
 
 
 class RouterProcesses(Struct, frozen=True, kw_only=True):
@@ -35,7 +33,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     Args:
         settings: Of each of them. Other routers that it names, on other machines, are told by all.
         count: How many.
-        folder: For settings and sockets.
+        folder: For settings, of which some are secret, and sockets; nobody else may look into it.
 
     Raises:
         ConfigurationRefused: A public address is in use, or no address.
@@ -46,6 +44,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         kserve = settings.kserve_listen and claim("kserve_listen", settings.kserve_listen, held)
         picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
+    prompt_secret = settings.prompt_secret or settings.tenant_secret or secrets.token_hex(32)
     stop_within = Nanos(settings.drain_timeout_ms * MILLISECOND + STOP_WITHIN)
     processes = []
     for number, own in enumerate(sockets):
@@ -58,6 +57,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             kserve_listen=kserve,
             endpoint_picker=picker,
             share_ports=True,
+            prompt_secret=prompt_secret,
             record=settings.record and f"{settings.record}-{number}",
             replicas_listen=own,
             replicas=(*settings.replicas, *(other for other in sockets if other != own)),

@@ -27,6 +27,7 @@ import httptools
 from msgspec import Struct
 
 from fleet.adapters.http_messages import ClientGone
+from fleet.adapters.openai_questions import FIRST_FINAL_STATUS, FIRST_SERVER_ERROR
 from fleet.adapters.relay import Relayed
 from fleet.adapters.turn_end import TurnEnd
 from fleet.clock import Nanos
@@ -36,8 +37,6 @@ from fleet.ids import RequestId
 MAX_HEAD_BYTES = 64 << 10  # of an answer
 MAX_KNOWN_HEADS = 256  # of answers; with a date in it, a head is known for a second
 SMALL_BODY_BYTES = 16 << 10  # up to here copying is cheaper than a second buffer to send
-FIRST_SERVER_ERROR = 500
-FIRST_FINAL_STATUS = 200
 MAX_INTERIM_HEADS = 16  # before an answer; usual is one
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
@@ -46,7 +45,7 @@ _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # of more digits it is no count
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
-_INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}[ \r].*?\r\n\r\n", re.DOTALL)
+_INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}(?=[ \r]).*?\r\n\r\n", re.DOTALL)
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
 _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the end of an event at the end of a chunk
 

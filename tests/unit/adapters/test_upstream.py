@@ -306,7 +306,12 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 HINTS = b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\nlink: </b.css>; rel=preload\r\n\r\n"
 
 
-@pytest.mark.parametrize("interim", [CONTINUE, HINTS, HINTS + CONTINUE, CONTINUE * MAX_INTERIM_HEADS])
+BARE = b"HTTP/1.1 100\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "interim", [CONTINUE, HINTS, HINTS + CONTINUE, CONTINUE * MAX_INTERIM_HEADS, BARE, BARE + HINTS]
+)
 @pytest.mark.parametrize("chunks", [True, False])
 async def test_what_a_server_says_before_its_answer_is_passed_over_wherever_it_is_cut(owner, interim, chunks):
     sent = interim + HEAD + EVENT + LAST

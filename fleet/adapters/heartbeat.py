@@ -8,6 +8,7 @@ import os
 from contextlib import suppress
 
 BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 30  # of a router: its event loop turns within milliseconds, on a slow machine within a few seconds
 
 
 def beat(descriptor: int) -> None:

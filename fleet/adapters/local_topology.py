@@ -23,6 +23,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from fleet.adapters.heartbeat import SILENCE_SECONDS
 from fleet.adapters.local_processes import LocalProcess
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.config import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, Topology, checked, save
@@ -254,7 +255,7 @@ def _process(child: Child, folder: Path, settings: Struct) -> LocalProcess:
     path = folder / f"{child.name}.json"
     save(settings, path)
     command = (sys.executable, "-m", "fleet.cli.main", "serve", part, "--config", str(path))
-    return LocalProcess(child=child, command=command)
+    return LocalProcess(child=child, command=command, silence_seconds=SILENCE_SECONDS if part == ROUTER else None)
 
 
 def _length_limit(model_dir: Path) -> int:

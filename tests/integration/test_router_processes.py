@@ -12,13 +12,13 @@ from msgspec import structs
 from fleet.adapters.local_processes import LocalProcess
 from fleet.adapters.local_runs import runtime_folder
 from fleet.control.supervision import Condition
-from tests.fleet_processes import serve
+from tests.fleet_processes import fleet_up, serve
 from tests.integration.test_local_processes import a_process, supervise
 from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.integration
 
-SECONDS = 600  # for what takes some ten seconds on an idle machine, and forty where a router has to be missed
+SECONDS = 240  # for what takes some ten seconds on an idle machine, and forty where a router has to be missed
 
 
 def a_beating_process(name: str, silence_seconds: int) -> LocalProcess:
@@ -58,13 +58,25 @@ def test_a_router_that_hangs_is_started_again_and_every_connection_is_answered(t
 
         eventually(lambda: hung not in (there := routers(parent.pid)) and len(there) == 2, SECONDS)
         for _ in range(16):
-            assert answers(endpoints["http"])
+            assert health(endpoints["http"]) == 503, "there are no workers"
 
         assert other in routers(parent.pid)
         assert log.read_text().count("has said nothing for 30 s, and is killed") == 1
     finally:
         parent.send_signal(signal.SIGTERM)
         parent.wait(60)
+
+
+def test_the_router_of_a_cluster_on_one_machine_that_hangs_is_started_again_and_serves(tmp_path):
+    with fleet_up(tmp_path) as up:
+        hung, worker = up.pid_of("router"), up.pid_of("decode-0")
+        address = up.endpoints["http"].removeprefix("http://").removesuffix("/v1")
+        os.kill(hung, signal.SIGSTOP)
+
+        eventually(lambda: up.pid_of("router") not in (0, hung) and health(address) == 200, SECONDS)
+
+        assert up.pid_of("decode-0") == worker
+        assert (tmp_path / "up.log").read_text().count("router has said nothing for 30 s, and is killed") == 1
 
 
 def routers(parent: int) -> list[int]:
@@ -76,10 +88,12 @@ def routers(parent: int) -> list[int]:
     ]
 
 
-def answers(address: str) -> bool:
-    """Over a connection of its own."""
+def health(address: str) -> int:
+    """The status, over a connection of its own; 0: nobody answers."""
     try:
-        with urllib.request.urlopen(f"http://{address}/health", timeout=60):
-            return True
+        with urllib.request.urlopen(f"http://{address}/health", timeout=60) as answer:
+            return answer.status
     except urllib.error.HTTPError as refused:
-        return refused.code == 503  # there are no workers
+        return refused.code
+    except OSError:
+        return 0

@@ -8,7 +8,6 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from fleet.adapters.heartbeat import SILENCE_SECONDS
-from fleet.adapters.heartbeat import SILENCE_SECONDS
 from fleet.adapters.local_processes import LocalProcess
 from fleet.adapters.local_topology import READY_WITHIN, STOP_WITHIN, claim
 from fleet.clock import MILLISECOND, Nanos

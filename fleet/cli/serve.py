@@ -70,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
             os.set_inheritable(arguments.ready_fd, False)  # or an engine process would keep it open when this one dies
         except OSError as error:
             raise ConfigurationRefused(f"--ready-fd: {arguments.ready_fd}: {error.strerror}") from error
-
     elif arguments.heartbeat:
         raise ConfigurationRefused("--heartbeat: needs --ready-fd, where it is written")
 

@@ -12,6 +12,7 @@ Rules:
    never changes on its way, so all come to the same, in whatever order they hear it, and at once when a link that was cut is whole
    again. Stamps are instants of a clock that the routers have in common: each one's own, put forward to the latest that it has heard
    of. Routers that have met need no synchronised clocks for that; who never has is as right as Unix time on its host.
+   That a session was forgotten is not kept, so who hears later of an older binding has it again, until its next request.
 """
 
 from collections import OrderedDict
@@ -52,6 +53,7 @@ class Sessions:
         self._telling = telling
         self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos, int]] = OrderedDict()  # worker, last use, stamp
         self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}  # worker, stamp
+        self._dropped: list[SessionKey] = []
         self._ahead = 0  # of this router's clock is the common one
         self._stamp = 0  # the latest of all
 
@@ -65,6 +67,7 @@ class Sessions:
         worker_id, used, _ = binding
         if now - used > self._ttl:
             del self._bindings[key]
+            self._dropped.append(key)
             return None
         return worker_id
 
@@ -95,6 +98,13 @@ class Sessions:
         else:
             self._bind(key, worker_id, now, stamp)
 
+    def dropped(self) -> list[SessionKey]:
+        """What was forgotten by rules 1 and 2 since it was asked for."""
+        if not self._dropped:
+            return []
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
     def news(self) -> list[SessionBinding]:
         """What was bound or forgotten here since it was asked for."""
         news, self._news = self._news, {}
@@ -123,4 +133,4 @@ class Sessions:
         bindings[key] = worker_id, now, stamp
         bindings.move_to_end(key)
         while bindings and (len(bindings) > self._capacity or now - next(iter(bindings.values()))[1] > self._ttl):
-            bindings.popitem(last=False)
+            self._dropped.append(bindings.popitem(last=False)[0])

@@ -35,9 +35,7 @@ log = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_SECONDS = 2.0  # without anything; the publisher looks at its replay socket every 0.1 s
 REPLAY_SECONDS = 60.0  # for all of it, however it comes; a hundred thousand batches take less
-FIRST_PAUSE_SECONDS = (
-    10.0  # after nothing came at all: a gap that is not filled meanwhile costs what is known, and no more
-)
+FIRST_PAUSE_SECONDS = 10.0  # after no answer at all; a gap meanwhile costs what is known, and no wait
 LONGEST_PAUSE_SECONDS = 300.0
 RECEIVE_BATCHES = 100_000  # buffered here at most, as many as the publisher keeps
 

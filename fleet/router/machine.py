@@ -175,6 +175,7 @@ class RouterMachine:
                     for binding in event.bindings:
                         self._chooser.sessions.heard(binding, now)
                         self._holdings.session_moved(binding.key)
+                    self._sessions_dropped()
                 case WorkerJoined():
                     self._joined(event, now, out)
                 case WorkerLeft():
@@ -261,7 +262,12 @@ class RouterMachine:
                 pass
             case _:
                 assert_never(outcome)
+        self._sessions_dropped()
         return outcome
+
+    def _sessions_dropped(self) -> None:
+        for session in self._chooser.sessions.dropped():
+            self._holdings.session_moved(session)
 
     def _dispatch(self, live: LiveRequest, placed: Decision, now: Nanos, out: list[Command]) -> None:
         self._account.placed(live, placed, self._policy)

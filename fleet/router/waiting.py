@@ -34,6 +34,7 @@ from fleet.router.wishes import NOBODY_KNOWN, Busy, HasRoom, Wish, Wishes
 PACE_SECONDS = 10.0  # memory of the pace; a burst is over in less, a change of load is noticed in a few of them
 EVIDENCE = 8  # departures before a pace is believed
 LONGEST_SECONDS = 1e9  # thirty years; more is the same, and infinitely much is no number to reckon with
+MOST_FIRST = 1024  # some 35 ms, after as many others have come
 LAGGARDS = 64  # tenants not waiting whose clocks are kept without looking
 
 Head = tuple[int, int, RequestId, Wish]
@@ -320,7 +321,8 @@ class Search:
     """For those of one model who need not wait on, after something has changed; the next one first.
 
     Each try takes time, so only `most` are made in vain after a change. Half of these are of the foremost wishes. The others are of those
-    that were not tried since all had their turn last: however many ask in vain before it, a wish is not passed over for ever.
+    that were not tried since all had their turn last: however many ask in vain before it, a wish is not passed over for ever. Of wishes
+    that are untried (`fleet.router.wishes`, rule 3) `MOST_FIRST` are tried beside these: the worker that has room now may be theirs alone.
     """
 
     def __init__(self, queue: FairQueue | None, most: int | None, has_room: HasRoom) -> None:
@@ -338,6 +340,7 @@ class Search:
         self._has_room = has_room
         self._most = inf if most is None else most
         self._tries = 0  # in vain
+        self._first = MOST_FIRST if most is not None else 0  # tries that are left for those who are untried
         self._open = 0  # of these wishes, those that stand before no gate
         self._tried: Wish | None = None
 
@@ -348,10 +351,13 @@ class Search:
             for request_id, wish in self._queue.heads():
                 if wish.vain_in == self._number or (wish.gate.changed and wishes.still_busy(wish, self._has_room)):
                     continue
-                further = 2 * self._tries >= self._most
+                first = not wish.vain_in and self._first > 0
+                further = not first and 2 * self._tries >= self._most
                 if further and wish.turn == wishes.turn:
                     continue
-                if self._tries >= self._most:
+                if not first and self._tries >= self._most:
+                    if wishes.untried and self._first:
+                        continue
                     return
                 self._tried = wish
                 yield request_id
@@ -360,15 +366,17 @@ class Search:
                     wishes.had_turn += 1
                 if wishes.open <= self._open:
                     break
-            if not wishes.had_turn:
+            if not wishes.had_turn or self._tries >= self._most:
                 return
             wishes.next_turn()  # all had theirs
 
     def in_vain(self, busy: Busy) -> None:
         """The latest candidate waits on, for one of these to change."""
         assert self._tried is not None
-        self._tries += 1
-        self._tried.vain_in = self._number
+        if not self._tried.vain_in and self._first:
+            self._first -= 1
+        else:
+            self._tries += 1
         self._wishes.in_vain(self._tried, busy)
         self._open += not self._tried.gate.shut
 

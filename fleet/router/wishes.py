@@ -6,7 +6,9 @@ Rules:
 2. Who was tried in vain waits for certain workers, of which none has room. Wishes that wait for the same ones stand before one *gate*. It
    is shut until something has changed at one of these workers (`changed`), and again for all who stand there as soon as one of them
    waits on for just these workers. When there is more that others could do (`all_changed`), nobody stands before any gate.
-3. A gate is never forgotten: its workers have requests, or are gone before those end, and either is a change. A wish of which nobody can
+3. A wish that was not tried since it came up, or since anything may have changed for it, is *untried*. It is tried once, and then stands
+   before a gate, if anybody can say before which: so all these tries together cost no more than those who came.
+4. A gate is never forgotten: its workers have requests, or are gone before those end, and either is a change. A wish of which nobody can
    say whom it waits for stands before no gate, and is tried whenever anything changes.
 """
 
@@ -47,7 +49,7 @@ class Wish:
         self.gate = gate
         self.waiting = 0
         self.turn = 0  # of `Wishes.turn`, the latest that it had
-        self.vain_in = 0  # the latest search in which it was tried in vain
+        self.vain_in = 0  # the latest search in which it was tried in vain; 0: it is untried
 
 
 class Wishes:
@@ -61,7 +63,8 @@ class Wishes:
         self.open = 0  # wishes before no gate that is shut
         self.turn = 1  # see `fleet.router.waiting.Search`
         self.had_turn = 0  # wishes that had theirs in this one
-        self.searches = 0
+        self.searches = 1
+        self.untried = 0  # wishes
 
     def wished(self, value: Hashable, session: SessionKey | None = None) -> Wish:
         """One more waits, with the wish of this value.
@@ -74,6 +77,7 @@ class Wishes:
             wish = self._by_value[value] = Wish(value, session, self._nowhere)
             self._nowhere.wishes += 1
             self.open += 1
+            self.untried += 1
             if session is not None:
                 self._by_session.setdefault(session, set()).add(wish)
         wish.waiting += 1
@@ -82,6 +86,7 @@ class Wishes:
     def over(self, wish: Wish) -> None:
         """Nobody waits with it any more."""
         del self._by_value[wish.value]
+        self.untried -= not wish.vain_in
         self._leave(wish.gate)
         if wish.session is not None:
             self._by_session[wish.session].remove(wish)
@@ -90,6 +95,8 @@ class Wishes:
 
     def in_vain(self, wish: Wish, busy: Busy) -> None:
         """One who waits with it was tried, and waits on for these."""
+        self.untried -= not wish.vain_in
+        wish.vain_in = self.searches
         if wish.gate.busy != busy:
             self._move(wish, self.gates.setdefault(busy, Gate(busy)) if busy else self._nowhere)
         if busy:
@@ -100,6 +107,8 @@ class Wishes:
         wishes = self._by_session.get(session, set())
         for wish in wishes:
             self._move(wish, self._nowhere)
+            self.untried += bool(wish.vain_in)
+            wish.vain_in = 0
         return bool(wishes)
 
     def still_busy(self, wish: Wish, has_room: HasRoom) -> bool:
@@ -142,8 +151,9 @@ class Wishes:
         """Whoever waited for the same may wait for others now."""
         for wish in self:
             wish.gate = self._nowhere
+            wish.vain_in = 0
         self.gates.clear()
-        self.open = self._nowhere.wishes = len(self._by_value)
+        self.open = self.untried = self._nowhere.wishes = len(self._by_value)
 
     def next_turn(self) -> None:
         self.turn += 1
@@ -160,6 +170,8 @@ class Wishes:
         assert all(gate.wishes for gate in self.gates.values())
         assert self.open == sum(not wish.gate.shut for wish in self)
         assert not self._nowhere.shut
+        assert self.untried == sum(not wish.vain_in for wish in self)
+        assert all(wish.vain_in or wish.gate is self._nowhere for wish in self)
         kept = [wish for wish in self if wish.session is not None]
         assert all(wish in self._by_session[wish.session] for wish in kept if wish.session is not None)
         assert len(kept) == sum(map(len, self._by_session.values()))

@@ -10,6 +10,7 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Placement, Role
+from fleet.router import waiting as waiting_module
 from fleet.router.holdings import MOST_PASSED
 from fleet.router.messages import KvChanged, ReplicaLeft, Ticked, Tuned, WorkerDraining, WorkerJoined
 from fleet.router.tenants import TenantSettings
@@ -315,6 +316,7 @@ def test_after_anything_that_may_let_others_serve_them_those_with_one_wish_are_t
 
 
 def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
+    monkeypatch.setattr(waiting_module, "MOST_FIRST", 3)
     router = Driver(("free", Role.DECODE), oversubscribe=1.0)
     count = MOST_PASSED + 8
     for number in range(count):
@@ -324,7 +326,7 @@ def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
     asked = asked_of(router, monkeypatch)
 
     router.join("new")
-    assert len(asked) == MOST_PASSED
+    assert len(asked) == 3 + MOST_PASSED
 
     plain = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
     router.step(plain, 7, finish=Finish.STOP)
@@ -344,8 +346,9 @@ def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[Driver, int]:
 
 
 @pytest.mark.parametrize("happens", ["nothing", "anything"])
-def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn(happens):
+def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn(monkeypatch, happens):
     """Whether those before it are known to wait in vain, or have to be tried again each time."""
+    monkeypatch.setattr(waiting_module, "MOST_FIRST", 0)
     router, count = a_router_with_more_wishes_than_are_tried()
     router.join("free", max_running=1)
     running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
@@ -359,6 +362,36 @@ def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn(happens):
         moved = router.send(nothing if happens == "nothing" else Tuned(thresholds=router.machine.thresholds()))
 
     assert the(Dispatch, moved).start.request_id.partition("#")[0] == "last"
+
+
+def test_who_waits_for_the_worker_that_has_room_gets_it_however_many_before_it_wait_for_others():
+    router = Driver(oversubscribe=1.0)
+    count = 3 * MOST_PASSED
+    for number in range(count):
+        router.join(f"w{number}", max_running=1)
+    sent = []
+    for name in ("runs", "waits"):  # who waits came when nobody had room, and was not tried
+        for number in range(count):
+            pin = WorkerId(f"w{number}")
+            sent += router.send(an_arrival(request_id=f"{name}{number}", sampling=GREEDY, pin=pin))
+
+    moved = the(Dispatch, router.step(sent[-1], 7, finish=Finish.STOP)[2:])
+
+    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == (f"waits{count - 1}", f"w{count - 1}")
+
+
+def test_who_waits_gets_a_worker_that_joins_however_many_before_it_wait_for_others():
+    router, _ = a_router_with_more_wishes_than_are_tried()
+    labelled = [
+        structs.replace(a_description(worker_id=f"new{number}", max_running=1), labels=("new",)) for number in (1, 2)
+    ]
+    router.send(WorkerJoined(description=labelled[0], address="unix:/new1"))
+    for name in ("labelled1", "labelled2"):
+        router.send(an_arrival(request_id=name, sampling=GREEDY, labels=("new",)))
+
+    moved = the(Dispatch, router.send(WorkerJoined(description=labelled[1], address="unix:/new2")))
+
+    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("labelled2", "new2")
 
 
 def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_many_wait_for_others():

@@ -262,3 +262,25 @@ def test_a_session_stays_where_it_is_whichever_router_its_requests_come_by():
     tell()
     home = served(routers[1], "again", "s0")  # refused once, and not by each of them
     assert served(routers[2], "and again", "s0") == home
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_sessions": 1}, {"session_ttl_seconds": 5.0}], ids=["crowded out", "too old"]
+)
+@pytest.mark.parametrize("heard", [False, True])
+def test_who_waits_for_the_worker_of_a_session_that_is_forgotten_meanwhile_goes_to_another(settings, heard):
+    router = Driver(oversubscribe=1.0, session_affinity="hard", **settings)
+    for worker_id in ("w0", "w1"):
+        router.join(worker_id, max_running=2)
+    for name in ("first", "second"):
+        router.send(an_arrival(request_id=name, session="s", pin=WorkerId("w0")))
+    assert not router.send(an_arrival(request_id="waits", session="s"))
+    router.now = Nanos(router.now + 6 * SECOND)
+
+    if heard:
+        moved = router.send(SessionsBound(bindings=(SessionBinding(key=("", "other"), worker_id=W1),)))
+    else:
+        moved = router.send(an_arrival(request_id="other", session="other"))[-1:]
+
+    sent = the(Dispatch, moved)
+    assert (sent.start.request_id.partition("#")[0], sent.worker_id) == ("waits", "w1")

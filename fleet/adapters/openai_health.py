@@ -48,10 +48,10 @@ class ServerHealth:
 
     async def compare_tokenizers(self) -> None:
         """Have it tokenise the golden texts, if it can, and note what it makes of them."""
-        settings, codec = self._settings, self._codec
-        tokenises = Tokenises.UNKNOWN
-        for text in () if codec is None else TEXTS:
-            assert codec is not None
+        if (codec := self._codec) is None:
+            return
+        settings, tokenises = self._settings, Tokenises.UNKNOWN
+        for text in TEXTS:
             try:
                 status, answer = await self._ask(b"POST", "/tokenize", to_tokenise(ModelName(settings.model), text))
             except Unreachable:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
 from fleet.adapters.openai_workers import OpenAiWorkers
-from fleet.adapters.prompt_keys import PromptReader
+from fleet.adapters.prompt_keys import PrivateKeys, PromptReader
 from fleet.adapters.relay import Relay
 from fleet.adapters.relay_metrics import RelayMetrics
 from fleet.adapters.text_codec import load_codec
@@ -256,7 +256,7 @@ async def a_relay(
         [each.compared_tokens for each in settings.openai_workers],
         codec,
         clock,
-        named_by_workers="kv_events" in worker,
+        None if "kv_events" in worker else PrivateKeys(),
     )
     metrics = RelayMetrics(lambda: ())
     registry.register(metrics)

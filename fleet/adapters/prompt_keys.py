@@ -56,8 +56,10 @@ class Read(Struct, frozen=True):
 
 
 class PrivateKeys:
-    """Names of blocks that no worker knows, by factors that are nobody else's to know: who does can write two prompts whose names are
-    the same. It may be asked by several threads."""
+    """Names of blocks that no worker knows. Several threads may ask for them.
+
+    They follow from factors which are nobody else's to know: who knows them can write two prompts with the same names.
+    """
 
     def __init__(self, secret: str = "") -> None:
         """Draws what the factors are made of.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fleet.adapters.kserve_frontend import KserveFrontend
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers
     from fleet.adapters.picker_endpoints import Standing
+    from fleet.adapters.prompt_keys import PrivateKeys
     from fleet.adapters.redis_tenants import RedisTenants
     from fleet.adapters.relay import Relay
     from fleet.adapters.replicas import Replicas
@@ -145,6 +146,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     from fleet.adapters.golden import GoldenCheck  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
+    from fleet.adapters.prompt_keys import PrivateKeys  # noqa: PLC0415
     from fleet.adapters.replicas import Replicas  # noqa: PLC0415
     from fleet.adapters.router_metrics import RouterMetrics  # noqa: PLC0415
     from fleet.adapters.tenant_metrics import TenantMetrics  # noqa: PLC0415
@@ -197,9 +199,10 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
         metrics=metrics,
         threads=threads,
     )
-    relay = None
+    relay, private = None, PrivateKeys(settings.prompt_secret or settings.tenant_secret)
     if settings.openai_workers:
-        relay = _relay(settings, router, foreign_workers, foreign_codecs, tenants, metrics.registry, clock, threads)
+        registry = metrics.registry
+        relay = _relay(settings, router, foreign_workers, foreign_codecs, private, tenants, registry, clock, threads)
     limits = None
     if settings.tenants_redis:
         limits = _shared_limits(settings.tenants_redis, tenants, clock)
@@ -207,7 +210,14 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     selection = SelectionService(router, selecting, tenant_secret=tenant_secret)
     replicas = None
     if settings.replicas_listen:
-        replicas = Replicas(settings, router, members, selection, lambda: generate_latest(metrics.registry).decode())
+        replicas = Replicas(
+            settings,
+            router,
+            members,
+            selection,
+            lambda: generate_latest(metrics.registry).decode(),
+            private=private.fingerprint,
+        )
         selection.others = replicas
     return _RouterParts(
         clock=clock,
@@ -431,6 +441,7 @@ def _relay(
     router: "RouterServer",
     workers: "OpenAiWorkers",
     codecs: "Mapping[ModelName, TextCodec]",
+    private: "PrivateKeys",
     tenants: "Tenants",
     registry: "CollectorRegistry",
     clock: SystemClock,
@@ -456,7 +467,7 @@ def _relay(
             [each.compared_tokens for each in alike],
             codecs.get(model),
             clock,
-            named_by_workers=bool(alike[0].kv_events),
+            None if alike[0].kv_events else private,
         )
         for model, alike in by_model.items()
     }

@@ -10,8 +10,8 @@ Rules:
    known to eight parts in nine, and to the block where one of them is told whole and the other is the same.
 3. A worker that tells nothing of its prefix cache is believed to hold what any router has sent there (`fleet.router.assumed_cache`).
    So of these all prompts are told, block by block (of 64 tokens or more) up to `MOST_KEYS`. Nothing ends that belief but time and
-   room: not even the end of the router that told of it, since the worker has its cache still. (`fleet.adapters.replicas` does not
-   pass these on yet: keys of prompts for foreign servers are each process's own.)
+   room: not even the end of the router that told of it, since the worker has its cache still. Keys of prompts for foreign servers
+   follow from a secret (`fleet.adapters.prompt_keys`): between routers that have none in common nothing of them is told.
 4. Of either kind there are so many at most: `MOST_PLACED` of a router at once, first come, and of those sent the latest `MOST_SENT`
    each time that news are asked for. What is left out is known to the router alone that placed it, and nothing else comes of that.
 5. A router that leaves takes with it what it has told by rule 1. A router that is reached later is told that too.

@@ -206,6 +206,11 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     tenant_secret: str = ""
     """Key of the salts that keep tenants' blocks apart; equal on all routers of a cluster."""
 
+    prompt_secret: str = ""
+    """What routers of a cluster have in common that tell each other which prompts they have sent to servers without `kv_events`:
+    names of blocks follow from it, so that no client can make up two prompts with the same. Empty: `tenant_secret` is; if that is
+    empty too, only the processes of one `fleet serve router --processes` have something in common."""
+
     prefer_direct: bool = False
     """Send blocks from engine memory to engine memory where both ways are open. Off: on CPUs the store is faster and
     steadier, and what went through it can be used again by everybody."""

@@ -29,7 +29,7 @@ from fleet.sim.scenario import (
 )
 from fleet.sim.workloads import Drawn
 
-SECRET = ("tenants", "tenant_secret", "openai_workers", "store_credentials", "worker_credentials")
+SECRET = ("tenants", "tenant_secret", "prompt_secret", "openai_workers", "store_credentials", "worker_credentials")
 """Of a router's settings: a page is passed on."""
 
 

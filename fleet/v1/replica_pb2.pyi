@@ -240,6 +240,9 @@ class ReplicaPrompts(_message.Message):
 
     PLACED_FIELD_NUMBER: _builtins.int
     OVER_FIELD_NUMBER: _builtins.int
+    PRIVATE_FIELD_NUMBER: _builtins.int
+    private: _builtins.int
+    """what the keys of those without a number are made with; who has something else passes these over"""
     @_builtins.property
     def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedPrompt]: ...
     @_builtins.property
@@ -251,10 +254,11 @@ class ReplicaPrompts(_message.Message):
         *,
         placed: _abc.Iterable[Global___PlacedPrompt] | None = ...,
         over: _abc.Iterable[_builtins.int] | None = ...,
+        private: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["over", b"over", "placed", b"placed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["over", b"over", "placed", b"placed", "private", b"private"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

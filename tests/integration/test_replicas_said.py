@@ -7,6 +7,7 @@ import pytest
 
 from fleet.adapters.replicas import Replicas
 from fleet.router.foretold import MOST_KEYS, PlacedPrompts
+from fleet.router.messages import ReplicaPlaced
 from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings
 from fleet.v1 import replica_pb2 as pb
@@ -23,6 +24,7 @@ class Heard:
     def __init__(self):
         self.on_change = None
         self.events = []
+        self.placed = []
         self.sessions = Sessions(ttl_seconds=1, capacity=1)
         self.prompts = PlacedPrompts()
 
@@ -31,6 +33,8 @@ class Heard:
 
     def hear(self, event):
         self.events.append(type(event).__name__)
+        if isinstance(event, ReplicaPlaced):
+            self.placed += event.placed
 
     def register(self, event):
         self.events.append(type(event).__name__)
@@ -54,16 +58,21 @@ class Speaker:
         self.over.set()
 
 
-def heard_of(tmp_path, *said):
+def heard_of(tmp_path, *said, **fields):
     """What one router hears of another that says so and waits until it is cut, or a moment."""
+    return heard(tmp_path, *said, **fields)[0]
+
+
+def heard(tmp_path, *said, **fields):
+    """The same, and the prompts that were told."""
 
     async def play():
         router = Heard()
         address = f"unix:{tmp_path}/r.sock"
-        replicas = Replicas(RouterSettings(replicas_listen=address), router, router, router, lambda: "")
+        replicas = Replicas(RouterSettings(replicas_listen=address), router, router, router, lambda: "", **fields)
         running = asyncio.create_task(replicas.run())
         speaker = Speaker()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (tmp_path / "r.sock").exists():
                 await asyncio.sleep(0.002)
             connection = await connect(address, lambda _: speaker)
@@ -71,12 +80,12 @@ def heard_of(tmp_path, *said):
                 connection.send(message.SerializeToString())
             while not speaker.over.is_set() and "ReplicaBooked" not in router.events:
                 await asyncio.sleep(0.002)
-        told = list(router.events)
+        heard = list(router.events), router.placed
         connection.abort()
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-        return told
+        return heard
 
     return asyncio.run(play())
 
@@ -98,6 +107,17 @@ def test_prompts_without_whole_keys_or_with_too_many_end_the_connection(tmp_path
     placed = [pb.PlacedPrompt(worker_id="w", number=1, keys=bytes(keys))]
     said = heard_of(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
     assert not {"ReplicaPlaced", "ReplicaBooked"} & set(said)
+
+
+@pytest.mark.parametrize(("private", "ours"), [(5, True), (6, False), (0, False)])
+def test_prompts_named_by_another_secret_are_passed_over_and_those_that_workers_name_are_not(tmp_path, private, ours):
+    """And named by none: of an older version, or of a router whose names are its own, as they may be here."""
+    placed = [pb.PlacedPrompt(worker_id="w", number=number, keys=bytes(8)) for number in (0, 1)]
+    said = pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed, private=private))
+
+    _, prompts = heard(tmp_path, said, private=5 if private else 0)
+
+    assert [each.number for each in prompts] == ([0, 1] if ours else [1])
 
 
 def test_a_message_of_a_later_version_is_passed_over(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from msgspec import Raw
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.prompt_keys import PromptReader
+from fleet.adapters.prompt_keys import PrivateKeys, PromptReader
 from fleet.adapters.text_codec import load_codec
 from fleet.ids import ModelName
 from fleet.router.index import keys_of
@@ -17,7 +17,8 @@ NOTHING = Raw()
 
 def a_reader(model_dir=None, *, named_by_workers: bool = False, block_tokens: int = 16) -> PromptReader:
     codec = load_codec(model_dir) if model_dir else None
-    return PromptReader(ModelName("m"), [block_tokens], codec, SystemClock(), named_by_workers=named_by_workers)
+    private = None if named_by_workers else PrivateKeys()
+    return PromptReader(ModelName("m"), [block_tokens], codec, SystemClock(), private)
 
 
 def raw(value: object) -> Raw:
@@ -95,6 +96,18 @@ def test_tools_make_another_prompt_of_the_same_messages(model_dir):
     tools = raw([{"type": "function", "function": {"name": "f"}}])
 
     assert common(reader.read(NOTHING, messages, tools).keys[16], reader.read(NOTHING, messages, NOTHING).keys[16]) == 0
+
+
+def test_routers_with_one_secret_have_names_of_blocks_in_common_and_others_have_not():
+    one, same, other, alone, also_alone = (PrivateKeys(secret) for secret in ("a", "a", "b", "", ""))
+    tokens = bytes(range(256)) * 4
+    named = [keys(tokens, 16, salt) for keys in (one, other, alone, also_alone) for salt in (b"", b"salt" * 8)]
+
+    assert (same.fingerprint, same(tokens, 16, b"")) == (one.fingerprint, named[0])
+    assert same(tokens, 16, b"salt" * 8) == named[1]
+    assert len({key for keys in named for key in keys}) == sum(map(len, named)) == 8 * 16
+    assert len({one.fingerprint, other.fingerprint, 0}) == 3
+    assert alone.fingerprint == also_alone.fingerprint == 0  # which says that nobody else has its names
 
 
 @pytest.mark.parametrize(

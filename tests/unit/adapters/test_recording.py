@@ -162,6 +162,7 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
         "kserve_listen",
         "store",
         "tenant_secret",
+        "prompt_secret",
         "tenants_redis",
         "record",
         "record_mib",

@@ -106,12 +106,10 @@ class Holdings:
         while self.freed:
             model = next(iter(self.freed))
             gone = self.freed.pop(model)
+            if self._room.first(model) is None:
+                continue
             search = self._room.search(model, None if gone else MOST_PASSED, self._roster.has_room)
-            while (
-                self._room.first(model) is not None
-                and (gone or self._roster.worth_trying(model))
-                and _move_next(search, place)
-            ):
+            while (gone or self._roster.worth_trying(model)) and _move_next(search, place):
                 pass
 
     def check(self, requests: Mapping[RequestId, LiveRequest]) -> None:

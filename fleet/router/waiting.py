@@ -325,16 +325,16 @@ class Search:
     that are untried (`fleet.router.wishes`, rule 3) `MOST_FIRST` are tried beside these: the worker that has room now may be theirs alone.
     """
 
-    def __init__(self, queue: FairQueue | None, most: int | None, has_room: HasRoom) -> None:
+    def __init__(self, queue: FairQueue, most: int | None, has_room: HasRoom) -> None:
         """Nobody was tried.
 
         Args:
-            queue: Where they wait; None: nobody does.
-            has_room: Whether a worker has.
+            queue: Where they wait.
             most: Tries in vain; None: any number.
+            has_room: Whether a worker has.
         """
-        self._queue = queue or FairQueue({}, Sizes())
-        self._wishes = wishes = self._queue.wishes
+        self._queue = queue
+        self._wishes = wishes = queue.wishes
         wishes.searches += 1
         self._number = wishes.searches
         self._has_room = has_room
@@ -392,9 +392,6 @@ class WaitingRoom:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._waiting
 
     def first(self, model: ModelName) -> RequestId | None:
         """Who is next; None when nobody waits for this model."""
@@ -483,11 +480,11 @@ class WaitingRoom:
         """For those who need not wait on, now that something has changed.
 
         Args:
-            model: Of which somebody has room, or is gone.
+            model: Of which somebody has room, or is gone, and for which somebody waits.
             most: Tries in vain; None: any number.
             has_room: Whether a worker has.
         """
-        return Search(self._queues.get(model), most, has_room)
+        return Search(self._queues[model], most, has_room)
 
     def models(self) -> list[ModelName]:
         """That somebody waits for."""

@@ -50,6 +50,8 @@ class World:
     def has_room(self, worker_id: WorkerId, places: int, now: Nanos, most: int | None) -> None:
         self.free[worker_id] += places
         self.room.changed(MODEL, worker_id)
+        if self.room.first(MODEL) is None:
+            return
         search = self.room.search(MODEL, most, lambda each: self.free[each] > 0)
         while self._serve(search.candidates(), search, now):
             self.room.check()

@@ -51,9 +51,7 @@ class Waiting(Struct, frozen=True, kw_only=True):
     seq: int  # order of arrival, for equal ranks
     tokens: int  # of the prompt
     whole_tokens: int = 0  # of the prompt and the longest answer
-    wish: Hashable = (
-        None  # who may serve it, as far as that is not anybody, and depends neither on its length nor on its session
-    )
+    wish: Hashable = None  # who may serve it, as far as length and session do not decide that; None: anybody
     session: SessionKey | None = None  # that has to stay where it is
     stays: bool = False  # rule 4
 

@@ -304,8 +304,6 @@ async def test_another_event_may_follow_one_whose_end_came_by_itself(asked):
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 HINTS = b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\nlink: </b.css>; rel=preload\r\n\r\n"
-
-
 BARE = b"HTTP/1.1 100\r\n\r\n"
 
 

@@ -45,6 +45,7 @@ _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # of more digits it is no count
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
+_BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
 _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}(?=[ \r]).*?\r\n\r\n", re.DOTALL)
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
 _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the end of an event at the end of a chunk
@@ -246,11 +247,12 @@ class Upstream(asyncio.Protocol):
         return read_usage(self._end())
 
     def _end(self) -> bytes:
-        """Of an answer: where its usage is, if it has one, in however many pieces it came."""
+        """Of an answer: where its usage is, if it has one, in however many pieces it came, and in however many chunks."""
         latest = self._latest
         if len(latest) < USAGE_BYTES:
             latest = self._earlier[-USAGE_BYTES:] + latest
-        return latest[-USAGE_BYTES:]
+        end = latest[-USAGE_BYTES:]
+        return _BETWEEN_CHUNKS.sub(b"", end) if self._head is not None and self._head.chunked else end
 
     @property
     def _ends_with_connection(self) -> bool:

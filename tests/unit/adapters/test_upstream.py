@@ -282,6 +282,23 @@ async def test_usage_counts_in_however_many_pieces_it_comes(asked, size):
     assert upstream.usage() == Usage(7, 3)
 
 
+@pytest.mark.parametrize("size", [1, 2, 7, 60])
+async def test_usage_counts_in_however_many_chunks_it_comes(asked, size):
+    """As something before the server may divide its answer."""
+    upstream, relayed = asked
+    relayed.tenant = "somebody"
+    usage = b'data: {"usage":{"prompt_tokens":1234,"completion_tokens":567,"prompt_tokens_details":{"cached_tokens":89}}}\n\n'
+    pieces = [usage[first : first + size] for first in range(0, len(usage), size)]
+
+    upstream.data_received(
+        HEAD + EVENT + b"".join(b"%x;a=b\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + LAST
+    )
+    await asyncio.sleep(0)
+
+    assert upstream.usage() == Usage(1234, 89)
+    assert relayed.answer_tokens == 567
+
+
 @pytest.mark.parametrize("piece", [EVENT, b"3e8\r\n" + bytes(1000) + b"\r\n"], ids=["events", "something else"])
 async def test_however_long_an_answer_is_little_of_it_is_kept(asked, piece):
     upstream, _ = asked

@@ -103,13 +103,18 @@ class _Answer:
         self.status = 0
         self.content = bytearray()
         self.complete = False
+        self._bytes = 0
 
     def feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as offered:  # is no HttpParserError
             raise httptools.HttpParserError("it goes on in another protocol") from offered
-        self.complete = self.complete or len(self.content) > MAX_ANSWER_BYTES
+        self._bytes += len(data)
+        if self._bytes > MAX_ANSWER_BYTES:
+            if self.status < FIRST_FINAL_STATUS:
+                raise httptools.HttpParserError("it goes on and on without an answer")
+            self.complete = True
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()

@@ -1,8 +1,10 @@
 """What simple questions to a foreign server make of its answers, over real sockets."""
 
+import asyncio
+
 import pytest
 
-from fleet.adapters.openai_questions import ServerAddress, Unreachable, ask
+from fleet.adapters.openai_questions import MAX_ANSWER_BYTES, ServerAddress, Unreachable, ask
 from tests.scripted_server import Script, a_scripted_server
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -31,3 +33,31 @@ async def test_what_a_server_says_before_its_answer_is_none(drip):
 async def test_a_server_that_says_something_else_does_not_answer(said):
     with pytest.raises(Unreachable):
         await asked(said)
+
+
+async def test_a_server_that_goes_on_and_on_before_its_answer_is_left():
+    left = asyncio.Event()
+
+    async def hint(_, writer):
+        try:
+            while True:
+                writer.write(HINTS * 100)
+                await writer.drain()
+        except ConnectionError:
+            left.set()
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(hint, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Unreachable, match="on and on"):
+            await ask(ServerAddress.of(f"http://127.0.0.1:{port}", ""), b"GET", "/health", within_seconds=60)
+        async with asyncio.timeout(60):
+            await left.wait()
+
+
+@pytest.mark.parametrize("size", [MAX_ANSWER_BYTES - 1000, 4 * MAX_ANSWER_BYTES])
+async def test_of_a_long_answer_the_beginning_is_read(size):
+    status, content = await asked(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + bytes(size))
+
+    assert (status, len(content) == size) == (200, size < MAX_ANSWER_BYTES)

@@ -42,9 +42,9 @@ class PlacedPrompt(Struct, frozen=True, kw_only=True):
     """A prompt that a worker was sent."""
 
     worker_id: WorkerId
-    number: int = (
-        0  # of the router's, while it is not over (rule 1); 0: it is believed to be cached from now on (rule 3)
-    )
+    number: int = 0
+    """Of the router's, while it is not over (rule 1). 0: it is believed to be cached from now on (rule 3)."""
+
     keys: tuple[int, ...]  # its marks; if it is believed to be cached, of all blocks
 
 
@@ -89,8 +89,8 @@ class PlacedPrompts:
         return news, over
 
     def latest(self) -> list[PlacedPrompt]:
-        """All that was placed and is not over."""
-        return [self._told(number) for number in self._placed]
+        """All that was placed and is not over, but for what is still news: if that is over before it is told, nothing is said of it."""
+        return [self._told(number) for number in self._placed if number not in self._untold]
 
     def _told(self, number: int) -> PlacedPrompt:
         worker_id, keys = self._placed[number]

@@ -34,18 +34,23 @@ def main() -> None:
         case "shared":
             kept = shared_memory.SharedMemory(create=True, size=4096)
             Path(rest[0]).write_text(kept.name)
+    if how == "beat":
+        asyncio.run(stay_alive(int(ready_fd)))
     if how != "loading":
-        os.write(int(ready_fd), json.dumps({"grpc": f"pid-{os.getpid()}"}).encode() + b"\n")
-        if how == "beat":
-            asyncio.run(stay_alive(int(ready_fd)))
+        say_ready(int(ready_fd))
         os.close(int(ready_fd))
     while True:
         signal.pause()
 
 
+def say_ready(ready_fd: int) -> None:
+    os.write(ready_fd, json.dumps({"grpc": f"pid-{os.getpid()}"}).encode() + b"\n")
+
+
 async def stay_alive(ready_fd: int) -> None:
     """Until somebody sends SIGUSR1: then the event loop is stuck."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: time.sleep(3600))
+    say_ready(ready_fd)
     beat(ready_fd)
     await asyncio.Event().wait()
 

@@ -150,13 +150,27 @@ def test_what_ended_before_it_was_told_is_not_told():
     assert one.machine.prompts.news() == ([], [])
 
 
+def test_a_router_that_is_reached_between_two_tellings_is_told_what_the_others_know_and_then_the_news():
+    one, early, late = routers(3)
+    known, _ = one.place("r1", a_prompt(2000))
+    one.tell(early)
+    brief, _ = one.place("r2", a_prompt(2000, first=5000))
+    late.send(ReplicaPlaced(replica=str(id(one)), placed=tuple(one.machine.prompts.latest())))
+    assert late.place("r3", a_prompt(2000))[1] < 2000
+
+    one.step(brief, 1, finish=Finish.STOP)  # before it is told
+    one.step(known, 1, finish=Finish.STOP)
+    one.tell(early, late)
+
+    assert late.place("r4", a_prompt(2000, first=5000))[1] == 2000
+    assert not any(late.machine._roster[f"w{number}"].foretold.chains() for number in range(len(WORKERS)))
+
+
 def test_what_is_told_twice_is_there_once():
-    """As to a router that is reached between two tellings."""
     one, other = routers(2)
     work, _ = one.place("r1", a_prompt(2000))
-    latest = one.machine.prompts.latest()
-    other.send(ReplicaPlaced(replica=str(id(one)), placed=tuple(latest)))
     one.tell(other)
+    other.send(ReplicaPlaced(replica=str(id(one)), placed=tuple(one.machine.prompts.latest())))
     one.step(work, 1, finish=Finish.STOP)
     one.tell(other)
 

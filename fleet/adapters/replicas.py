@@ -468,7 +468,12 @@ def _sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]
     """That tell all of them."""
     for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
         told = [
-            pb.SessionBinding(tenant=each.key[0], session=each.key[1], worker_id=each.worker_id or "", stamp=each.stamp)
+            pb.SessionBinding(
+                tenant=each.key[0],
+                session=each.key[1],
+                worker_id=each.worker_id or "",
+                stamp=min(each.stamp, LATEST),  # else who has heard of the latest could not be listened to any more
+            )
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]
         yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))

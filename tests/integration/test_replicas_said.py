@@ -5,10 +5,12 @@ from contextlib import suppress
 
 import pytest
 
-from fleet.adapters.replicas import Replicas
+from fleet.adapters.replicas import LATEST, Replicas, _sessions
+from fleet.clock import Nanos
+from fleet.ids import WorkerId
 from fleet.router.foretold import MOST_KEYS, PlacedPrompts
 from fleet.router.messages import ReplicaPlaced
-from fleet.router.sessions import Sessions
+from fleet.router.sessions import SessionBinding, Sessions
 from fleet.router.settings import RouterSettings
 from fleet.v1 import replica_pb2 as pb
 from kvstore.frames import connect
@@ -94,6 +96,15 @@ def heard(tmp_path, *said, **fields):
 def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
     workers = [pb.WorkerBookings(worker_id="w", requests=1, prefill_tokens=1, blocks=blocks)]
     assert "ReplicaBooked" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
+
+
+def test_who_has_heard_of_the_latest_clock_there_can_be_is_still_listened_to(tmp_path):
+    sessions = Sessions(ttl_seconds=1, capacity=10, telling=True)
+    sessions.heard(SessionBinding(key=("", "s"), worker_id=WorkerId("w"), stamp=LATEST), Nanos(0))
+    sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
+    (told,) = _sessions(sessions.news())
+
+    assert "ReplicaBooked" in heard_of(tmp_path, told)
 
 
 def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):

@@ -161,6 +161,11 @@ async def split(
     return (first + rest if pass_first_token else rest), prefilled, decoded
 
 
+def early_and_late(told: list[KvReport], early: KvReport, late: KvReport) -> bool:
+    """Whether an engine has said the one with its first tokens and the other with its last; they may have come at once."""
+    return told in ([early, late], [late])
+
+
 def without_tiers(report: KvReport | None) -> KvReport:
     """What an engine says with its first tokens, when it does not know yet which tiers of a store its blocks came from."""
     assert report is not None

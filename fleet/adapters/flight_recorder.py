@@ -71,6 +71,8 @@ class FlightRecorder:
         self._stop = threading.Event()
         if path.is_dir():
             raise ConfigurationRefused(f"record: {path}: Is a directory; name a file")
+        if path.exists() and not path.is_file():  # a device, say: what is there would be moved away
+            raise ConfigurationRefused(f"record: {path}: Is no regular file; name another")
         try:
             _new(path).touch(mode=0o600)
             file = _new(path).open("wb", buffering=0)

@@ -17,6 +17,7 @@ from fleet.adapters.local_processes import ClusterFailed, LocalProcesses
 from fleet.adapters.local_runs import local_runs, runtime_folder
 from fleet.adapters.local_topology import Plan, plan
 from fleet.adapters.tiny_model import build_tiny_model
+from fleet.cli.files import whole_file
 from fleet.client import AsyncClient, FleetError
 from fleet.config import (
     SIMULATED,
@@ -56,13 +57,8 @@ class Cluster(Struct, frozen=True):
             "plans": str(self.pools.folder),
             "pids": {"supervisor": os.getpid(), **self.pids},
         }
-        complete = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            complete.write_text(json.dumps(content, indent=2) + "\n")
-            complete.replace(path)
-        except OSError as error:
-            complete.unlink(missing_ok=True)
-            raise ConfigurationRefused(f"--ready-file: {path}: {error.strerror}") from error
+        with whole_file(path, "--ready-file") as unfinished:
+            unfinished.write_text(json.dumps(content, indent=2) + "\n")
 
 
 class Surroundings(Struct, frozen=True, kw_only=True):

@@ -280,7 +280,7 @@ def _cost(placement: "Placement", tokens_per_second: float) -> float | None:
 def _print(answer: Any, lines: Sequence[str], destination: str | None) -> int:
     import msgspec  # noqa: PLC0415
 
-    from fleet.sim.files import whole_file  # noqa: PLC0415
+    from fleet.cli.files import whole_file  # noqa: PLC0415
 
     if destination is None:
         print("\n".join(lines))

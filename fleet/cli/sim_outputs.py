@@ -38,7 +38,7 @@ class Outputs:
     """Files that were asked for, begun before anything runs: what cannot be written is refused at once."""
 
     def __init__(self, arguments: argparse.Namespace, files: ExitStack):
-        from fleet.sim.files import whole_file  # noqa: PLC0415
+        from fleet.cli.files import whole_file  # noqa: PLC0415
 
         check_outputs(arguments, OPTIONS)
 

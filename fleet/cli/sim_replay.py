@@ -77,7 +77,7 @@ def _profiles(path: Path) -> "Callable[[Description], Profile | None]":
 
 
 def _opened(files: ExitStack, name: str | None, option: str) -> TextIO | None:
-    from fleet.sim.files import whole_file  # noqa: PLC0415
+    from fleet.cli.files import whole_file  # noqa: PLC0415
 
     if name is None:
         return None

@@ -1,6 +1,7 @@
 """Recordings of a router's machine: whole, bounded, without content, and never in the way."""
 
 import json
+import os
 from base64 import b64encode
 from random import Random
 
@@ -151,6 +152,15 @@ def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path, name):
     settings = RouterSettings(record=str(tmp_path / name))
     with pytest.raises(ConfigurationRefused, match=r"^record: .*: (No such file|Is a directory)"):
         recorded_machine(settings, 1, policy("fleet", {}), START)
+
+
+def test_a_device_or_pipe_is_refused_by_name_and_stays_where_it_is(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ConfigurationRefused, match=r"^record: .*/pipe: Is no regular file"):
+        recorded_machine(RouterSettings(record=str(path)), 1, policy("fleet", {}), START)
+    assert path.is_fifo()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_disk_that_is_full_ends_the_recording_and_not_the_router(tmp_path, caplog):

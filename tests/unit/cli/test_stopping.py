@@ -10,8 +10,8 @@ import pytest
 from fleet import cli
 from fleet.cli import main
 from fleet.cli.exits import FAILED
+from fleet.cli.files import whole_file
 from fleet.cli.stopping import as_interrupt
-from fleet.sim.files import whole_file
 
 
 def test_a_sigterm_leaves_no_unfinished_file_and_what_was_there_before(tmp_path):

@@ -52,7 +52,7 @@ class Routers:
             "listen": f"unix:{self.folder / name}.sock",
             "control_listen": f"unix:{self.folder / name}-c.sock",
             "registry": self.grpc,
-            "simulated": {"speedup": 0.02},  # an answer of 3,000 tokens takes minutes
+            "simulated": {"speedup": 0.05},  # an answer of 3,000 tokens takes minutes
         }
         self.workers.append(self.start("worker", config))
 

@@ -112,6 +112,7 @@ class OpenAiServer:
     def __init__(self) -> None:
         self.play: Play = five_tokens
         self.health_status = 200
+        self.health_seconds = 0.0  # that it takes to say so
         self.tokenise: Callable[[str], list[int]] | None = None  # None: it has no such path
         self.seen: list[Seen] = []
         self.connections = 0  # that were ever made, those for its health aside
@@ -142,6 +143,7 @@ class OpenAiServer:
         try:
             while (seen := await _read(reader)) is not None:
                 if seen.start.startswith("GET"):
+                    await asyncio.sleep(self.health_seconds)
                     await Answering(seen, writer).respond(self.health_status, b"{}", "connection: close")
                     break
                 if seen.start.startswith("POST /tokenize "):

@@ -93,6 +93,8 @@ class OpenAiWorker:
         self.turn_end = turn_end or TurnEnd()
         self._compared_tokens = settings.compared_tokens
         self.joined = False
+        self.asked = asyncio.Event()
+        """Set once it has joined, or has turned out not to be there."""
         self._connect_timeout_seconds = connect_timeout_seconds
         self._clock = clock
         self._hear: Hear
@@ -300,6 +302,7 @@ class OpenAiWorker:
                 elif misses == MISSES:  # once: it may be started later than this router, or its url be wrong
                     told = {"worker": self.worker_id, "url": self.settings.url, "cause": self._health.cause}
                     log.warning("worker does not answer; it joins when it does", extra=told)
+            self.asked.set()
             if self.joined:
                 self._hear(CacheAged(worker_id=self.worker_id))
             if self._cache.followed:

@@ -84,6 +84,11 @@ class OpenAiWorkers:
             for worker in self._workers.values():
                 tasks.create_task(worker.run(hear), name=f"worker {worker.worker_id}")
 
+    async def asked(self) -> None:
+        """When each has been asked whether it is there, and has joined if it is; whoever waits sets a deadline."""
+        for worker in self._workers.values():
+            await worker.asked.wait()
+
     def knowledge(self) -> dict[str, float]:
         """Workers that are there, by how it is known what they have cached."""
         counts = {"approximate": 0.0, "events": 0.0, "blind": 0.0}

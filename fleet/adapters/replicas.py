@@ -10,7 +10,8 @@ Rules:
    the running requests has changed, it helps as little as not being told at all. What is as it was told is not told before
    that: to hear of another router is an event too, and two idle ones would go on answering each other.
 4. A router that was not heard for `SILENCE_SECONDS`, or whose connection broke, has left, and its bookings with it.
-5. A worker registers with one router, as often as its lease demands; that one passes it on, and so all know it.
+5. A worker registers with one router, as often as its lease demands; that one passes it on, and so all know it. To who is
+   reached later it tells whose leases have not ended, and what is left of them: they end when they would have anyway.
 6. What an operator asks of one router is asked of all: why a request went where it went, which only the one knows that placed
    it, and, of the processes behind one port, their metrics. So is what a proxy says of a lease (`fleet.adapters.grpc_selection`).
    Who does not answer within `ANSWER_SECONDS` is left out.
@@ -21,28 +22,42 @@ Rules:
    last time, and to who is reached later what is under way. Likewise prompts for workers that tell nothing (there, rule 3), if their
    keys are made with something that other routers have as well (`fleet.adapters.prompt_keys`): each message has its fingerprint, and
    who has another passes these over. A router of an older version passes all that over.
+10. To who is reached later, bookings are told after all the rest. So a process that shares its ports knows when it has caught up with
+    those beside it, and takes no connections before (`fleet.app.router`).
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from struct import pack, unpack
 from typing import Never, Protocol
 
 from google.protobuf.message import DecodeError
-from msgspec import Struct, structs
 
 from fleet.adapters.clock import unix_milliseconds
-from fleet.adapters.grpc_cluster import checked_thresholds, encode_explanation
+from fleet.adapters.grpc_cluster import encode_explanation
+from fleet.adapters.replica_messages import (
+    Tuned,
+    decode_binding,
+    decode_booked,
+    decode_instant,
+    decode_member,
+    decode_placed,
+    decode_registered,
+    decode_tuned,
+    encode_bookings,
+    encode_members,
+    encode_prompts,
+    encode_registered,
+    encode_sessions,
+    encode_tuned,
+)
 from fleet.clock import MILLISECOND
-from fleet.control.messages import Deregister, Register
-from fleet.errors import Refused
+from fleet.control.messages import Deregister, Found, Register
 from fleet.ids import Incarnation, RequestId, WorkerId
-from fleet.router.foretold import MOST_KEYS, PlacedPrompt, PlacedPrompts
-from fleet.router.index import KEY_BYTES
+from fleet.router.foretold import PlacedPrompts
 from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLeft, ReplicaPlaced, SessionsBound
-from fleet.router.sessions import SessionBinding, Sessions
+from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Explanation
 from fleet.v1 import control_pb2, selection_pb2
@@ -54,13 +69,10 @@ log = logging.getLogger(__name__)
 TELL_SECONDS = 0.002
 ANYWAY_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
-DIAL_SECONDS = 1.0  # for an answer, and between two attempts
+DIAL_SECONDS = 1.0  # for an answer, and between two attempts when there have been some
+FIRST_PAUSE_SECONDS = 0.05  # after the first: processes of one host are started together
 ANSWER_SECONDS = 1.0  # of a router to what an operator asks
 MAX_MESSAGE_BYTES = 16 << 20  # a worker has about 50 bytes
-PROMPTS_A_MESSAGE = 1000  # 4 MB, if all are as long as may be told
-BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
-LATEST = 1 << 62  # nanoseconds of Unix time, in the year 2116: no clock says more
-MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
 MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # to be taken by a router that does not listen; then it is dialled anew
 
 
@@ -91,6 +103,10 @@ class Registry(Protocol):
 
     def deregister(self, event: Deregister) -> None: ...
 
+    def find(self, event: Found) -> None: ...
+
+    def registered(self) -> Sequence[Found]: ...
+
 
 class Leases(Protocol):
     """What is needed of `fleet.adapters.grpc_selection.SelectionService`."""
@@ -98,13 +114,6 @@ class Leases(Protocol):
     def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None: ...
 
     def released(self, release: selection_pb2.ReleaseRequest) -> bool: ...
-
-
-class Tuned(Struct, frozen=True):
-    """Thresholds that an operator has set."""
-
-    thresholds: Thresholds
-    at_unix_ms: int
 
 
 class Replicas:
@@ -143,6 +152,8 @@ class Replicas:
         self._links: dict[str, _Link] = {}  # by address
         self._timer: asyncio.TimerHandle | None = None
         self._told: Mapping[WorkerId, Booked] = {}
+        self._heard_of: set[str] = set()
+        self._caught_up = asyncio.Event()
         router.on_change = self._changed
 
     async def run(self) -> Never:
@@ -166,10 +177,7 @@ class Replicas:
 
     def registered(self, event: Register) -> None:
         """A worker has registered here."""
-        message = control_pb2.RegisterRequest(
-            worker_id=event.worker_id, incarnation=event.incarnation, address=event.address
-        )
-        self._send(pb.ReplicaMessage(registered=message))
+        self._send(pb.ReplicaMessage(registered=encode_registered(event)))
 
     def deregistered(self, event: Deregister) -> None:
         """A worker has given its membership up here."""
@@ -196,6 +204,17 @@ class Replicas:
         """Whether some of them are processes beside this one."""
         return any(map(_is_beside, self._settings.replicas))
 
+    def heard_of(self, router_id: str) -> None:
+        """A router has told all that it tells at first."""
+        self._heard_of.add(router_id)
+        if len(self._heard_of) == len(self._settings.replicas):
+            self._caught_up.set()
+
+    async def caught_up(self) -> None:
+        """When all others have told what they tell at first; whoever waits sets a deadline, since some may not be there."""
+        if self._settings.replicas:
+            await self._caught_up.wait()
+
     async def metrics(self) -> dict[str, str]:
         """All of this process and of those beside it, by router."""
         beside = [link for address, link in self._links.items() if _is_beside(address)]
@@ -205,7 +224,7 @@ class Replicas:
     def tuned(self, thresholds: Thresholds) -> None:
         """An operator has set the thresholds of this router."""
         self._tuned = Tuned(thresholds, self._now_unix_ms())
-        self._send(_tuned_message(self._tuned))
+        self._send(encode_tuned(self._tuned))
 
     def tuned_elsewhere(self, tuned: Tuned) -> None:
         """An operator has set those of another one."""
@@ -273,13 +292,13 @@ class Replicas:
 
     def _tell_bookings(self) -> None:
         self._told = self._router.booked()
-        self._send(_bookings(self._told))
+        self._send(encode_bookings(self._told))
 
     def _tell_news(self) -> None:
         placed, over = self._router.prompts.news()
         if not self._private:
             placed = [each for each in placed if each.number]
-        for message in (*_prompts(placed, over, self._private), *_sessions(self._router.sessions.news())):
+        for message in (*encode_prompts(placed, over, self._private), *encode_sessions(self._router.sessions.news())):
             self._send(message)
 
     def _send(self, message: pb.ReplicaMessage) -> None:
@@ -289,6 +308,7 @@ class Replicas:
 
     async def _keep_up(self, address: str) -> Never:
         """Reach another router again and again."""
+        pause = FIRST_PAUSE_SECONDS
         while True:
             link = _Link(address)
             try:
@@ -297,20 +317,22 @@ class Replicas:
                         address, link.accept, limit=MAX_MESSAGE_BYTES, send_limit=MAX_WAITING_BYTES
                     )
             except (OSError, TimeoutError):
-                await asyncio.sleep(DIAL_SECONDS)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, DIAL_SECONDS)
                 continue
+            pause = FIRST_PAUSE_SECONDS
             log.info("reached another router", extra={"address": address})
             hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ms())
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             router = self._router
             for message in (
-                *_prompts(router.prompts.latest(), (), self._private),
-                *_sessions(router.sessions.latest()),
+                encode_members(self._registry.registered()),
+                *([] if self._tuned is None else [encode_tuned(self._tuned)]),
+                *encode_prompts(router.prompts.latest(), (), self._private),
+                *encode_sessions(router.sessions.latest()),
+                encode_bookings(router.booked()),
             ):
                 link.send(message.SerializeToString())
-            link.send(_bookings(router.booked()).SerializeToString())
-            if self._tuned is not None:
-                link.send(_tuned_message(self._tuned).SerializeToString())
             self._links[address] = link
             try:
                 await link.over.wait()
@@ -385,6 +407,7 @@ class _Heard:
         self._registry = registry
         self._replicas = replicas
         self._private = private
+        self._router_id = ""
         self._replica = ""
         self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
 
@@ -400,18 +423,17 @@ class _Heard:
         self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
         match kind:
             case "hello":
-                self._replica = f"{message.hello.router_id}@{id(self)}"  # a new connection is not the old one
-                self._router.hear(SessionsBound(clock=_instant(message.hello.unix_ms * MILLISECOND)))
+                self._router_id = message.hello.router_id
+                self._replica = f"{self._router_id}@{id(self)}"  # a new connection is not the old one
+                self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":
-                self._router.hear(ReplicaBooked(replica=self._replica, booked=_booked(message.bookings)))
+                self._router.hear(ReplicaBooked(replica=self._replica, booked=decode_booked(message.bookings)))
+                self._replicas.heard_of(self._router_id)
             case "registered":
-                self._registry.register(
-                    Register(
-                        worker_id=WorkerId(message.registered.worker_id),
-                        incarnation=Incarnation(message.registered.incarnation),
-                        address=message.registered.address,
-                    )
-                )
+                self._registry.register(decode_registered(message.registered))
+            case "members":
+                for member in message.members.members:
+                    self._registry.find(decode_member(member))
             case "deregistered":
                 gone = message.deregistered
                 self._registry.deregister(
@@ -420,14 +442,14 @@ class _Heard:
             case "question":
                 self._connection.send(self._replicas.answer(message.question).SerializeToString())
             case "sessions":
-                self._router.hear(SessionsBound(bindings=tuple(map(_binding, message.sessions.bindings))))
+                self._router.hear(SessionsBound(bindings=tuple(map(decode_binding, message.sessions.bindings))))
             case "prompts":
                 told = message.prompts
                 ours = told.private != 0 and told.private == self._private
-                placed = tuple(_placed(each) for each in told.placed if each.number or ours)
+                placed = tuple(decode_placed(each) for each in told.placed if each.number or ours)
                 self._router.hear(ReplicaPlaced(replica=self._replica, placed=placed, over=tuple(told.over)))
             case "tuned":
-                self._replicas.tuned_elsewhere(_tuned(message.tuned))
+                self._replicas.tuned_elsewhere(decode_tuned(message.tuned))
             case None:
                 """Of a later version."""
 
@@ -447,100 +469,3 @@ class _Heard:
 def _is_beside(address: str) -> bool:
     """Whether a router is another process of this host, and so behind the same ports."""
     return address.startswith("unix:")
-
-
-def _tuned_message(tuned: Tuned) -> pb.ReplicaMessage:
-    thresholds = control_pb2.Thresholds(**structs.asdict(tuned.thresholds))
-    return pb.ReplicaMessage(tuned=pb.ReplicaTuned(thresholds=thresholds, at_unix_ms=tuned.at_unix_ms))
-
-
-def _bookings(booked: Mapping[WorkerId, Booked]) -> pb.ReplicaMessage:
-    workers = [
-        pb.WorkerBookings(
-            worker_id=worker_id, requests=each.requests, prefill_tokens=each.prefill_tokens, blocks=each.blocks
-        )
-        for worker_id, each in booked.items()
-    ]
-    return pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers))
-
-
-def _sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]:
-    """That tell all of them."""
-    for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
-        told = [
-            pb.SessionBinding(
-                tenant=each.key[0],
-                session=each.key[1],
-                worker_id=each.worker_id or "",
-                stamp=min(each.stamp, LATEST),  # else who has heard of the latest could not be listened to any more
-            )
-            for each in bindings[first : first + BINDINGS_A_MESSAGE]
-        ]
-        yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))
-
-
-def _prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:
-    """That tell all of them."""
-    for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
-        told = [
-            pb.PlacedPrompt(worker_id=each.worker_id, number=each.number, keys=pack(f"<{len(each.keys)}Q", *each.keys))
-            for each in placed[first : first + PROMPTS_A_MESSAGE]
-        ]
-        over = () if first else over
-        yield pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=told, over=over, private=private))
-
-
-def _placed(told: pb.PlacedPrompt) -> PlacedPrompt:
-    """A prompt that another router tells.
-
-    Raises:
-        ConnectionError: It has no keys, or more than are told.
-    """
-    count, odd = divmod(len(told.keys), KEY_BYTES)
-    if odd or not 0 < count <= MOST_KEYS:
-        raise ConnectionError(f"another router tells {len(told.keys)} bytes of keys of a prompt")
-    keys = unpack(f"<{count}Q", told.keys)
-    return PlacedPrompt(worker_id=WorkerId(told.worker_id), number=told.number, keys=keys)
-
-
-def _binding(told: pb.SessionBinding) -> SessionBinding:
-    worker_id = WorkerId(told.worker_id) if told.worker_id else None
-    return SessionBinding(key=(told.tenant, told.session), worker_id=worker_id, stamp=_instant(told.stamp))
-
-
-def _instant(told: int) -> int:
-    """Nanoseconds that another router tells.
-
-    Raises:
-        ConnectionError: They are none: all clocks would be put forward to them, for ever.
-    """
-    if told > LATEST:
-        raise ConnectionError(f"another router's clock says {told} ns")
-    return told
-
-
-def _tuned(told: pb.ReplicaTuned) -> Tuned:
-    """Thresholds that another router tells.
-
-    Raises:
-        ConnectionError: They are none.
-    """
-    values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
-    try:
-        return Tuned(checked_thresholds(values), told.at_unix_ms)
-    except Refused as refused:
-        raise ConnectionError(f"another router has set {refused.message}") from refused
-
-
-def _booked(told: pb.ReplicaBookings) -> dict[WorkerId, Booked]:
-    """By worker.
-
-    Raises:
-        ConnectionError: Blocks are no number to reckon with: one worker with them would spoil every comparison.
-    """
-    booked = {}
-    for each in told.workers:
-        if not 0 <= each.blocks <= MOST_BLOCKS:
-            raise ConnectionError(f"another router has booked {each.blocks} blocks on {each.worker_id[:100]!r}")
-        booked[WorkerId(each.worker_id)] = Booked(each.prefill_tokens, each.blocks, each.requests)
-    return booked

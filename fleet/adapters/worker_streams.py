@@ -17,7 +17,7 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Never, assert_never
 
 from google.protobuf.message import DecodeError
@@ -120,6 +120,10 @@ class WorkerStreams:
 
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
         self._send(worker_id, Cancel(request_id=request_id))
+
+    def reached(self, worker_ids: Iterable[WorkerId]) -> bool:
+        """Whether there is a stream to each of these workers."""
+        return all(worker_id in self._links for worker_id in worker_ids)
 
     async def run(self, hear: Hear) -> None:
         """Keep streams up until cancelled.

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fleet.router.tokenising import TokenisingThreads
     from fleet.telemetry import Metrics
 
+CATCH_UP_SECONDS = 5.0  # for which a router that starts waits for the workers that are there, before it takes requests
 COLLECTED_AT_ONCE = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
 
 
@@ -66,26 +67,21 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
 
 async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Announce) -> None:
     """Serve until asked to stop."""
-    async with (
-        stop_requested() as stop,
-        _directory(settings) as directory,
-        asyncio.TaskGroup() as tasks,
-        _fronts(settings, parts) as fronts,
-    ):
-        running = [tasks.create_task(each) for each in parts.loops()]
-        if directory is not None:
-            running.append(tasks.create_task(parts.members.follow(directory)))
-        announce(fronts.endpoints())
-        gc.freeze()  # what is there by now stays: no collection has to look at it
-        gc.set_threshold(COLLECTED_AT_ONCE)
-        await stop.wait()
-        parts.selection.drain()
-        within = Nanos(settings.drain_timeout_ms * MILLISECOND)
-        async with asyncio.TaskGroup() as draining:
-            fronts.drain(draining, within)
-            draining.create_task(parts.router.drain(within))
-        for task in running:
-            task.cancel()
+    async with stop_requested() as stop, _directory(settings) as directory, asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(each) for each in parts.loops(directory)]
+        await parts.caught_up(directory)
+        async with _fronts(settings, parts) as fronts:
+            announce(fronts.endpoints())
+            gc.freeze()  # what is there by now stays: no collection has to look at it
+            gc.set_threshold(COLLECTED_AT_ONCE)
+            await stop.wait()
+            parts.selection.drain()
+            within = Nanos(settings.drain_timeout_ms * MILLISECOND)
+            async with asyncio.TaskGroup() as draining:
+                fronts.drain(draining, within)
+                draining.create_task(parts.router.drain(within))
+            for task in running:
+                task.cancel()
     parts.threads.close()
 
 
@@ -124,7 +120,7 @@ class _RouterParts(Struct, frozen=True, kw_only=True):
     replicas: "Replicas | None"
     limits: "RedisTenants | None"
 
-    def loops(self) -> list[Coroutine[Any, Any, Any]]:
+    def loops(self, directory: "Directory | None") -> list[Coroutine[Any, Any, Any]]:
         """What runs as long as the process serves."""
         own = self.own_workers.run(self.workers.only_acceptable(self.router.hear))
         loops = [self.members.run(), self.router.run(), own, self.foreign_workers.run(self.router.hear)]
@@ -132,7 +128,24 @@ class _RouterParts(Struct, frozen=True, kw_only=True):
             loops.append(self.limits.run())
         if self.replicas is not None:
             loops.append(self.replicas.run())
+        if directory is not None:
+            loops.append(self.members.follow(directory))
         return loops
+
+    async def caught_up(self, directory: "Directory | None") -> None:
+        """When the workers that are there have joined, at the latest after `CATCH_UP_SECONDS`: some may not answer.
+
+        A process that takes connections before that refuses requests which those beside it would serve.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CATCH_UP_SECONDS):
+                await self.foreign_workers.asked()
+                if self.replicas is not None:
+                    await self.replicas.caught_up()
+                if directory is not None:
+                    await self.members.followed.wait()
+                while not self.own_workers.reached(self.members.members):  # noqa: ASYNC110 - for a moment, once
+                    await asyncio.sleep(0.01)
 
 
 def _parts_of_router(settings: RouterSettings) -> _RouterParts:

@@ -79,6 +79,19 @@ class Membership:
         """In order of arrival."""
         return {worker_id: member.joined for worker_id, member in self._members.items()}
 
+    def registered(self, now: Nanos) -> list[Found]:
+        """Who has registered here, and for how much longer that counts."""
+        return [
+            Found(
+                worker_id=worker_id,
+                incarnation=member.joined.incarnation,
+                address=member.joined.address,
+                lease=Nanos(member.registered_until - now),
+            )
+            for worker_id, member in self._members.items()
+            if member.registered_until is not None and now < member.registered_until
+        ]
+
     def check(self) -> None:
         """Assert what must hold between any two events."""
         for worker_id, member in self._members.items():

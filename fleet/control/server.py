@@ -2,15 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Never
+
+from msgspec import structs
 
 from fleet.clock import MILLISECOND, Clock
 from fleet.control.machine import Membership
 from fleet.control.messages import (
     ControlCommand,
     Deregister,
+    Found,
     MemberJoined,
     MemberLeft,
     MembershipChange,
@@ -44,6 +47,9 @@ class RegistryServer:
         self.directory_reachable: bool | None = None
         """Whether what is followed answers; None: nothing is followed, or it has not been asked yet."""
 
+        self.followed = asyncio.Event()
+        """Set once what a directory has is known, or that it does not answer."""
+
     @property
     def lease_ms(self) -> int:
         return self._machine.lease // MILLISECOND
@@ -56,6 +62,20 @@ class RegistryServer:
 
     def deregister(self, event: Deregister) -> None:
         self._announce(self._machine.handle(event, self._clock.now()))
+
+    def find(self, event: Found) -> None:
+        """Take a membership from who knows of it, for no longer than a lease from here."""
+        lease = min(event.lease, self._machine.lease)
+        self._announce(self._machine.handle(structs.replace(event, lease=lease), self._clock.now()))
+
+    def registered(self) -> list[Found]:
+        """Who has registered, and what is left of the leases."""
+        return self._machine.registered(self._clock.now())
+
+    @property
+    def members(self) -> Mapping[WorkerId, MemberJoined]:
+        """Who is one now."""
+        return self._machine.members
 
     async def run(self) -> Never:
         """End leases as time passes; until cancelled."""
@@ -83,10 +103,12 @@ class RegistryServer:
                         if not self.directory_reachable:
                             log.info("reading the directory of workers")
                         self.directory_reachable, pause = True, FIRST_PAUSE_SECONDS
+                        self.followed.set()
             except DirectoryUnreachable as error:
                 if self.directory_reachable is not False:
                     log.warning("directory of workers unreachable, known ones stay", extra={"cause": str(error)})
                 self.directory_reachable = False
+                self.followed.set()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -34,6 +34,7 @@ class ReplicaMessage(_message.Message):
     TUNED_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___ReplicaHello: ...
     @_builtins.property
@@ -58,6 +59,10 @@ class ReplicaMessage(_message.Message):
     def prompts(self) -> Global___ReplicaPrompts:
         """likewise, those that are not over"""
 
+    @_builtins.property
+    def members(self) -> Global___ReplicaMembers:
+        """to a router that is reached later, before its first bookings"""
+
     def __init__(
         self,
         *,
@@ -69,12 +74,13 @@ class ReplicaMessage(_message.Message):
         tuned: Global___ReplicaTuned | None = ...,
         sessions: Global___ReplicaSessions | None = ...,
         prompts: Global___ReplicaPrompts | None = ...,
+        members: Global___ReplicaMembers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned", "sessions", "prompts"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned", "sessions", "prompts", "members"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -102,6 +108,52 @@ class ReplicaHello(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaHello: _TypeAlias = ReplicaHello  # noqa: Y015
+
+@_typing.final
+class ReplicaMembers(_message.Message):
+    """Workers that have registered with the sender or with a router that told it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaMember]: ...
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[Global___ReplicaMember] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaMembers: _TypeAlias = ReplicaMembers  # noqa: Y015
+
+@_typing.final
+class ReplicaMember(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGISTERED_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    lease_ms: _builtins.int
+    """what is left of its lease"""
+    @_builtins.property
+    def registered(self) -> _control_pb2.RegisterRequest: ...
+    def __init__(
+        self,
+        *,
+        registered: _control_pb2.RegisterRequest | None = ...,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["registered", b"registered"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "registered", b"registered"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaMember: _TypeAlias = ReplicaMember  # noqa: Y015
 
 @_typing.final
 class ReplicaBookings(_message.Message):

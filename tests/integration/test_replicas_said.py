@@ -5,7 +5,8 @@ from contextlib import suppress
 
 import pytest
 
-from fleet.adapters.replicas import LATEST, Replicas, _sessions
+from fleet.adapters.replica_messages import LATEST, encode_sessions
+from fleet.adapters.replicas import Replicas
 from fleet.clock import Nanos
 from fleet.ids import WorkerId
 from fleet.router.foretold import MOST_KEYS, PlacedPrompts
@@ -102,7 +103,7 @@ def test_who_has_heard_of_the_latest_clock_there_can_be_is_still_listened_to(tmp
     sessions = Sessions(ttl_seconds=1, capacity=10, telling=True)
     sessions.heard(SessionBinding(key=("", "s"), worker_id=WorkerId("w"), stamp=LATEST), Nanos(0))
     sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
-    (told,) = _sessions(sessions.news())
+    (told,) = encode_sessions(sessions.news())
 
     assert "ReplicaBooked" in heard_of(tmp_path, told)
 

@@ -12,8 +12,11 @@ from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService
 from fleet.adapters.replicas import Replicas
 from fleet.client.errors import error_of
+from fleet.control.messages import MemberJoined, Register
+from fleet.control.server import RegistryServer
+from fleet.control.settings import ControlSettings
 from fleet.errors import Reason
-from fleet.ids import WorkerId
+from fleet.ids import Incarnation, WorkerId
 from fleet.roles import Role
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import ReplicaBooked
@@ -108,7 +111,8 @@ class One:
         for worker_id in WORKERS:
             self.server.hear(a_joined_worker(worker_id, Role.BOTH))
         self.selection = SelectionService(self.server, selecting, tenant_secret=b"")
-        self.replicas = Replicas(settings, self.server, None, self.selection, lambda: "")
+        self.members = RegistryServer(ControlSettings(lease_ms=60_000), SystemClock())
+        self.replicas = Replicas(settings, self.server, self.members, self.selection, lambda: "")
         self.selection.others = self.replicas
         self._asked = 0
 
@@ -192,6 +196,18 @@ async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp
             await until(lambda: len(c.server.sessions) == len(homes))
 
             assert {session: await c.worker_of(session) for session in homes} == homes
+
+
+async def test_who_has_registered_is_told_to_a_router_that_comes_later_before_it_has_caught_up(tmp_path):
+    worker = MemberJoined(worker_id=WorkerId("w9"), incarnation=Incarnation("1"), address="unix:/w9")
+    async with One(tmp_path, 0, 2).running() as a:
+        a.members.register(Register(worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address))
+        async with One(tmp_path, 1, 2).running() as b:
+            async with asyncio.timeout(60):
+                await b.replicas.caught_up()
+
+            assert b.members.members == {worker.worker_id: worker}
+            assert b.members.registered() == [], "nobody hears of it from one who was told himself"
 
 
 async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_the_others(tmp_path):

@@ -122,6 +122,23 @@ def test_a_lease_from_here_and_one_of_a_directory_end_with_the_later():
     assert membership.handle(Ticked(), Nanos(START + 2 * LEASE)) == [MemberLeft(worker_id=WORKER)]
 
 
+def test_who_has_registered_is_told_with_what_is_left_of_the_lease():
+    """So that two registries that tell each other keep nobody alive of whom neither hears."""
+    membership, other = a_membership(), a_membership()
+    membership.handle(a_registration(), START)
+    membership.handle(found(a_registration("found")), START)
+    later = Nanos(START + LEASE // 3)
+
+    told = membership.registered(later)
+    for event in told:
+        other.handle(event, later)
+
+    assert told == [found(a_registration(), lease=Nanos(START + LEASE - later))]
+    assert other.registered(later) == []
+    assert other.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
+    assert membership.registered(Nanos(START + LEASE)) == []
+
+
 def test_old_news_of_a_directory_neither_replace_nor_remove_who_has_registered_here():
     membership = a_membership()
     restarted = a_registration(incarnation="two")

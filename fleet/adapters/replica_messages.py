@@ -1,0 +1,153 @@
+"""What routers tell each other, as messages of `fleet/v1/replica.proto` and back."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from struct import pack, unpack
+
+from msgspec import Struct, structs
+
+from fleet.adapters.grpc_cluster import checked_thresholds
+from fleet.clock import MILLISECOND, Nanos
+from fleet.control.messages import Found, Register
+from fleet.errors import Refused
+from fleet.ids import Incarnation, WorkerId
+from fleet.router.foretold import MOST_KEYS, PlacedPrompt
+from fleet.router.index import KEY_BYTES
+from fleet.router.messages import Booked
+from fleet.router.sessions import SessionBinding
+from fleet.router.settings import Thresholds
+from fleet.v1 import control_pb2
+from fleet.v1 import replica_pb2 as pb
+
+PROMPTS_A_MESSAGE = 1000  # 4 MB, if all are as long as may be told
+BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
+LATEST = 1 << 62  # nanoseconds of Unix time, in the year 2116: no clock says more
+MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
+
+
+class Tuned(Struct, frozen=True):
+    """Thresholds that an operator has set."""
+
+    thresholds: Thresholds
+    at_unix_ms: int
+
+
+def encode_tuned(tuned: Tuned) -> pb.ReplicaMessage:
+    thresholds = control_pb2.Thresholds(**structs.asdict(tuned.thresholds))
+    return pb.ReplicaMessage(tuned=pb.ReplicaTuned(thresholds=thresholds, at_unix_ms=tuned.at_unix_ms))
+
+
+def encode_registered(event: Register | Found) -> control_pb2.RegisterRequest:
+    return control_pb2.RegisterRequest(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+
+
+def decode_registered(told: control_pb2.RegisterRequest) -> Register:
+    return Register(worker_id=WorkerId(told.worker_id), incarnation=Incarnation(told.incarnation), address=told.address)
+
+
+def encode_members(members: Iterable[Found]) -> pb.ReplicaMessage:
+    told = [
+        pb.ReplicaMember(registered=encode_registered(each), lease_ms=each.lease // MILLISECOND) for each in members
+    ]
+    return pb.ReplicaMessage(members=pb.ReplicaMembers(members=told))
+
+
+def decode_member(told: pb.ReplicaMember) -> Found:
+    """A worker that is a member for as long as its lease lasts that another router gave."""
+    return Found(
+        worker_id=WorkerId(told.registered.worker_id),
+        incarnation=Incarnation(told.registered.incarnation),
+        address=told.registered.address,
+        lease=Nanos(told.lease_ms * MILLISECOND),
+    )
+
+
+def encode_bookings(booked: Mapping[WorkerId, Booked]) -> pb.ReplicaMessage:
+    workers = [
+        pb.WorkerBookings(
+            worker_id=worker_id, requests=each.requests, prefill_tokens=each.prefill_tokens, blocks=each.blocks
+        )
+        for worker_id, each in booked.items()
+    ]
+    return pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers))
+
+
+def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]:
+    """That tell all of them."""
+    for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
+        told = [
+            pb.SessionBinding(
+                tenant=each.key[0],
+                session=each.key[1],
+                worker_id=each.worker_id or "",
+                stamp=min(each.stamp, LATEST),  # else who has heard of the latest could not be listened to any more
+            )
+            for each in bindings[first : first + BINDINGS_A_MESSAGE]
+        ]
+        yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))
+
+
+def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:
+    """That tell all of them."""
+    for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
+        told = [
+            pb.PlacedPrompt(worker_id=each.worker_id, number=each.number, keys=pack(f"<{len(each.keys)}Q", *each.keys))
+            for each in placed[first : first + PROMPTS_A_MESSAGE]
+        ]
+        over = () if first else over
+        yield pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=told, over=over, private=private))
+
+
+def decode_placed(told: pb.PlacedPrompt) -> PlacedPrompt:
+    """A prompt that another router tells.
+
+    Raises:
+        ConnectionError: It has no keys, or more than are told.
+    """
+    count, odd = divmod(len(told.keys), KEY_BYTES)
+    if odd or not 0 < count <= MOST_KEYS:
+        raise ConnectionError(f"another router tells {len(told.keys)} bytes of keys of a prompt")
+    keys = unpack(f"<{count}Q", told.keys)
+    return PlacedPrompt(worker_id=WorkerId(told.worker_id), number=told.number, keys=keys)
+
+
+def decode_binding(told: pb.SessionBinding) -> SessionBinding:
+    worker_id = WorkerId(told.worker_id) if told.worker_id else None
+    return SessionBinding(key=(told.tenant, told.session), worker_id=worker_id, stamp=decode_instant(told.stamp))
+
+
+def decode_instant(told: int) -> int:
+    """Nanoseconds that another router tells.
+
+    Raises:
+        ConnectionError: They are none: all clocks would be put forward to them, for ever.
+    """
+    if told > LATEST:
+        raise ConnectionError(f"another router's clock says {told} ns")
+    return told
+
+
+def decode_tuned(told: pb.ReplicaTuned) -> Tuned:
+    """Thresholds that another router tells.
+
+    Raises:
+        ConnectionError: They are none.
+    """
+    values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
+    try:
+        return Tuned(checked_thresholds(values), told.at_unix_ms)
+    except Refused as refused:
+        raise ConnectionError(f"another router has set {refused.message}") from refused
+
+
+def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, Booked]:
+    """By worker.
+
+    Raises:
+        ConnectionError: Blocks are no number to reckon with: one worker with them would spoil every comparison.
+    """
+    booked = {}
+    for each in told.workers:
+        if not 0 <= each.blocks <= MOST_BLOCKS:
+            raise ConnectionError(f"another router has booked {each.blocks} blocks on {each.worker_id[:100]!r}")
+        booked[WorkerId(each.worker_id)] = Booked(each.prefill_tokens, each.blocks, each.requests)
+    return booked

@@ -472,7 +472,9 @@ def _relay(
     by_model: dict[ModelName, list[OpenAiWorkerSettings]] = {}
     for index, worker in enumerate(settings.openai_workers):
         if worker.kv_events and find_spec("zmq") is None:
-            raise ConfigurationRefused(f"openai_workers[{index}].kv_events: needs the package pyzmq; install it")
+            raise ConfigurationRefused(
+                f"openai_workers[{index}].kv_events: needs the package pyzmq: pip install 'fleet-serving[kv-events]'"
+            )
         by_model.setdefault(ModelName(worker.model), []).append(worker)
     readers = {
         model: PromptReader(

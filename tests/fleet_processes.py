@@ -71,13 +71,13 @@ class Up:
     def pid_of(self, name: str) -> int:
         """Of the child that runs now; 0 while none does."""
         for process in psutil.Process(self.process.pid).children():
-            if any(part.endswith(f"/{name}.json") for part in _command_of(process)):
+            if any(part.endswith(f"/{name}.json") for part in command_of(process)):
                 return process.pid
         return 0
 
     def runtime_folder(self) -> Path:
         router = psutil.Process(self.endpoints["pids"]["router"])
-        return Path(next(part for part in _command_of(router) if "/router.json" in part)).parent
+        return Path(next(part for part in command_of(router) if "/router.json" in part)).parent
 
     def end(self, number: int = signal.SIGINT) -> int:
         self.process.send_signal(number)
@@ -109,7 +109,20 @@ def fleet_up(
 
 def alive(pids: Iterable[int]) -> list[int]:
     """Those of them that run; one that has ended and was not waited for does not."""
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it may have ended just now
+        return False
+
+
+def routers_of(parent: int) -> list[int]:
+    """Process ids of the routers that run, of `fleet serve router --processes`."""
+    children = psutil.Process(parent).children()
+    return alive(child.pid for child in children if "router-" in " ".join(command_of(child)))
 
 
 def listens(port: int) -> bool:
@@ -118,7 +131,8 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _command_of(process: psutil.Process) -> list[str]:
+def command_of(process: psutil.Process) -> list[str]:
+    """Nothing of one that has ended."""
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import openai
 from msgspec import Struct
@@ -27,6 +30,7 @@ from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
+from tests.fleet_processes import serve
 from tests.servers import a_free_port
 from tests.waiting import until
 
@@ -193,6 +197,40 @@ async def _read(reader: asyncio.StreamReader) -> Seen | None:
     start, *lines = head[:-4].split("\r\n")
     headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
     return Seen(start, headers, await reader.readexactly(int(headers.get("content-length", 0))))
+
+
+def ask(address: str, method: str, path: str, body: str | None = None) -> str:
+    """One answer, over a connection of its own, and so of whichever process."""
+    with closing(HTTPConnection(address, timeout=60)) as connection:
+        connection.request(method, path, body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+    assert answer.status == 200, text
+    return text
+
+
+@asynccontextmanager
+async def routers_before(
+    folder: Path, servers: Sequence[OpenAiServer], processes: int, **more: Any
+) -> AsyncIterator[str]:
+    """The address of so many processes of `fleet serve router`, as soon as they say that they serve; ends the servers, too."""
+    workers = [{"worker_id": f"w{number}", "url": server.url, "model": MODEL} for number, server in enumerate(servers)]
+    address = f"127.0.0.1:{a_free_port()}"
+    settings = {"http_listen": address, "grpc_listen": f"127.0.0.1:{a_free_port()}", "openai_workers": workers} | more
+    log = folder / "router.log"
+    with log.open("w") as output:
+        options = (folder / "router.json", "--processes", str(processes))
+        process, endpoints = await asyncio.to_thread(
+            lambda: serve("router", settings, *options, stdout=output, stderr=output)
+        )
+    try:
+        assert endpoints, log.read_text()
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(process.wait, 60)
+        for server in servers:
+            await server.stop()
 
 
 class RelayWorld(Struct):

@@ -7,7 +7,7 @@ from msgspec import Struct, structs
 
 from fleet.adapters.grpc_cluster import checked_thresholds
 from fleet.clock import MILLISECOND, Nanos
-from fleet.control.messages import Found, Register
+from fleet.control.messages import Register, Told
 from fleet.errors import Refused
 from fleet.ids import Incarnation, WorkerId
 from fleet.router.foretold import MOST_KEYS, PlacedPrompt
@@ -19,6 +19,7 @@ from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 
 PROMPTS_A_MESSAGE = 1000  # 4 MB, if all are as long as may be told
+MEMBERS_A_MESSAGE = 1000  # some 100 kB
 BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
 LATEST = 1 << 62  # nanoseconds of Unix time, in the year 2116: no clock says more
 MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
@@ -36,27 +37,42 @@ def encode_tuned(tuned: Tuned) -> pb.ReplicaMessage:
     return pb.ReplicaMessage(tuned=pb.ReplicaTuned(thresholds=thresholds, at_unix_ms=tuned.at_unix_ms))
 
 
-def encode_registered(event: Register | Found) -> control_pb2.RegisterRequest:
+def encode_registered(event: Register | Told) -> control_pb2.RegisterRequest:
     return control_pb2.RegisterRequest(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
 
 
 def decode_registered(told: control_pb2.RegisterRequest) -> Register:
+    """A worker that has registered with another router.
+
+    Raises:
+        ConnectionError: It lacks what no registration lacks.
+    """
+    if not (told.worker_id and told.incarnation and told.address):
+        raise ConnectionError("another router tells of a worker without an id, an incarnation or an address")
     return Register(worker_id=WorkerId(told.worker_id), incarnation=Incarnation(told.incarnation), address=told.address)
 
 
-def encode_members(members: Iterable[Found]) -> pb.ReplicaMessage:
-    told = [
-        pb.ReplicaMember(registered=encode_registered(each), lease_ms=each.lease // MILLISECOND) for each in members
-    ]
-    return pb.ReplicaMessage(members=pb.ReplicaMembers(members=told))
+def encode_members(members: Sequence[Told]) -> Iterable[pb.ReplicaMessage]:
+    """That tell all of them."""
+    for first in range(0, len(members), MEMBERS_A_MESSAGE):
+        told = [
+            pb.ReplicaMember(registered=encode_registered(each), lease_ms=each.lease // MILLISECOND)
+            for each in members[first : first + MEMBERS_A_MESSAGE]
+        ]
+        yield pb.ReplicaMessage(members=pb.ReplicaMembers(members=told))
 
 
-def decode_member(told: pb.ReplicaMember) -> Found:
-    """A worker that is a member for as long as its lease lasts that another router gave."""
-    return Found(
-        worker_id=WorkerId(told.registered.worker_id),
-        incarnation=Incarnation(told.registered.incarnation),
-        address=told.registered.address,
+def decode_member(told: pb.ReplicaMember) -> Told:
+    """A worker, and what is left of the lease that another router gave it.
+
+    Raises:
+        ConnectionError: It is no registration.
+    """
+    registered = decode_registered(told.registered)
+    return Told(
+        worker_id=registered.worker_id,
+        incarnation=registered.incarnation,
+        address=registered.address,
         lease=Nanos(told.lease_ms * MILLISECOND),
     )
 

@@ -53,7 +53,8 @@ from fleet.adapters.replica_messages import (
     encode_tuned,
 )
 from fleet.clock import MILLISECOND
-from fleet.control.messages import Deregister, Found, Register
+from fleet.control.messages import Deregister, Register, Told
+from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.router.foretold import PlacedPrompts
 from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLeft, ReplicaPlaced, SessionsBound
@@ -62,6 +63,7 @@ from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Explanation
 from fleet.v1 import control_pb2, selection_pb2
 from fleet.v1 import replica_pb2 as pb
+from kvstore.errors import StoreNotStarted
 from kvstore.frames import FrameConnection, SendBufferFull, connect, open_server
 
 log = logging.getLogger(__name__)
@@ -103,9 +105,9 @@ class Registry(Protocol):
 
     def deregister(self, event: Deregister) -> None: ...
 
-    def find(self, event: Found) -> None: ...
+    def hear_of(self, event: Told) -> None: ...
 
-    def registered(self) -> Sequence[Found]: ...
+    def registrations(self) -> Sequence[Told]: ...
 
 
 class Leases(Protocol):
@@ -160,19 +162,23 @@ class Replicas:
         """Speak and listen until cancelled.
 
         Raises:
-            StoreNotStarted: `replicas_listen` cannot be listened on.
+            ConfigurationRefused: `replicas_listen` cannot be listened on.
         """
         self._router.hear(SessionsBound(clock=self._now_unix_ms() * MILLISECOND))
-        async with (
-            open_server("replicas_listen", self._settings.replicas_listen, self._accept, limit=MAX_MESSAGE_BYTES),
-            asyncio.TaskGroup() as tasks,
-        ):
-            for address in self._settings.replicas:
-                tasks.create_task(self._keep_up(address), name=f"replica {address}")
-            while True:
-                await asyncio.sleep(ANYWAY_SECONDS)
-                self._tell_news()
-                self._tell_bookings()
+        listen = self._settings.replicas_listen
+        try:
+            async with (
+                open_server("replicas_listen", listen, self._accept, limit=MAX_MESSAGE_BYTES),
+                asyncio.TaskGroup() as tasks,
+            ):
+                for address in self._settings.replicas:
+                    tasks.create_task(self._keep_up(address), name=f"replica {address}")
+                while True:
+                    await asyncio.sleep(ANYWAY_SECONDS)
+                    self._tell_news()
+                    self._tell_bookings()
+        except StoreNotStarted as error:
+            raise ConfigurationRefused(str(error)) from error
         raise AssertionError("its tasks never end")
 
     def registered(self, event: Register) -> None:
@@ -206,13 +212,14 @@ class Replicas:
 
     def heard_of(self, router_id: str) -> None:
         """A router has told all that it tells at first."""
-        self._heard_of.add(router_id)
-        if len(self._heard_of) == len(self._settings.replicas):
-            self._caught_up.set()
+        if not self._caught_up.is_set():
+            self._heard_of.add(router_id)
+            if len(self._heard_of) >= sum(map(_is_beside, self._settings.replicas)):
+                self._caught_up.set()
 
     async def caught_up(self) -> None:
-        """When all others have told what they tell at first; whoever waits sets a deadline, since some may not be there."""
-        if self._settings.replicas:
+        """When all processes beside this one have told what they tell at first; whoever waits sets a deadline: some may not be there."""
+        if self.share_a_port:
             await self._caught_up.wait()
 
     async def metrics(self) -> dict[str, str]:
@@ -326,7 +333,7 @@ class Replicas:
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             router = self._router
             for message in (
-                encode_members(self._registry.registered()),
+                *encode_members(self._registry.registrations()),
                 *([] if self._tuned is None else [encode_tuned(self._tuned)]),
                 *encode_prompts(router.prompts.latest(), (), self._private),
                 *encode_sessions(router.sessions.latest()),
@@ -433,7 +440,7 @@ class _Heard:
                 self._registry.register(decode_registered(message.registered))
             case "members":
                 for member in message.members.members:
-                    self._registry.find(decode_member(member))
+                    self._registry.hear_of(decode_member(member))
             case "deregistered":
                 gone = message.deregistered
                 self._registry.deregister(

@@ -79,6 +79,7 @@ class _Member:
         self.address = address
         self.joined = joined  # None: configured by address, called what it calls itself
         self.wanted = True
+        self.tried = False
         self.link: _Link | None = None
         self.task: asyncio.Task[None] | None = None
 
@@ -121,9 +122,10 @@ class WorkerStreams:
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
         self._send(worker_id, Cancel(request_id=request_id))
 
-    def reached(self, worker_ids: Iterable[WorkerId]) -> bool:
-        """Whether there is a stream to each of these workers."""
-        return all(worker_id in self._links for worker_id in worker_ids)
+    def tried(self, worker_ids: Iterable[WorkerId]) -> bool:
+        """Whether each of these workers has joined, or could not be reached."""
+        members = self._members
+        return all(worker_id in members and members[worker_id].tried for worker_id in worker_ids)
 
     async def run(self, hear: Hear) -> None:
         """Keep streams up until cancelled.
@@ -192,6 +194,7 @@ class WorkerStreams:
             try:
                 await self._converse(member, hear)
             except StreamBroken as broken:
+                member.tried = True
                 was_up = loop.time() - began > self._settings.max_reconnect_seconds
                 if was_up or str(broken) != cause:  # not at every attempt
                     cause = str(broken)
@@ -215,6 +218,7 @@ class WorkerStreams:
                 await connect(member.address, accept, limit=MAX_MESSAGE_BYTES, send_limit=UNTAKEN_BYTES, tls=self._tls)
                 assert member.link is not None
                 await member.link.begun.wait()
+                member.tried = True
             await member.link.ended.wait()
             raise StreamBroken(member.link.why)
         except TimeoutError:

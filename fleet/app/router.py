@@ -2,9 +2,10 @@
 
 import asyncio
 import gc
+import logging
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
 from importlib.util import find_spec
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from fleet.router.tokenising import TokenisingThreads
     from fleet.telemetry import Metrics
 
-CATCH_UP_SECONDS = 5.0  # for which a router that starts waits for the workers that are there, before it takes requests
+log = logging.getLogger(__name__)
+
 COLLECTED_AT_ONCE = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
 
 
@@ -61,16 +63,23 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     async with giving_up_when_asked():
         settings = await with_models(settings, SystemClock())
         parts = _parts_of_router(settings)
-        with parts.recorder or nullcontext():
+        with parts.recorder or nullcontext(), closing(parts.threads):
             await _route(settings, parts, announce)
 
 
 async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Announce) -> None:
-    """Serve until asked to stop."""
-    async with stop_requested() as stop, _directory(settings) as directory, asyncio.TaskGroup() as tasks:
+    """Serve until asked to stop.
+
+    A process alone takes its ports first: where another one has them, nobody else may hear of this one. Those that share ports
+    open them last, since they get connections from then on; whoever asks a process alone for its health is told what it can serve.
+    """
+    async with _directory(settings) as directory, asyncio.TaskGroup() as tasks, AsyncExitStack() as opened:
+        ports = _fronts(settings, parts)
+        early = None if settings.share_ports else await opened.enter_async_context(ports)
         running = [tasks.create_task(each) for each in parts.loops(directory)]
-        await parts.caught_up(directory)
-        async with _fronts(settings, parts) as fronts:
+        await parts.caught_up(directory, settings.catch_up_seconds)
+        async with stop_requested() as stop:
+            fronts = early if early is not None else await opened.enter_async_context(ports)
             announce(fronts.endpoints())
             gc.freeze()  # what is there by now stays: no collection has to look at it
             gc.set_threshold(COLLECTED_AT_ONCE)
@@ -82,7 +91,6 @@ async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Anno
                 draining.create_task(parts.router.drain(within))
             for task in running:
                 task.cancel()
-    parts.threads.close()
 
 
 @asynccontextmanager
@@ -132,20 +140,23 @@ class _RouterParts(Struct, frozen=True, kw_only=True):
             loops.append(self.members.follow(directory))
         return loops
 
-    async def caught_up(self, directory: "Directory | None") -> None:
-        """When the workers that are there have joined, at the latest after `CATCH_UP_SECONDS`: some may not answer.
-
-        A process that takes connections before that refuses requests which those beside it would serve.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CATCH_UP_SECONDS):
+    async def caught_up(self, directory: "Directory | None", seconds: float) -> None:
+        """When the workers that are there have said what they are, at the latest after so long: some may not answer."""
+        waiting_for = "foreign servers"
+        try:
+            async with asyncio.timeout(seconds):
                 await self.foreign_workers.asked()
                 if self.replicas is not None:
+                    waiting_for = "routers beside this one"
                     await self.replicas.caught_up()
                 if directory is not None:
+                    waiting_for = "the directory of workers"
                     await self.members.followed.wait()
-                while not self.own_workers.reached(self.members.members):  # noqa: ASYNC110 - for a moment, once
+                waiting_for = "workers"
+                while not self.own_workers.tried(self.members.members):  # noqa: ASYNC110 - for a moment, once
                     await asyncio.sleep(0.01)
+        except TimeoutError:
+            log.warning("starts without having heard of all", extra={"waited_for": waiting_for, "seconds": seconds})
 
 
 def _parts_of_router(settings: RouterSettings) -> _RouterParts:

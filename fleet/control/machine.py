@@ -12,6 +12,8 @@ Rules:
 4. A worker that a directory has is a member as if it had registered, for as long as the directory's lease says. But who has
    registered here, and not deregistered, is alive: what a directory says of another incarnation is old news, and that the
    directory has it no more is no departure.
+5. A worker that another router tells of is a member for the rest of the lease that it has there. Of one that is a member already
+   in another incarnation nothing is taken: the other router may not have heard of the change, and whoever is alive renews.
 """
 
 from collections import deque
@@ -31,6 +33,7 @@ from fleet.control.messages import (
     Register,
     Superseded,
     Ticked,
+    Told,
     Withdrawn,
 )
 from fleet.control.settings import ControlSettings
@@ -67,6 +70,8 @@ class Membership:
                 return self._deregister(event)
             case Found():
                 return self._find(event, now)
+            case Told():
+                return self._hear_of(event, now)
             case Withdrawn():
                 return self._withdraw(event, now)
             case Ticked():
@@ -79,17 +84,17 @@ class Membership:
         """In order of arrival."""
         return {worker_id: member.joined for worker_id, member in self._members.items()}
 
-    def registered(self, now: Nanos) -> list[Found]:
+    def registrations(self, now: Nanos) -> list[Told]:
         """Who has registered here, and for how much longer that counts."""
         return [
-            Found(
+            Told(
                 worker_id=worker_id,
                 incarnation=member.joined.incarnation,
                 address=member.joined.address,
                 lease=Nanos(member.registered_until - now),
             )
             for worker_id, member in self._members.items()
-            if member.registered_until is not None and now < member.registered_until
+            if member.registered_until is not None and member.registered(now)
         ]
 
     def check(self) -> None:
@@ -113,6 +118,13 @@ class Membership:
         if known is not None and known.joined != joined and known.registered(now):
             return []
         return self._join(joined, Nanos(now + event.lease))
+
+    def _hear_of(self, event: Told, now: Nanos) -> list[ControlCommand]:
+        joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+        known = self._members.get(event.worker_id)
+        if known is not None and known.joined != joined:
+            return []
+        return self._join(joined, Nanos(now + min(event.lease, self.lease)))
 
     def _join(self, joined: MemberJoined, lease_end: Nanos) -> list[ControlCommand]:
         """Take or renew a membership until `lease_end`."""

@@ -29,6 +29,15 @@ class Found(Struct, frozen=True, kw_only=True):
     lease: Nanos
 
 
+class Told(Struct, frozen=True, kw_only=True):
+    """A worker has registered with another router, and so much of its lease is left."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str
+    lease: Nanos
+
+
 class Withdrawn(Struct, frozen=True, kw_only=True):
     """A directory had a worker, and has it no more."""
 
@@ -40,7 +49,7 @@ class Ticked(Struct, frozen=True, kw_only=True):
     """Time passed: leases may have ended."""
 
 
-ControlEvent = Register | Deregister | Found | Withdrawn | Ticked
+ControlEvent = Register | Deregister | Found | Told | Withdrawn | Ticked
 
 
 class MemberJoined(Struct, frozen=True, kw_only=True):

@@ -6,20 +6,18 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Never
 
-from msgspec import structs
-
 from fleet.clock import MILLISECOND, Clock
 from fleet.control.machine import Membership
 from fleet.control.messages import (
     ControlCommand,
     Deregister,
-    Found,
     MemberJoined,
     MemberLeft,
     MembershipChange,
     Register,
     Superseded,
     Ticked,
+    Told,
 )
 from fleet.control.ports import Directory, DirectoryUnreachable
 from fleet.control.settings import ControlSettings
@@ -48,7 +46,7 @@ class RegistryServer:
         """Whether what is followed answers; None: nothing is followed, or it has not been asked yet."""
 
         self.followed = asyncio.Event()
-        """Set once what a directory has is known, or that it does not answer."""
+        """Set once it is known what the directory has."""
 
     @property
     def lease_ms(self) -> int:
@@ -63,14 +61,13 @@ class RegistryServer:
     def deregister(self, event: Deregister) -> None:
         self._announce(self._machine.handle(event, self._clock.now()))
 
-    def find(self, event: Found) -> None:
-        """Take a membership from who knows of it, for no longer than a lease from here."""
-        lease = min(event.lease, self._machine.lease)
-        self._announce(self._machine.handle(structs.replace(event, lease=lease), self._clock.now()))
+    def hear_of(self, event: Told) -> None:
+        """Another router tells of a worker."""
+        self._announce(self._machine.handle(event, self._clock.now()))
 
-    def registered(self) -> list[Found]:
-        """Who has registered, and what is left of the leases."""
-        return self._machine.registered(self._clock.now())
+    def registrations(self) -> list[Told]:
+        """Who has registered here, and what is left of the leases."""
+        return self._machine.registrations(self._clock.now())
 
     @property
     def members(self) -> Mapping[WorkerId, MemberJoined]:
@@ -108,7 +105,6 @@ class RegistryServer:
                 if self.directory_reachable is not False:
                     log.warning("directory of workers unreachable, known ones stay", extra={"cause": str(error)})
                 self.directory_reachable = False
-                self.followed.set()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

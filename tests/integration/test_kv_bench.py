@@ -5,10 +5,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fleet.cli import kv_bench
@@ -18,7 +16,9 @@ from loadtests.environments import Distribution, python_of
 from loadtests.kvstore.nodes import ROOT
 from loadtests.kvstore.peers import processes
 from loadtests.kvstore.peers.processes import PeerProcess
+from tests.fleet_processes import alive
 from tests.stopwatch import at_most
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -83,10 +83,7 @@ def test_a_peer_that_hangs_is_given_up_with_its_children(peer, monkeypatch):
     with pytest.raises(Absent, match="does not answer"):
         peer.ask("hang")
 
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "its child lives on"
-        time.sleep(0.01)
+    eventually(lambda: alive([child]) == [])
 
 
 def test_a_peer_that_cannot_be_installed_is_absent_with_the_reason(tmp_path):

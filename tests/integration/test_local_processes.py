@@ -19,7 +19,7 @@ from fleet.clock import SECOND, Nanos
 from fleet.config import child_environment
 from fleet.control.supervision import Child, Condition
 from fleet.errors import ConfigurationRefused
-from tests.fleet_processes import alive
+from tests.fleet_processes import alive, command_of
 from tests.shared_memory import abandoned_segments
 from tests.stopwatch import at_most
 from tests.waiting import eventually, until
@@ -60,7 +60,7 @@ def nothing_is_left_behind():
     before = abandoned_segments()
     yield
     eventually(lambda: abandoned_segments() <= before)
-    assert [process for process in psutil.Process().children() if str(CHILD) in " ".join(process.cmdline())] == []
+    assert [process for process in psutil.Process().children() if str(CHILD) in " ".join(command_of(process))] == []
 
 
 def family_of(folder: Path) -> list[int]:

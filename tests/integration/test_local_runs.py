@@ -18,7 +18,7 @@ from fleet.adapters import local_runs
 from fleet.adapters.held_files import held, held_too, left, taken
 from fleet.adapters.local_runs import LocalRun, note_group, note_logs, runtime_folder
 from fleet.cli.main import run
-from tests.fleet_processes import alive, fleet_up, listens, run_fleet
+from tests.fleet_processes import alive, command_of, fleet_up, listens, run_fleet
 from tests.shared_memory import left_of
 from tests.waiting import eventually
 
@@ -216,7 +216,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
     monkeypatch.setattr(tempfile, "tempdir", folder_of_runs)
     with fleet_up(tmp_path) as up:
         folder, pids, segments = up.runtime_folder(), up.pids(), up.segments()
-        guardian = next(pid for pid in pids if "fleet.adapters.guardian" in psutil.Process(pid).cmdline())
+        guardian = next(pid for pid in pids if "fleet.adapters.guardian" in command_of(psutil.Process(pid)))
         scaling = subprocess.Popen(
             [sys.executable, "-m", "fleet.cli.main", "scale", "decode=99", "--plans", str(folder / "plans")],
             stderr=subprocess.PIPE,

@@ -7,14 +7,13 @@ from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 
 import grpc
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.client import Client, FleetError
 from fleet.v1.selection_pb2 import ReleaseRequest, ReportRequest, SelectRequest
 from fleet.v1.selection_pb2_grpc import SelectionStub
-from tests.fleet_processes import serve
+from tests.fleet_processes import routers_of, serve
 from tests.servers import a_free_port
 from tests.waiting import eventually
 
@@ -32,6 +31,7 @@ class Routers:
             "grpc_listen": self.grpc,
             "models": {"tiny": str(model_dir)},
             "policy": "least_loaded",
+            "catch_up_seconds": 60.0,  # where five are enough, on a busy machine
         }
         self.router = self.start("router", config, "--processes", str(count))
         self.workers = []
@@ -55,14 +55,6 @@ class Routers:
             "simulated": {"speedup": 0.05},  # an answer of 3,000 tokens takes minutes
         }
         self.workers.append(self.start("worker", config))
-
-    def replicas(self):
-        """Process ids of the routers that run."""
-        return [
-            child.pid
-            for child in psutil.Process(self.router.pid).children()
-            if child.status() != psutil.STATUS_ZOMBIE and "router-" in " ".join(child.cmdline())
-        ]
 
     def asked(self, what):
         """Answers of as many connections as it takes to meet every process, most likely."""
@@ -177,7 +169,7 @@ def test_one_scrape_has_the_metrics_of_all_routers(routers):
 def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_serves_while_any_router_lives(routers):
     with Client(routers.grpc) as client:
         client.tune(max_queued=78)
-    first, second = routers.replicas()
+    first, second = routers_of(routers.router.pid)
 
     os.kill(first, signal.SIGKILL)
 
@@ -190,7 +182,7 @@ def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_se
             return 0
 
     eventually(lambda: 0 not in routers.asked(answered))
-    assert second in routers.replicas()
+    assert second in routers_of(routers.router.pid)
     # It is started again, and takes connections when it knows the workers.
     eventually(lambda: routers.asked(answered) and len(both_routers(routers)) == 2)
     eventually(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))

@@ -207,7 +207,7 @@ async def test_who_has_registered_is_told_to_a_router_that_comes_later_before_it
                 await b.replicas.caught_up()
 
             assert b.members.members == {worker.worker_id: worker}
-            assert b.members.registered() == [], "nobody hears of it from one who was told himself"
+            assert b.members.registrations() == [], "nobody hears of it from one who was told himself"
 
 
 async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_the_others(tmp_path):

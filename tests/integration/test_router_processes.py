@@ -5,14 +5,13 @@ import signal
 import urllib.error
 import urllib.request
 
-import psutil
 import pytest
 from msgspec import structs
 
 from fleet.adapters.local_processes import LocalProcess
 from fleet.adapters.local_runs import runtime_folder
 from fleet.control.supervision import Condition
-from tests.fleet_processes import fleet_up, serve
+from tests.fleet_processes import fleet_up, routers_of, serve
 from tests.integration.test_local_processes import a_process, supervise
 from tests.waiting import eventually, until
 
@@ -53,14 +52,14 @@ def test_a_router_that_hangs_is_started_again_and_every_connection_is_answered(t
         )
     try:
         assert endpoints, log.read_text()
-        hung, other = routers(parent.pid)
+        hung, other = routers_of(parent.pid)
         os.kill(hung, signal.SIGSTOP)
 
-        eventually(lambda: hung not in (there := routers(parent.pid)) and len(there) == 2, SECONDS)
+        eventually(lambda: hung not in (there := routers_of(parent.pid)) and len(there) == 2, SECONDS)
         for _ in range(16):
             assert health(endpoints["http"]) == 503, "there are no workers"
 
-        assert other in routers(parent.pid)
+        assert other in routers_of(parent.pid)
         assert log.read_text().count("has said nothing for 30 s, and is killed") == 1
     finally:
         parent.send_signal(signal.SIGTERM)
@@ -77,15 +76,6 @@ def test_the_router_of_a_cluster_on_one_machine_that_hangs_is_started_again_and_
 
         assert up.pid_of("decode-0") == worker
         assert (tmp_path / "up.log").read_text().count("router has said nothing for 30 s, and is killed") == 1
-
-
-def routers(parent: int) -> list[int]:
-    """Process ids of those that run."""
-    return [
-        child.pid
-        for child in psutil.Process(parent).children()
-        if child.status() != psutil.STATUS_ZOMBIE and "router-" in " ".join(child.cmdline())
-    ]
 
 
 def health(address: str) -> int:

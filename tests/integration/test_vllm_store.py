@@ -32,6 +32,7 @@ from tests.engine_driving import (
     without_tiers,
     work,
 )
+from tests.fleet_processes import command_of
 from tests.kv_builders import NodeProcess, a_node, a_store_client
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
 from workers.ports import EngineDied
@@ -410,7 +411,7 @@ def test_without_its_store_node_an_engine_computes_and_afterwards_uses_it_again(
 
 def test_when_a_rank_is_killed_its_engine_ends_and_the_store_is_left_as_it_was(ranks, node, model_dir):
     children = psutil.Process().children(recursive=True)
-    second = next(child for child in children if child.cmdline()[:1] == ["VLLM::Worker_TP1"])
+    second = next(child for child in children if command_of(child)[:1] == ["VLLM::Worker_TP1"])
     engine = second.parent()
 
     second.kill()
@@ -426,7 +427,7 @@ def test_when_a_rank_is_killed_its_engine_ends_and_the_store_is_left_as_it_was(r
 def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):
     """Last, since it ends the engines that the tests share."""
     children = psutil.Process().children(recursive=True)
-    cores = [child for child in children if child.cmdline()[:1] == ["VLLM::EngineCore"]]
+    cores = [child for child in children if command_of(child)[:1] == ["VLLM::EngineCore"]]
     assert len(cores) == 2
 
     cores[0].kill()
@@ -438,4 +439,4 @@ def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):
 
 
 def children_of_vllm(children: list[psutil.Process]) -> list[psutil.Process]:
-    return [child for child in children if child.is_running() and child.name().startswith("VLLM")]
+    return [child for child in children if "".join(command_of(child)).startswith("VLLM")]

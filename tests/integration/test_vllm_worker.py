@@ -14,6 +14,7 @@ from kvstore.client import StoreClient
 from tests import worker_processes
 from tests.builders import an_arrival
 from tests.engine_driving import fresh_prompt
+from tests.fleet_processes import command_of
 from tests.kv_builders import a_node, a_short_folder, a_store_client
 from tests.shared_memory import abandoned_segments
 from tests.simulated_clusters import a_router_of
@@ -58,7 +59,7 @@ async def a_session_is_held(worker: WorkerProcess, store: str, client: StoreClie
 def killed_it_leaves_nothing(worker: WorkerProcess, folder: Path) -> None:
     assert worker.process is not None
     children = psutil.Process(worker.process.pid).children(recursive=True)
-    assert "VLLM::EngineCore" in {child.cmdline()[0] for child in children}
+    assert "VLLM::EngineCore" in {command for child in children for command in command_of(child)[:1]}
     shared = {Path(part.path) for child in children for part in child.memory_maps() if "/dev/shm/" in part.path}
     assert list(folder.glob("fleet-vllm-*"))
 

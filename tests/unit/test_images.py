@@ -133,7 +133,7 @@ def test_what_is_installed_is_declared_and_locked(path):
                 elif not word.startswith("-"):
                     installs += 1
                     # By its path: an index may have something else of our name.
-                    own = re.fullmatch(r"(?:\.|\$\(echo /tmp/wheels/\*\.whl\))\[([\w,]+)\]", word)
+                    own = re.fullmatch(r"(?:\.|\$\(echo /tmp/wheels/\*\.whl\))\[([\w,-]+)\]", word)
                     if own:
                         assert set(own[1].split(",")) <= extras, word
                     else:

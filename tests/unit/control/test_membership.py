@@ -13,6 +13,7 @@ from fleet.control.messages import (
     Register,
     Superseded,
     Ticked,
+    Told,
     Withdrawn,
 )
 from fleet.control.settings import ControlSettings
@@ -122,21 +123,51 @@ def test_a_lease_from_here_and_one_of_a_directory_end_with_the_later():
     assert membership.handle(Ticked(), Nanos(START + 2 * LEASE)) == [MemberLeft(worker_id=WORKER)]
 
 
-def test_who_has_registered_is_told_with_what_is_left_of_the_lease():
+def told(event: Register, lease: Nanos = LEASE) -> Told:
+    return Told(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address, lease=lease)
+
+
+def test_who_has_registered_is_told_to_others_with_what_is_left_of_the_lease():
     """So that two registries that tell each other keep nobody alive of whom neither hears."""
     membership, other = a_membership(), a_membership()
     membership.handle(a_registration(), START)
     membership.handle(found(a_registration("found")), START)
     later = Nanos(START + LEASE // 3)
 
-    told = membership.registered(later)
-    for event in told:
+    registrations = membership.registrations(later)
+    for event in registrations:
         other.handle(event, later)
 
-    assert told == [found(a_registration(), lease=Nanos(START + LEASE - later))]
-    assert other.registered(later) == []
+    assert registrations == [told(a_registration(), Nanos(START + LEASE - later))]
+    assert other.registrations(later) == []
     assert other.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
-    assert membership.registered(Nanos(START + LEASE)) == []
+    assert membership.registrations(Nanos(START + LEASE)) == []
+
+
+def test_nobody_is_a_member_for_longer_because_another_router_says_so():
+    membership = a_membership()
+    membership.handle(told(a_registration(), Nanos(1000 * LEASE)), START)
+
+    assert membership.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
+
+
+def test_old_news_of_another_router_replace_nobody_and_lock_nobody_out():
+    """It has not heard that the worker was started again, and tells a router that has just heard of that from a third."""
+    old, new = a_registration(incarnation="one"), a_registration(incarnation="two")
+    membership = a_membership()
+    membership.handle(told(new), START)
+
+    assert membership.handle(told(old), START) == []
+    assert membership.handle(new, START) == [], "it renews"
+    assert membership.members == {WORKER: joined(new)}
+
+
+def test_who_registers_takes_the_place_of_what_another_router_told():
+    old, new = a_registration(incarnation="one"), a_registration(incarnation="two")
+    membership = a_membership()
+    membership.handle(told(old), START)
+
+    assert membership.handle(new, START) == [MemberLeft(worker_id=WORKER), joined(new)]
 
 
 def test_old_news_of_a_directory_neither_replace_nor_remove_who_has_registered_here():
@@ -178,6 +209,7 @@ steps = st.lists(
     st.tuples(
         st.builds(a_registration, workers, incarnations, st.sampled_from(["x", "y"]))
         | st.builds(a_registration, workers, incarnations, st.sampled_from(["x", "y"])).map(found)
+        | st.builds(a_registration, workers, incarnations, st.sampled_from(["x", "y"])).map(told)
         | st.builds(a_registration, workers, incarnations).map(withdrawn)
         | st.builds(Deregister, worker_id=workers.map(WorkerId), incarnation=incarnations.map(Incarnation))
         | st.just(Ticked()),

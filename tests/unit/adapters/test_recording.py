@@ -171,6 +171,7 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
         "drain_timeout_ms",
         "heartbeat_timeout_seconds",
         "max_reconnect_seconds",
+        "catch_up_seconds",
     }, (
         "does the machine look at it? then name it in `fleet.adapters.recording_format`, so that it is recorded; else here"
     )

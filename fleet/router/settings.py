@@ -307,7 +307,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     max_reconnect_seconds: PositiveSeconds = 2.0
     """Longest pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""
 
-    catch_up_seconds: Annotated[float, Meta(ge=0, le=60)] = 5.0
+    catch_up_seconds: Annotated[float, Meta(ge=0, le=20)] = 5.0
     """How long a router that starts waits at most to hear of the workers that are there, before it says that it is ready and,
     where it shares its ports, before it takes connections."""
 

@@ -31,7 +31,7 @@ class Routers:
             "grpc_listen": self.grpc,
             "models": {"tiny": str(model_dir)},
             "policy": "least_loaded",
-            "catch_up_seconds": 60.0,  # where five are enough, on a busy machine
+            "catch_up_seconds": 20.0,  # where five are enough, on a busy machine
         }
         self.router = self.start("router", config, "--processes", str(count))
         self.workers = []

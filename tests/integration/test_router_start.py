@@ -23,7 +23,7 @@ async def test_a_router_takes_no_requests_before_its_servers_have_said_that_they
     server = OpenAiServer()
     server.health_seconds = 0.5
     await server.start()
-    async with routers_before(tmp_path, [server], processes, catch_up_seconds=60.0) as address:
+    async with routers_before(tmp_path, [server], processes, catch_up_seconds=20.0) as address:
         for _ in range(4):
             await asyncio.to_thread(ask, address, "POST", "/v1/completions", json.dumps(ASKED))
 
@@ -94,7 +94,7 @@ def test_one_that_is_asked_to_end_while_it_waits_for_others_ends_without_having_
         "share_ports": True,
         "replicas_listen": f"unix:{tmp_path}/0.sock",
         "replicas": [f"unix:{tmp_path}/1.sock"],
-        "catch_up_seconds": 60.0,
+        "catch_up_seconds": 20.0,
     }
     (tmp_path / "router.json").write_text(json.dumps(settings))
     command = [*FLEET, "serve", "router", "--config", str(tmp_path / "router.json")]

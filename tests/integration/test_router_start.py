@@ -32,7 +32,8 @@ async def test_a_server_that_does_not_say_whether_it_is_there_holds_no_router_up
     server, silent = OpenAiServer(), OpenAiServer()
     await server.start()
     with socket.create_server(("127.0.0.1", silent.port)):  # takes connections, and nobody answers
-        async with routers_before(tmp_path, [server, silent], 1, catch_up_seconds=0.2) as address:
+        patient = {"connect_timeout_seconds": 1000.0, "catch_up_seconds": 0.2}
+        async with routers_before(tmp_path, [server, silent], 1, **patient) as address:
             await asyncio.to_thread(ask, address, "GET", "/openapi.json")
 
 

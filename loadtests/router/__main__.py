@@ -1,6 +1,6 @@
 """Fleet's router beside its peers and beside the least that a relay can cost: one table, interleaved, medians.
 
-    python -m loadtests.router [--targets NAME[:POLICY],...] [--scenarios NAME,...] [--rounds N] [--quick] [--json FILE]
+    python -m loadtests.router [--targets NAME[:POLICY],...] [--scenarios NAME,...] [--rounds N] [--quick] [--json FILE] [--before DIR]
 
 What counts is the processor time of the router process, with all its threads and children: rates and latencies depend on
 who else uses the machine. The router runs on the first core, workers and client on the others. Peers are installed from
@@ -25,7 +25,7 @@ from loadtests.router.figures import Row, table
 from loadtests.router.processes import cores_of_this_process
 from loadtests.router.prompts import Vocabulary, model_with_long_context
 from loadtests.router.scenarios import SCENARIOS, quick
-from loadtests.router.targets import KNOWN, Setting, targets
+from loadtests.router.targets import BEFORE, KNOWN, Setting, targets
 
 DEFAULT_TARGETS = (
     "relay,fleet,sglang-router:round_robin,sglang-router,smg:round_robin,smg,vllm-router:round_robin,vllm-router,dynamo"
@@ -47,11 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="see that everything runs; figures not to be quoted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="where the peers' environments are kept")
+    parser.add_argument(
+        "--before", type=Path, metavar="DIR", help="another checkout of Fleet, measured as the target fleet-before"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="where logs and settings of the routers stay")
     arguments = parser.parse_args(argv)
     try:
-        contestants = targets(arguments.targets.split(","))
+        contestants = targets([*arguments.targets.split(","), *([BEFORE] if arguments.before else [])])
         scenarios = _known(arguments.scenarios.split(","))
     except ConfigurationRefused as error:
         print(f"loadtests.router: {error}", file=sys.stderr)
@@ -71,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 folder=folder / scenario,
                 cache=(arguments.cache or default_cache_dir() / "bench").resolve(),
                 cores=cores_of_this_process(),
+                before=arguments.before and arguments.before.resolve(),
             )
             setting.folder.mkdir(exist_ok=True)
             if scenario == grpc_stream.NAME:

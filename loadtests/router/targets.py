@@ -6,6 +6,7 @@ workers' caches. Dynamo brings workers of its own (its mocker), since its fronte
 
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
+from loadtests.absent import Absent
 from loadtests.environments import Distribution, python_of
 from loadtests.kvstore.nodes import environment, free_port
 from loadtests.router import peers, relay
@@ -48,6 +50,9 @@ class Setting(Struct, frozen=True, kw_only=True):
     """Where the peers' environments are kept."""
 
     cores: Cores
+
+    before: Path | None = None
+    """Another checkout of Fleet, which the target `fleet-before` runs; None: there is none."""
 
 
 class Running(Struct, frozen=True, kw_only=True):
@@ -111,7 +116,22 @@ def _relay(setting: Setting, policy: str) -> Iterator[Running]:  # noqa: ARG001 
 
 @contextmanager
 def _fleet(setting: Setting, policy: str) -> Iterator[Running]:
-    """`fleet serve router`, alone in front of the workers; exact token blocks."""
+    """Run `fleet serve router` of this checkout in front of the workers; it compares exact token blocks."""
+    with _fleet_of(environment(), "fleet", setting, policy) as running:
+        yield running
+
+
+@contextmanager
+def _fleet_before(setting: Setting, policy: str) -> Iterator[Running]:
+    """Run the same of another checkout, with this one's dependencies."""
+    if setting.before is None:
+        raise Absent("--before names no checkout")
+    with _fleet_of({**os.environ, "PYTHONPATH": str(setting.before)}, BEFORE, setting, policy) as running:
+        yield running
+
+
+@contextmanager
+def _fleet_of(variables: Mapping[str, str], name: str, setting: Setting, policy: str) -> Iterator[Running]:
     port = free_port()
     lines = [f'http_listen = "127.0.0.1:{port}"', 'grpc_listen = "127.0.0.1:0"']
     lines += [f"policy = {json.dumps(policy)}"] if policy else []
@@ -126,10 +146,10 @@ def _fleet(setting: Setting, policy: str) -> Iterator[Running]:
             f"block_tokens = {peers.BLOCK_TOKENS}",
             *([f"kv_blocks = {setting.cache_blocks}"] if setting.cache_blocks else []),
         ]
-    config = setting.folder / f"fleet{policy and '-'}{policy}.toml"
+    config = setting.folder / f"{name}{policy and '-'}{policy}.toml"
     config.write_text("\n".join([*lines, ""]))
     command = [sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(config)]
-    with _serving("fleet", policy, command, port, setting, environment()) as running:
+    with _serving(name, policy, command, port, setting, variables) as running:
         yield running
 
 
@@ -177,11 +197,13 @@ def _serving(
 
 
 DIRECT = "direct"
+BEFORE = "fleet-before"
 
 KNOWN: Mapping[str, tuple[str, Start]] = {
     DIRECT: ("", _direct),
     "relay": (f"uvloop {importlib.metadata.version('uvloop')}", _relay),
     "fleet": (importlib.metadata.version("fleet-serving"), _fleet),
+    BEFORE: (importlib.metadata.version("fleet-serving"), _fleet_before),
     **{
         distribution.name: (distribution.version, _peer(distribution.name, distribution, command_of, default))
         for distribution, command_of, default in peers.PEERS

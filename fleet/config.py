@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from fleet.control.settings import SupervisionSettings
 from fleet.errors import ConfigurationRefused, why_and_where
 from fleet.hub import HubSettings
 from fleet.ids import ModelName
@@ -115,6 +116,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hub: HubSettings = HubSettings()
     router: RouterSettings = RouterSettings()
     store: StoreSection = StoreSection()
+    supervision: SupervisionSettings = SupervisionSettings()
     pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))
 
     def replicas(self, role: Role) -> int:

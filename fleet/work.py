@@ -30,7 +30,7 @@ class Golden(Struct, frozen=True, kw_only=True):
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """What a worker is; fixed for one incarnation."""
+    """What a worker is; for one incarnation fixed but for `kv_paths` and `store_id`, which follow when it joins its store late."""
 
     worker_id: WorkerId
     incarnation: Incarnation

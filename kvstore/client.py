@@ -2,7 +2,7 @@
 
 Rules:
 
-1. After `connect` nothing here raises because of the node: a node that is away, slow, full or restarted means fewer
+1. After `connect` or `join` nothing here raises because of the node: a node that is away, slow, full or restarted means fewer
    blocks, counted, and a log line when that begins (`kvstore.link`). What raises is a bug of the caller.
 2. What was matched in one process can be read in another that has a client of the same node.
 3. Ranks of one engine, each in its process, share whole blocks (`kvstore.shards`): one reserves, each writes its share, and
@@ -14,6 +14,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +26,7 @@ from kvstore.block import ChainHash
 from kvstore.buffers import Block, MutableBlock, pieces
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.credentials import Credentials
+from kvstore.errors import StoreUnreachable
 from kvstore.layout import Namespace
 from kvstore.link import Link, earlier
 from kvstore.messages import (
@@ -70,7 +72,7 @@ def batch_blocks(block_bytes: int) -> int:
 
 
 class StoreClient:
-    """One namespace of one node; see the module. Thread-safe. Made by `connect`."""
+    """One namespace of one node; see the module. Thread-safe. Made by `connect` or `join`."""
 
     def __init__(self, link: Link, namespace: Namespace, *, call_timeout: Nanos, clock: Clock):
         self._link = link
@@ -121,20 +123,82 @@ class StoreClient:
         )
         return cls(link, namespace, call_timeout=call_timeout, clock=clock)
 
-    @property
-    def store_id(self) -> str:
-        return self._link.session.store_id
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        namespace: Namespace,
+        *,
+        wait_seconds: float,
+        call_timeout_seconds: float = 1.0,
+        prefer: Sequence[str] = (DataPath.SHM, DataPath.NIXL, DataPath.TCP),
+        credentials: Credentials | None = None,
+        clock: Clock | None = None,
+    ) -> Self:
+        """Shake hands with a node, or, where it does not answer, as soon as it does.
+
+        Until then every call finds nothing, at once: a store is only a cache (`joined` says whether it is there). A node that
+        answers later and has the blocks in another layout is not joined; the log says so.
+
+        Args:
+            address: As of `connect`, like the arguments below.
+            namespace: What the bytes of this client's blocks mean.
+            wait_seconds: How long to wait for the node here; 0: not at all.
+            call_timeout_seconds: For every later call.
+            prefer: Ways to move bytes, best first.
+            credentials: Files that prove who this is.
+            clock: The system's by default.
+
+        Raises:
+            LayoutMismatch: The node answers, and stores these weights in another layout.
+            InvalidArgument: No node can store such blocks.
+            BadCredentials: A file of the credentials cannot be used.
+        """
+        clock = clock or MonotonicClock()
+        if wait_seconds > 0:
+            with suppress(StoreUnreachable):
+                return cls.connect(
+                    address,
+                    namespace,
+                    timeout_seconds=wait_seconds,
+                    call_timeout_seconds=call_timeout_seconds,
+                    prefer=prefer,
+                    credentials=credentials,
+                    clock=clock,
+                )
+        call_timeout = nanos(call_timeout_seconds)
+        link = Link.open_early(
+            address,
+            namespace,
+            call_timeout=call_timeout,
+            prefer=tuple(DataPath(path) for path in prefer),
+            credentials=credentials or Credentials(),
+            clock=clock,
+        )
+        return cls(link, namespace, call_timeout=call_timeout, clock=clock)
 
     @property
-    def path(self) -> DataPath:
-        """How bytes move at the moment."""
-        return self._link.session.path
+    def joined(self) -> bool:
+        """Whether the node has answered once."""
+        return self._link.session is not None
+
+    @property
+    def store_id(self) -> str:
+        """Return what the node is called; empty until it has answered once."""
+        session = self._link.session
+        return "" if session is None else session.store_id
+
+    @property
+    def path(self) -> DataPath | None:
+        """How bytes move at the moment; None until the node has answered once."""
+        session = self._link.session
+        return None if session is None else session.path
 
     @property
     def writes_shares(self) -> bool:
         """Whether `write_share` works here, now or as soon as the node's memory can be had (rule 3)."""
         session = self._link.session
-        return session.path is DataPath.SHM or bool(session.memory)
+        return session is not None and (session.path is DataPath.SHM or bool(session.memory))
 
     @property
     def namespace(self) -> Namespace:
@@ -169,7 +233,8 @@ class StoreClient:
             deadline: When to give up, where that is earlier than the client would by itself; so for all calls.
         """
         asked = tuple(hashes[: wire.MAX_HASHES])
-        nothing = Match(incarnation=self._link.session.incarnation)
+        current = self._link.session
+        nothing = Match(incarnation="" if current is None else current.incarnation)
         if not asked:
             return nothing
         names = b"".join(asked)

@@ -8,6 +8,8 @@ Rules:
    call repeated, within the same deadline.
 4. Where shared memory was wanted and could not be had, since too many asked for it perhaps, a thread tries again by and by,
    and what is called from then on goes that way.
+5. A link may be opened before its node answers. A thread then shakes hands as soon as the node does; until that, every
+   call is None at once and costs its caller nothing.
 """
 
 import logging
@@ -21,7 +23,7 @@ import grpc
 from kvstore import wire
 from kvstore.access import load
 from kvstore.breaker import Breaker
-from kvstore.clock import MILLISECOND, Clock, Nanos, seconds
+from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.credentials import Credentials
 from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
 from kvstore.layout import Namespace
@@ -41,6 +43,11 @@ CHANNEL_OPTIONS = (
 )
 
 Answer = TypeVar("Answer")
+
+JOIN_SECONDS = 5.0
+"""How long one attempt to join a node waits for it; a node that starts is heard of at once, since the attempt waits for it."""
+
+JOIN_PAUSE_SECONDS = 1.0  # between two attempts, where one fails at once
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +70,14 @@ class Counting:
 
 
 class Link:
-    """See the module. Thread-safe. Made by `open`."""
+    """See the module. Thread-safe. Made by `open`, or by `open_early`."""
 
     def __init__(
         self,
         address: str,
         namespace: Namespace,
         channel: grpc.Channel,
-        session: Session,
+        session: Session | None,
         *,
         call_timeout: Nanos,
         prefer: tuple[DataPath, ...],
@@ -128,9 +135,35 @@ class Link:
             clock=clock,
         )
 
+    @classmethod
+    def open_early(
+        cls,
+        address: str,
+        namespace: Namespace,
+        *,
+        call_timeout: Nanos,
+        prefer: tuple[DataPath, ...],
+        credentials: Credentials,
+        clock: Clock,
+    ) -> Self:
+        """Open a link to a node that does not answer yet (rule 5); arguments are those of `open`."""
+        access = load(credentials)
+        link = cls(
+            address,
+            namespace,
+            access.channel(address, CHANNEL_OPTIONS),
+            None,
+            call_timeout=call_timeout,
+            prefer=prefer,
+            data_key=access.data_key,
+            clock=clock,
+        )
+        threading.Thread(target=link._join, name="kvstore-join", daemon=True).start()
+        return link
+
     @property
-    def session(self) -> Session:
-        """With the node that was there last."""
+    def session(self) -> Session | None:
+        """The session with the node that was there last; None while none has answered (rule 5)."""
         return self._session
 
     @property
@@ -169,7 +202,7 @@ class Link:
     def session_of(self, incarnation: str) -> Session | None:
         """The session that a match belongs to, which may come from a process that met a restarted node before us."""
         session = self._session
-        if session.incarnation == incarnation:
+        if session is None or session.incarnation == incarnation:
             return session
         now = self._clock.now()
         if self.closed.is_set() or incarnation in self._void or not self._breaker.allows(now):
@@ -186,11 +219,41 @@ class Link:
 
     def close(self) -> None:
         """Calls in other threads end with None."""
+        if self.closed.is_set():
+            return
         self.closed.set()
-        self._session.calls.close()
+        if self._session is not None:
+            self._session.calls.close()
         self._channel.close()
         with self._handshake:
-            self._close_ways(self._session)
+            if self._session is not None:
+                self._close_ways(self._session)
+
+    def _join(self) -> None:
+        """Shake hands with a node as soon as it answers; the body of a thread."""
+        told = ""
+        while not self.closed.is_set():
+            deadline = Nanos(self._clock.now() + nanos(JOIN_SECONDS))
+            try:
+                session = shake_hands(
+                    self.stub, self._address, self._namespace, self._prefer, self._data_key, self._clock, deadline
+                )
+            except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
+                if type(error).__name__ != told and not self.closed.is_set():
+                    told = type(error).__name__
+                    log.warning("store node not joined yet", extra={"address": self._address, "cause": str(error)})
+                self.closed.wait(JOIN_PAUSE_SECONDS)
+            except ValueError:  # the channel was closed meanwhile
+                return
+            else:
+                with self._handshake:
+                    if self.closed.is_set():
+                        session.calls.close()
+                        self._close_ways(session)
+                        return
+                    self._session = session
+                log.info("store node joined", extra={"address": self._address, "store": session.store_id})
+                return
 
     def _judge(self, error: grpc.RpcError, started: Nanos) -> None:
         """What a failed call says of the node."""
@@ -237,6 +300,7 @@ class Link:
             return None
         former, self._session = self._session, session
         self._outdated = False
+        assert former is not None, "only a session that was there is outdated"
         if former.incarnation != session.incarnation:
             self._void.append(former.incarnation)
             log.info("store node has restarted", extra={"store": session.store_id, "incarnation": session.incarnation})

@@ -76,6 +76,8 @@ class StoreEvacuator:
         self._room = most_bytes // store.client.namespace.block_bytes  # blocks that may still be moved
 
     async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[ChainHash], deadline: Nanos) -> None:
+        if not self._client.joined:
+            return  # the node has never answered: nothing of this worker is there, and nothing can be brought there
         began = self._clock.now()
         names = await self._call(lambda: self._by_worth(prompts, cached))
         self.brought = Brought(warm=len(names), left=len(names))
@@ -135,8 +137,9 @@ async def open_evacuator(
     *,
     leaving: bool,
     most_bytes: int,
-) -> AsyncIterator[StoreEvacuator | None]:
-    """Brings blocks like `kv` away from the node at `address`; None when it does not answer any more.
+    wait_seconds: float | None = None,
+) -> AsyncIterator[StoreEvacuator]:
+    """Bring blocks like `kv` away from the node at `address`, from when that answers.
 
     Args:
         address: Of the node's control plane.
@@ -146,12 +149,10 @@ async def open_evacuator(
         clock: Of the deadlines.
         leaving: Whether the node ends with this process.
         most_bytes: To be moved, as blocks are in the store.
+        wait_seconds: How long to wait for the node here; None: as long as one that is starting takes.
 
     Raises:
         LayoutMismatch: The node holds blocks of this model that are not like these.
     """
-    async with open_store_thread(address, kv, credentials, "evacuation") as store:
-        if store is None:
-            yield None
-            return
+    async with open_store_thread(address, kv, credentials, "evacuation", wait_seconds=wait_seconds) as store:
         yield StoreEvacuator(store, engine, clock, leaving=leaving, most_bytes=most_bytes)

@@ -41,6 +41,7 @@ from workers.messages import (
     DrainRequested,
     Evacuate,
     Evacuated,
+    FactsChanged,
     Gone,
     Ready,
     Requested,
@@ -168,6 +169,9 @@ class WorkerMachine:
             case Evacuated():
                 self._evacuating = False
                 return list(self._leave_if_empty(now))
+            case FactsChanged():
+                self._facts = event.facts
+                return []
             case Ready():
                 if self.phase is LifePhase.STARTING:  # else it was asked to drain before
                     self.phase = advance(self.phase, LifeEvent.ENGINE_READY)

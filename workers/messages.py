@@ -8,6 +8,7 @@ from msgspec import Struct
 from fleet.clock import Nanos
 from fleet.ids import RequestId
 from fleet.work import Draining, Progress, Rejected, Start, Step
+from workers.ports import EngineFacts
 
 StreamId = NewType("StreamId", int)
 """One connection of one router; never used twice."""
@@ -15,6 +16,12 @@ StreamId = NewType("StreamId", int)
 
 class Ready(Struct, frozen=True):
     """The engine runs."""
+
+
+class FactsChanged(Struct, frozen=True, kw_only=True):
+    """The engine has joined its store."""
+
+    facts: EngineFacts
 
 
 class RouterConnected(Struct, frozen=True, kw_only=True):
@@ -60,7 +67,16 @@ class Evacuated(Struct, frozen=True):
 
 
 WorkerEvent = (
-    Ready | RouterConnected | RouterGone | Requested | CancelRequested | Stepped | DrainRequested | Ticked | Evacuated
+    Ready
+    | FactsChanged
+    | RouterConnected
+    | RouterGone
+    | Requested
+    | CancelRequested
+    | Stepped
+    | DrainRequested
+    | Ticked
+    | Evacuated
 )
 
 

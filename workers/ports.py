@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
+import msgspec
 from msgspec import Struct
 
 from fleet.clock import Nanos
@@ -33,6 +34,18 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     adapter_slots: int = 0  # adapters that are loaded at a time; 0: all of them
 
 
+def facts_with_store(facts: EngineFacts, kv_paths: Sequence[KvPath], store_id: StoreId | None) -> EngineFacts:
+    """Return the facts of an engine whose store node is the given one; None: no node has answered yet.
+
+    Args:
+        facts: Of the engine, with any store or none.
+        kv_paths: Ways that the engine has where its store answers.
+        store_id: Of the node. Without it there is no way through the store.
+    """
+    open_paths = tuple(path for path in kv_paths if path is not KvPath.STORE or store_id is not None)
+    return msgspec.structs.replace(facts, store_id=store_id, kv_paths=open_paths)
+
+
 EngineOutput = Sequence[Progress | Rejected]
 """What one decode step brought, for all requests that it advanced."""
 
@@ -49,7 +62,12 @@ class Engine(Protocol):
     """
 
     @property
-    def facts(self) -> EngineFacts: ...
+    def facts(self) -> EngineFacts:
+        """What the engine says of itself.
+
+        Of a running engine only `store_id` and `kv_paths` change: a store that did not answer at the start is joined when it does.
+        """
+        ...
 
     def submit(self, start: Start) -> None:
         """Take a piece of work; what is wrong with it comes back as `Rejected` from `outputs()`.

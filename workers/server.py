@@ -26,6 +26,7 @@ from workers.messages import (
     DrainRequested,
     Evacuate,
     Evacuated,
+    FactsChanged,
     Gone,
     Ready,
     RouterConnected,
@@ -38,7 +39,7 @@ from workers.messages import (
     WorkerCommand,
     WorkerEvent,
 )
-from workers.ports import Engine, EngineDied, Evacuator, HoldKeeper, Outlet
+from workers.ports import Engine, EngineDied, EngineFacts, Evacuator, HoldKeeper, Outlet
 from workers.session import Session
 from workers.settings import WorkerSettings
 from workers.worth import LatestPrompts
@@ -73,7 +74,7 @@ class WorkerServer:
             evacuator: Who brings warm blocks away when it drains.
             store_goes: Whether its store's memory ends with this process.
         """
-        facts = engine.facts
+        facts = self._facts = engine.facts
         self.description = Description(
             worker_id=settings.worker_id,
             incarnation=incarnation,
@@ -219,6 +220,8 @@ class WorkerServer:
         reported_at = Nanos(0)
         while True:
             self._absorb(Ticked(lent=self._engine.lent))
+            if (facts := self._engine.facts) != self._facts:
+                self._describe_anew(facts)
             load, now = self._engine.load(), self._clock.now()
             if load != reported or now - reported_at >= heartbeat:
                 reported, reported_at = load, now
@@ -226,6 +229,16 @@ class WorkerServer:
                     if not session.offer(load):
                         self._cut(session)
             await asyncio.sleep(interval / 1000)
+
+    def _describe_anew(self, facts: EngineFacts) -> None:
+        """Tell all routers that the engine has joined its store, by a second description."""
+        self._facts = facts
+        self.description = msgspec.structs.replace(self.description, store_id=facts.store_id, kv_paths=facts.kv_paths)
+        log.info("described anew", extra={"store": facts.store_id, "kv_paths": facts.kv_paths})
+        self._absorb(FactsChanged(facts=facts))
+        for session in list(self._sessions.values()):
+            if not session.offer(self.description):
+                self._cut(session)
 
     async def _bring_away(self) -> Never:
         """When the worker drains, beside whatever runs; as often as it is asked."""

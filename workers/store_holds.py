@@ -100,22 +100,21 @@ class StoreHoldKeeper:
 
 @asynccontextmanager
 async def open_hold_keeper(
-    address: str, kv: Fingerprint, credentials: Credentials
-) -> AsyncIterator[StoreHoldKeeper | None]:
-    """Keeps chains in the node at `address`, for an engine with blocks like `kv`; None when it does not answer any more.
+    address: str, kv: Fingerprint, credentials: Credentials, *, wait_seconds: float | None = None
+) -> AsyncIterator[StoreHoldKeeper]:
+    """Keep chains in the node at `address`, for an engine with blocks like `kv`, from when that answers.
 
     Leaving takes as long as a call that is under way.
 
     Raises:
         LayoutMismatch: The node holds blocks of this model that are not like these.
     """
-    async with open_store_thread(address, kv, credentials, "store-holds") as store:
-        if store is None:
-            yield None
-            return
-        async with asyncio.TaskGroup() as tasks:
-            keeper = StoreHoldKeeper(store, tasks)
-            try:
-                yield keeper
-            finally:
-                keeper.close()
+    async with (
+        open_store_thread(address, kv, credentials, "store-holds", wait_seconds=wait_seconds) as store,
+        asyncio.TaskGroup() as tasks,
+    ):
+        keeper = StoreHoldKeeper(store, tasks)
+        try:
+            yield keeper
+        finally:
+            keeper.close()

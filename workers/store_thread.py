@@ -1,7 +1,6 @@
 """A client of a store node, and the one thread that makes its calls: they go out one after the other, and the worker's loop waits for none."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -10,10 +9,7 @@ from typing import TypeVar
 
 from kvstore.client import StoreClient
 from kvstore.credentials import Credentials
-from kvstore.errors import StoreUnreachable
 from kvstore.fingerprint import Fingerprint
-
-log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 
@@ -35,9 +31,9 @@ class StoreThread:
 
 @asynccontextmanager
 async def open_store_thread(
-    address: str, kv: Fingerprint, credentials: Credentials, name: str
-) -> AsyncIterator[StoreThread | None]:
-    """A client of the node at `address`, for an engine with blocks like `kv`; None when it does not answer any more.
+    address: str, kv: Fingerprint, credentials: Credentials, name: str, *, wait_seconds: float | None = None
+) -> AsyncIterator[StoreThread]:
+    """Open a client of the node at `address`, for an engine with blocks like `kv`; it joins the node as soon as that answers.
 
     Leaving takes as long as a call that is under way: the client is of one thread, which closes it.
 
@@ -45,26 +41,19 @@ async def open_store_thread(
         address: Of the node's control plane.
         kv: What the engine's blocks are.
         credentials: For a node on another host.
-        name: Of the thread, and of what will not be done when the node does not answer, in the log.
+        name: Of the thread.
+        wait_seconds: How long to wait for the node here; None: as long as one that is starting takes.
 
     Raises:
-        LayoutMismatch: The node holds blocks of this model that are not like these.
+        LayoutMismatch: The node answers, and holds blocks of this model that are not like these.
+        BadCredentials: A file of the credentials cannot be used.
     """
     with ThreadPoolExecutor(1, thread_name_prefix=name) as thread:
+        patience = CONNECT_SECONDS if wait_seconds is None else wait_seconds
         run = partial(asyncio.get_running_loop().run_in_executor, thread)
-        try:
-            client = await run(
-                lambda: StoreClient.connect(
-                    address, kv.at_rest, timeout_seconds=CONNECT_SECONDS, credentials=credentials
-                )
-            )
-        except StoreUnreachable as error:
-            log.warning(
-                "the store does not answer, so something is done without it",
-                extra={"without": name, "cause": str(error)},
-            )
-            yield None
-            return
+        client = await run(
+            lambda: StoreClient.join(address, kv.at_rest, wait_seconds=patience, credentials=credentials)
+        )
         try:
             yield StoreThread(client, thread)
         finally:

@@ -1,42 +1,47 @@
-"""Whether the event loop of a child still turns: it says so every second, on the pipe on which it said that it was ready.
+"""Heartbeat of a child process: its event loop says every half second that it turns, on the pipe on which it said that it was ready.
 
-A process that is stopped, or whose loop is stuck, keeps its sockets, and with `SO_REUSEPORT` its share of new connections too.
+A process that is stopped, or whose loop is stuck, keeps its sockets, and with `SO_REUSEPORT` its share of new connections too. What
+a supervisor makes of silence is decided in `fleet.control.liveness`; `look_at` is what it sees besides the beats.
 """
 
 import asyncio
 import os
 from contextlib import suppress
+from pathlib import Path
 
-BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 30  # of a router: its event loop turns within milliseconds, on a slow machine within a few seconds
+from fleet.clock import SECOND, Nanos
+from fleet.control.liveness import BEAT, Look
 
 
 def beat(descriptor: int) -> None:
-    """Say so for as long as the running event loop turns; a pipe that nobody reads may fill up."""
+    """Send beats for as long as the running event loop turns; a pipe that nobody reads may fill up."""
     os.set_blocking(descriptor, False)
     loop = asyncio.get_running_loop()
 
     def again() -> None:
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(descriptor, b".")
-        loop.call_later(BEAT_SECONDS, again)
+        loop.call_later(BEAT / SECOND, again)
 
     again()
 
 
-async def fell_silent(beats: asyncio.StreamReader, seconds: int) -> bool:
-    """Wait until a child has said nothing for so long; False: it has ended, or closed its end.
-
-    Seconds are counted one by one as they are lived through here, so that those count for nothing in which this process did not
-    run either: on a machine that was asleep, or so busy that nobody gets anything done.
-    """
-    silent = 0
-    while silent < seconds:
-        try:
-            async with asyncio.timeout(BEAT_SECONDS):
-                if not await beats.read(1 << 16):
-                    return False
-            silent = 0
-        except TimeoutError:
-            silent += 1
-    return True
+def look_at(pid: int) -> Look | None:
+    """Return what the kernel says of a process; None when it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    scheduled = "0 0 0"  # of a kernel that keeps no such books: then time without a core counts like any other
+    with suppress(OSError):
+        scheduled = Path(f"/proc/{pid}/schedstat").read_text()
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    state = fields.get("State", "?")[0]
+    ran, waited, _ = map(int, scheduled.split())
+    return Look(
+        stopped=state == "T",
+        traced=fields.get("TracerPid", "0") != "0",
+        runnable=state == "R" and ran > 0,
+        ran=Nanos(ran),
+        waited=Nanos(waited),
+    )

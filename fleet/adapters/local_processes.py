@@ -10,8 +10,9 @@ Rules:
 3. Everything a child makes lies in the runtime folder: its settings, its socket, its temporary files, and its log, unless
    somebody wants to keep the logs.
 4. A child is ready when it has written one line of JSON, its endpoints, to the file descriptor that it was given.
-5. Where a child is to say that its event loop turns (`fleet.adapters.heartbeat`) and does not any more, it is killed; that is a death
-   like any other.
+5. Every child is looked at twice a second. One that does not respond (`fleet.control.liveness`) is killed; that is a death like any
+   other.
+6. What each child does, and which of them fail, lies in the runtime folder for whoever wants to know (`fleet.adapters.local_runs`).
 """
 
 import asyncio
@@ -20,18 +21,22 @@ import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import assert_never
 
 import msgspec
 from msgspec import Struct
 
-from fleet.adapters.heartbeat import fell_silent
-from fleet.adapters.local_runs import TEMPORARY, note_group, note_logs
+from fleet.adapters.heartbeat import look_at
+from fleet.adapters.local_runs import TEMPORARY, Part, note_group, note_logs, note_parts
 from fleet.adapters.process_group import end_group, ending
 from fleet.clock import SECOND, Clock, Nanos
+from fleet.control.liveness import LOOK_EVERY, Limits, Liveness
 from fleet.control.supervision import (
     CONFIGURATION_REFUSED,
+    LONGEST_PAUSE,
     Added,
     AnnounceReady,
     AskToDrain,
@@ -47,16 +52,17 @@ from fleet.control.supervision import (
     Kill,
     Removed,
     ReportFailure,
-    ReportRefusal,
     ReportRestart,
     Spawn,
     StopRequested,
     Supervision,
     Ticked,
+    Unresponsive,
 )
 from fleet.errors import ConfigurationRefused
 
 LOG_TAIL_LINES = 20
+SHOWN_DEATHS = 3  # in a row, with which the end of the log is shown; it will not say anything else later
 FIRST_PROGRESS = 5.0  # seconds until the first line while children load; the pauses double
 PROGRESS_EVERY = 40.0  # seconds between two lines, at most
 SPAWN_FAILED = 127  # exit status of a child that could not be started, as shells have it
@@ -72,8 +78,10 @@ class LocalProcess(Struct, frozen=True, kw_only=True):
     """A child and how to start it."""
 
     child: Child
-    command: tuple[str, ...]  # ``--ready-fd N --parent PID`` is appended, and ``--heartbeat`` before
-    silence_seconds: int | None = None  # after which it is killed; None: it need not say that it is alive
+    command: tuple[
+        str, ...
+    ]  # ``--ready-fd N --parent PID`` is appended, and ``--heartbeat`` before where it is to send beats
+    limits: Limits = Limits()
 
 
 class ClusterFailed(Exception):
@@ -91,6 +99,7 @@ class LocalProcesses:
         clock: Time.
         say: Shows one line to a person.
         drain: How a child is told that it is removed; where that fails, or there is no way, it is stopped.
+        longest_pause: The ceiling of the pause before a child that keeps dying is started again.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class LocalProcesses:
         clock: Clock,
         say: Callable[[str], None],
         drain: Drain | None = None,
+        longest_pause: Nanos = LONGEST_PAUSE,
     ):
         self._processes = {process.child.name: process for process in processes}
         self._folder = folder
@@ -111,9 +121,10 @@ class LocalProcesses:
         self._clock = clock
         self._say = say
         self._drain = drain
-        self._machine = Supervision([process.child for process in processes])
+        self._machine = Supervision([process.child for process in processes], Random(), longest_pause)
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: a few events a child, and signals
         self._running: dict[str, Process] = {}
+        self._noted: Mapping[str, Part] = {}
         self._unsent: dict[str, signal.Signals] = {}  # to children whose start is under way
         self._endpoints: dict[str, Endpoints] = {}
         self._ready = asyncio.Event()
@@ -170,7 +181,7 @@ class LocalProcesses:
 
         Raises:
             ConfigurationRefused: A child refused its settings.
-            ClusterFailed: A child failed before the cluster was ready, or over and over.
+            ClusterFailed: A child failed before the cluster was ready.
             Exception: Whatever `body` raised, after the children have been stopped.
         """
         async with asyncio.TaskGroup() as tasks:
@@ -209,6 +220,7 @@ class LocalProcesses:
                     event = await self._next_event()
                     finished = self._perform(self._machine.handle(event, self._clock.now()), tasks)
                     self._machine.check()
+                    self._note_parts()
                 progress.cancel()
         finally:
             self._guardian.stdin.close()
@@ -238,12 +250,11 @@ class LocalProcesses:
                     self._send(name, signal.SIGKILL)
                 case AnnounceReady():
                     self._ready.set()
-                case ReportRestart(name, status, pause):
-                    self._show_log(name)
-                    self._say(f"{name} {_ending(status)}; starting it again in {pause / SECOND:.2g} s")
-                case ReportRefusal(name):
-                    self._show_log(name)
-                    self._say(f"{name} refused its settings; it is not started again")
+                case ReportRestart(name, status, pause, deaths):
+                    if deaths <= SHOWN_DEATHS:
+                        self._show_log(name)
+                    often = f" for the {deaths}th time in a row" if deaths > SHOWN_DEATHS else ""
+                    self._say(f"{name} {_ending(status)}{often}; starting it again in {pause / SECOND:.2g} s")
                 case Forget(name):
                     del self._processes[name]
                     self._endpoints.pop(name, None)
@@ -266,7 +277,7 @@ class LocalProcesses:
             with self._log(name).open("ab") as log:
                 running = await asyncio.create_subprocess_exec(
                     *process.command,
-                    *(() if process.silence_seconds is None else ("--heartbeat",)),
+                    *(() if process.limits.silent is None else ("--heartbeat",)),
                     *("--ready-fd", str(write_fd), "--parent", str(os.getpid())),
                     stdin=DEVNULL,
                     stdout=log,
@@ -284,11 +295,19 @@ class LocalProcesses:
             os.close(write_fd)
         self._running[name] = running
         self._tell_guardian("+", running.pid)
+        self._note_parts()
         if (unsent := self._unsent.pop(name, None)) is not None:
             self._send(name, unsent)
+        heard = asyncio.Event()
         try:
-            await self._listen(process, read_fd)
-            status = await running.wait()
+            async with asyncio.TaskGroup() as watching:
+                tasks = [
+                    watching.create_task(self._listen(name, read_fd, heard)),
+                    watching.create_task(self._watch(process, running.pid, heard)),
+                ]
+                status = await running.wait()
+                for task in tasks:
+                    task.cancel()
             for pause in ending(running.pid):
                 await asyncio.sleep(pause)
         except asyncio.CancelledError:
@@ -307,9 +326,8 @@ class LocalProcesses:
         if not told and self._running.get(name) is running:
             self._send(name, signal.SIGTERM)
 
-    async def _listen(self, process: LocalProcess, read_fd: int) -> None:
-        """Read the child's line (no line means that it ended, or that it will not be ready in time), and then its heartbeat."""
-        name, limit = process.child.name, process.silence_seconds
+    async def _listen(self, name: str, read_fd: int, heard: asyncio.Event) -> None:
+        """Read the child's line (no line means that it ended, or that it will not be ready in time), and then its beats."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
@@ -320,11 +338,22 @@ class LocalProcesses:
                 return
             self._endpoints[name] = msgspec.json.decode(line, type=dict[str, str])
             self._events.put_nowait(BecameReady(name))
-            if limit is not None and await fell_silent(reader, limit):
-                self._say(f"{name} has said nothing for {limit} s, and is killed")
-                self._send(name, signal.SIGKILL)
+            while await reader.read(1 << 16):
+                heard.set()
         finally:
             transport.close()
+
+    async def _watch(self, process: LocalProcess, pid: int, heard: asyncio.Event) -> None:
+        """Look at a child until it is found to hang, which ends it, or has ended by itself."""
+        name, liveness = process.child.name, Liveness(process.limits, self._clock.now())
+        while (look := look_at(pid)) is not None:
+            hang = liveness.observe(look, heard=heard.is_set(), now=self._clock.now())
+            heard.clear()
+            if hang is not None:
+                self._say(f"{name} {hang.why}, and is killed")
+                self._events.put_nowait(Unresponsive(name))
+                return
+            await asyncio.sleep(LOOK_EVERY / SECOND)
 
     def _send(self, name: str, number: signal.Signals) -> None:
         """Signal a child (its group follows when it is gone); one that is just being started gets it then."""
@@ -332,6 +361,24 @@ class LocalProcesses:
             self._unsent[name] = number
         elif running.returncode is None:
             running.send_signal(number)
+
+    def _note_parts(self) -> None:
+        """Write down what each child does, where that has changed. On a full disk nobody learns it, and all else goes on."""
+        now = self._clock.now()
+        parts = {
+            name: Part(
+                condition=standing.condition,
+                pid=self._running[name].pid if name in self._running else None,
+                deaths=standing.deaths,
+                last_end="" if standing.last_status is None else _ending(standing.last_status),
+                pause_seconds=None if standing.starts_at is None else round((standing.starts_at - now) / SECOND, 1),
+            )
+            for name, standing in self._machine.standings().items()
+        }
+        if parts != self._noted:
+            with suppress(OSError):
+                note_parts(self._folder, parts)
+                self._noted = parts
 
     def _tell_guardian(self, change: str, group: int) -> None:
         assert self._guardian is not None
@@ -370,6 +417,8 @@ class LocalProcesses:
 
 
 def _ending(status: int) -> str:
+    if status == CONFIGURATION_REFUSED:
+        return "refused its settings"
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"

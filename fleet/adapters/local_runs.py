@@ -13,7 +13,7 @@ Rules:
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -30,6 +30,7 @@ PLANS = "plans"
 
 LONGEST_PARENT = 40  # characters of the runtime folder's parent, so that sockets stay below the 107 that Unix allows
 GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
+PARTS = "parts.json"
 LOGS = "logs"
 """A link to where a run keeps its logs, if that is not its runtime folder."""
 
@@ -41,6 +42,23 @@ class _Addresses(Struct, frozen=True):
     control_listen: str = ""
 
 
+class Part(Struct, frozen=True, kw_only=True):
+    """What a supervisor says of one process of its run."""
+
+    condition: str  # a value of `fleet.control.supervision.Condition`
+    pid: int | None  # None: it does not run now
+    deaths: int  # in a row
+    last_end: str  # how it ended the last time, in words; empty: it has not
+    pause_seconds: (
+        float | None
+    )  # from the last change of this report until it is started again; None: it is not waiting
+
+    @property
+    def failing(self) -> bool:
+        """Whether it has died since it was last ready for long."""
+        return self.deaths > 0
+
+
 class LocalRun(Struct, frozen=True):
     """One run, by its runtime folder."""
 
@@ -49,6 +67,13 @@ class LocalRun(Struct, frozen=True):
     @property
     def plans(self) -> Path:
         return self.folder / PLANS
+
+    def parts(self) -> Mapping[str, Part]:
+        """Return what its supervisor last said of its processes, by name; nothing where it said nothing that can be read."""
+        try:
+            return msgspec.json.decode((self.folder / PARTS).read_bytes(), type=dict[str, Part])
+        except (OSError, msgspec.DecodeError):
+            return {}
 
     @property
     def killed(self) -> bool:
@@ -126,6 +151,17 @@ def note_logs(folder: Path, logs: Path) -> None:
     if logs != folder:
         with suppress(OSError):
             (folder / LOGS).symlink_to(logs.resolve())
+
+
+def note_parts(folder: Path, parts: Mapping[str, Part]) -> None:
+    """Write down what the processes of a run do; whoever reads it sees all of it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    unfinished = folder / f".{PARTS}"
+    unfinished.write_bytes(msgspec.json.encode(parts))
+    unfinished.replace(folder / PARTS)
 
 
 def note_group(folder: Path, change: str, group: int) -> None:

@@ -23,21 +23,23 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from fleet.adapters.heartbeat import SILENCE_SECONDS
 from fleet.adapters.local_processes import LocalProcess
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.config import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, Topology, checked, save
+from fleet.control.liveness import Limits
+from fleet.control.settings import SupervisionSettings
 from fleet.control.supervision import Child
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
 from kvstore.addresses import unix_path
+from kvstore.clock import nanos
 from kvstore.settings import StoreSettings
 from workers.settings import VllmSettings, WorkerSettings
 
-ENGINE_READY_WITHIN = Nanos(
-    600 * SECOND
-)  # vLLM: 20 s on two idle cores, minutes on a busy machine or with a real model
+ENGINE_READY_WITHIN = Nanos(1800 * SECOND)
+"""vLLM takes 20 s on two idle cores, and ten minutes and more for a large model from a slow disk."""
+
 SIMULATED_READY_WITHIN = Nanos(30 * SECOND)
 READY_WITHIN = Nanos(30 * SECOND)  # of a router or store: a second, unless the machine is very busy
 WORKER_DRAIN = Nanos(5 * SECOND)  # on Ctrl-C people wait; the router has drained before
@@ -62,6 +64,7 @@ class LocalPool(Struct, frozen=True, kw_only=True):
     """Of a worker by that name. Raises ConfigurationRefused, of a pool without workers that can have none."""
 
     ready_within: Nanos
+    limits: Limits = Limits()
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -108,7 +111,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     store = node.listen[0] if node is not None else ""
     processes = []
     if node is not None and not is_embedded:
-        processes.append(_store_process(folder, node))
+        processes.append(_store_process(folder, node, limits_of(topology.supervision, STORE)))
     router = structs.replace(
         topology.router,
         http_listen=http,
@@ -129,6 +132,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
             ),
             folder,
             router,
+            limits_of(topology.supervision, ROUTER),
         )
     )
     pools = _pools(
@@ -175,11 +179,11 @@ def _store(topology: Topology, folder: Path) -> StoreSettings:
     )
 
 
-def _store_process(folder: Path, settings: StoreSettings) -> LocalProcess:
+def _store_process(folder: Path, settings: StoreSettings, limits: Limits) -> LocalProcess:
     child = Child(
         name=STORE, start_stage=START_STORE, stop_stage=STOP_STORE, ready_within=READY_WITHIN, stop_within=STOP_WITHIN
     )
-    return _process(child, folder, settings)
+    return _process(child, folder, settings, limits)
 
 
 def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProcess:
@@ -191,7 +195,7 @@ def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProces
         ready_within=pool.ready_within,
         stop_within=Nanos(WORKER_DRAIN + STOP_WITHIN),
     )
-    return _process(child, folder, pool.settings(name))
+    return _process(child, folder, pool.settings(name), pool.limits)
 
 
 def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
@@ -209,6 +213,7 @@ def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
                 workers=tuple(WorkerId(f"{pool.role}-{number}") for number in range(first, numbers[pool.role])),
                 settings=partial(_worker, topology.cluster, pool, folder, fields),
                 ready_within=SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN,
+                limits=limits_of(topology.supervision, name),
             )
         )
     return pools
@@ -250,12 +255,19 @@ def _exact(settings: VllmSettings) -> VllmSettings:
     return structs.replace(settings, dtype="float32") if settings.dtype == "auto" else settings
 
 
-def _process(child: Child, folder: Path, settings: Struct) -> LocalProcess:
+def limits_of(settings: SupervisionSettings, name: str) -> Limits:
+    """Return how long a process of this name may not respond; any name but the router's and the store's is a worker's."""
+    silences = {ROUTER: settings.router_silence_seconds, STORE: settings.store_silence_seconds}
+    silence = silences.get(name, settings.worker_silence_seconds)
+    return Limits(stopped=nanos(settings.stopped_seconds), silent=nanos(silence))
+
+
+def _process(child: Child, folder: Path, settings: Struct, limits: Limits) -> LocalProcess:
     part = child.name if child.name in (ROUTER, STORE) else "worker"
     path = folder / f"{child.name}.json"
     save(settings, path)
     command = (sys.executable, "-m", "fleet.cli.main", "serve", part, "--config", str(path))
-    return LocalProcess(child=child, command=command, silence_seconds=SILENCE_SECONDS if part == ROUTER else None)
+    return LocalProcess(child=child, command=command, limits=limits)
 
 
 def _length_limit(model_dir: Path) -> int:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from fleet.adapters.heartbeat import SILENCE_SECONDS
 from fleet.adapters.local_processes import LocalProcess
-from fleet.adapters.local_topology import READY_WITHIN, STOP_WITHIN, claim
+from fleet.adapters.local_topology import READY_WITHIN, ROUTER, STOP_WITHIN, claim, limits_of
 from fleet.clock import MILLISECOND, Nanos
 from fleet.config import save
+from fleet.control.settings import SupervisionSettings
 from fleet.control.supervision import Child
 from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.settings import RouterSettings
@@ -46,6 +46,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
     prompt_secret = settings.prompt_secret or settings.tenant_secret or secrets.token_hex(32)
     stop_within = Nanos(settings.drain_timeout_ms * MILLISECOND + STOP_WITHIN)
+    limits = limits_of(SupervisionSettings(), ROUTER)
     processes = []
     for number, own in enumerate(sockets):
         name = f"{settings.router_id}-{number}"
@@ -66,7 +67,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         save(told, path)
         child = Child(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=stop_within)
         command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
-        processes.append(LocalProcess(child=child, command=command, silence_seconds=SILENCE_SECONDS))
+        processes.append(LocalProcess(child=child, command=command, limits=limits))
     return RouterProcesses(
         processes=tuple(processes), http=http, grpc=grpc, kserve=kserve, picker=picker.listen if picker else ""
     )

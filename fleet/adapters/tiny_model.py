@@ -8,13 +8,17 @@ Rules:
    instead of repeating one token; only then does "the same tokens" mean that the KV was the same.
 3. A model folder is built under a temporary name and renamed when complete, so that two processes may build at once and
    nobody sees half a model. Its name holds a digest of everything it was made from: another recipe, another folder.
+4. A folder says in `CHECKSUMS` what is in its files. One that was damaged since it was built (a full disk, a crash, a bad sector), or
+   that an earlier version built without checksums, is built anew.
 """
 
 import hashlib
 import importlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,7 +26,12 @@ import numpy as np
 from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+log = logging.getLogger(__name__)
+
 FORMAT_VERSION = 1  # part of the folder's name; goes up when the code below changes what it builds
+
+CHECKSUMS = "checksums.json"
+"""SHA-256 of the other files of a built folder, by name."""
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 BOS, EOS, END = 0, 1, 5  # their ids: the trainer numbers special tokens first, in order
@@ -87,7 +96,7 @@ TOKENIZER_CONFIG = {
 
 
 def build_tiny_model(cache_dir: Path, *, tokenizer_only: bool = False) -> Path:
-    """The folder of the tiny model in Hugging Face's layout, built at the first call (two seconds, 21 MB).
+    """Return the folder of the tiny model in Hugging Face's layout, built at the first call (two seconds, 21 MB).
 
     Args:
         cache_dir: Where built models are kept; made when missing.
@@ -99,11 +108,9 @@ def build_tiny_model(cache_dir: Path, *, tokenizer_only: bool = False) -> Path:
     text = _training_text()
     digest = _digest_of_recipe(text)
     complete = cache_dir / f"tiny-llama-v{FORMAT_VERSION}-{digest}"
-    if complete.is_dir():
-        return complete
     folder = complete.with_name(f"{complete.name}-tokenizer") if tokenizer_only else complete
-    if folder.is_dir():
-        return folder
+    if (found := _whole(complete, folder)) is not None:
+        return found
     cache_dir.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache_dir))
     try:
@@ -114,19 +121,48 @@ def build_tiny_model(cache_dir: Path, *, tokenizer_only: bool = False) -> Path:
         if not tokenizer_only:
             weights = save(dict(_weights()), metadata={"format": "pt"})
             (building / "model.safetensors").write_bytes(weights)
+        _write_json(building / CHECKSUMS, {file.name: _checksum(file) for file in sorted(building.iterdir())})
         _publish(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder
 
 
+def _whole(*folders: Path) -> Path | None:
+    """Return the first of these folders that is there and undamaged."""
+    return next((folder for folder in folders if _is_whole(folder)), None)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        expected = msgspec.json.decode((folder / CHECKSUMS).read_bytes(), type=dict[str, str])
+        return bool(expected) and all(_checksum(folder / name) == checksum for name, checksum in expected.items())
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def _publish(building: Path, folder: Path) -> None:
+    """Put a built folder in its place; a damaged one goes away first."""
+    if _is_whole(folder):
+        return  # another process was faster; what it built is the same
+    if folder.exists():
+        log.warning("built-in model damaged, built anew", extra={"folder": str(folder)})
+        away = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
+        try:
+            with suppress(FileNotFoundError):  # another process has just done the same
+                folder.rename(away / folder.name)
+        finally:
+            shutil.rmtree(away, ignore_errors=True)
     try:
         building.rename(folder)
     except OSError:
-        if not folder.is_dir():
+        if not _is_whole(folder):
             raise
-        # another process was faster; what it built is the same
 
 
 def _training_text() -> list[str]:

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A member is dialled, greeted, and has joined when it has described itself. From then on its stream is the truth: it
+1. A member is dialled, greeted, and has joined when it has described itself; when it has joined its store it does so again. From then on its stream is the truth: it
    has left when the stream breaks, when nothing came for the heartbeat timeout (workers report their load each second),
    or when what came cannot be understood or has a gap in its KV events. `WorkerLeft` follows everything that it said.
    While this process stands still it hears nothing, and that is no worker's silence.
@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Never, assert_never
 
 from google.protobuf.message import DecodeError
+from msgspec import structs
 
 from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
 from fleet.adapters.grpc_store_watch import GrpcStoreWatch
@@ -29,6 +30,7 @@ from fleet.control.messages import MemberJoined, MemberLeft, MembershipChange
 from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import (
     KvChanged,
+    KvPathsChanged,
     LoadReported,
     Stepped,
     StoreChanged,
@@ -339,9 +341,24 @@ class _Link:
             case Goodbye():
                 raise StreamBroken(message.reason)
             case Description():
-                raise StreamBroken("it described itself twice")
+                return self._described_anew(message)
             case _:
                 assert_never(message)
+
+    def _described_anew(self, description: Description) -> KvPathsChanged:
+        """Take in a second description: only what follows from the worker's store may differ."""
+        before = self.description
+        assert before is not None
+        if structs.replace(description, kv_paths=before.kv_paths, store_id=before.store_id) != before:
+            raise StreamBroken("it described itself as another worker than before")
+        self.description = description
+        log.info(
+            "worker described anew",
+            extra={"worker": description.worker_id, "store": description.store_id, "kv_paths": description.kv_paths},
+        )
+        return KvPathsChanged(
+            worker_id=description.worker_id, kv_paths=description.kv_paths, store_id=description.store_id
+        )
 
 
 class _Silence:

@@ -18,7 +18,7 @@ from fleet.config import load
 from fleet.errors import ConfigurationRefused
 from fleet.router.settings import RouterSettings
 from fleet.telemetry import configure_logging
-from kvstore.errors import NodeEnded, StoreUnreachable
+from kvstore.errors import NodeEnded
 from kvstore.settings import StoreSettings
 from operators.settings import OperatorSettings
 from workers.ports import EngineDied
@@ -41,7 +41,6 @@ def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, An
         ConfigurationRefused: The settings cannot be obeyed; nothing is left running.
         EngineDied: The engine of a worker ended by itself.
         NodeEnded: The store node in a worker's process did.
-        StoreUnreachable: A worker's store node does not answer.
     """
     running = _PARTS[part](config, announce, changes)
     configure_logging()
@@ -53,7 +52,7 @@ def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, An
 
 def _foremost(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What a task group wrapped, where it is one of the expected ends of a process; else the group."""
-    expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded, StoreUnreachable))
+    expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded))
     while expected is not None:
         first = expected.exceptions[0]
         if not isinstance(first, BaseExceptionGroup):

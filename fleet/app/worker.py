@@ -37,7 +37,6 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             listened on.
         EngineDied: The engine ended by itself.
         NodeEnded: The store node in this process did.
-        StoreUnreachable: The store node does not answer.
     """
     from fleet.adapters.golden import golden_of_folder  # noqa: PLC0415 - each process loads its own part only
     from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
@@ -176,10 +175,12 @@ async def _hold_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIte
     """What keeps the chains of sessions that wait; None where there is no store, or it is not to."""
     from workers.store_holds import open_hold_keeper  # noqa: PLC0415 - each process loads its own part only
 
-    if facts.store_id is None or facts.kv is None or not settings.hold_seconds:
+    if not settings.store or facts.kv is None or not settings.hold_seconds:
         yield None
         return
-    async with open_hold_keeper(settings.store, facts.kv, settings.store_credentials) as keeper:
+    async with open_hold_keeper(
+        settings.store, facts.kv, settings.store_credentials, wait_seconds=_patience(facts)
+    ) as keeper:
         yield keeper
 
 
@@ -192,7 +193,7 @@ async def _evacuator(
     from workers.ports import Saving  # noqa: PLC0415
 
     facts = engine.facts
-    if facts.store_id is None or facts.kv is None or not settings.evacuate_bytes:
+    if not settings.store or facts.kv is None or not settings.evacuate_bytes:
         yield None
         return
     async with open_evacuator(
@@ -203,8 +204,14 @@ async def _evacuator(
         SystemClock(),
         leaving=leaving,
         most_bytes=settings.evacuate_bytes,
+        wait_seconds=_patience(facts),
     ) as evacuator:
         yield evacuator
+
+
+def _patience(facts: EngineFacts) -> float | None:
+    """Return how long to wait for the store node at the start: not again, where it has not answered the engine."""
+    return None if facts.store_id is not None else 0.0
 
 
 def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine]:

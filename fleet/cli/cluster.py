@@ -14,7 +14,7 @@ from fleet.adapters.clock import SystemClock
 from fleet.adapters.hub import with_fetched
 from fleet.adapters.local_pools import LocalPools, drain
 from fleet.adapters.local_processes import ClusterFailed, LocalProcesses
-from fleet.adapters.local_runs import local_runs, runtime_folder
+from fleet.adapters.local_runs import PARTS, local_runs, runtime_folder
 from fleet.adapters.local_topology import Plan, plan
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.cli.files import whole_file
@@ -30,6 +30,7 @@ from fleet.config import (
     served_name,
 )
 from fleet.errors import ConfigurationRefused
+from kvstore.clock import nanos
 
 SEEN_WITHIN = 30.0  # seconds from the last worker's readiness to the router's knowing it; less than one is usual
 LOOK_EVERY = 0.05  # seconds
@@ -55,6 +56,7 @@ class Cluster(Struct, frozen=True):
             **({"kserve": self.plan.kserve} if self.plan.kserve else {}),
             "model": self.plan.model,
             "plans": str(self.pools.folder),
+            "parts": str(self.pools.folder.parent / PARTS),
             "pids": {"supervisor": os.getpid(), **self.pids},
         }
         with whole_file(path, "--ready-file") as unfinished:
@@ -83,7 +85,7 @@ async def with_cluster(
 
     Raises:
         ConfigurationRefused: Something in the topology cannot be obeyed.
-        ClusterFailed: A process failed before the cluster was ready, or over and over.
+        ClusterFailed: A process failed before the cluster was ready.
     """
     simulated = topology.cluster.engine == SIMULATED
     tiny = Path()
@@ -107,6 +109,7 @@ async def with_cluster(
             clock=SystemClock(),
             say=say,
             drain=drain,
+            longest_pause=nanos(topology.supervision.longest_pause_seconds),
         )
 
         async def when_ready() -> None:

@@ -79,12 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.processes > 1:
         return _serve_routers(arguments)
     from fleet.app.serving import serve  # noqa: PLC0415 - after the parent's death would be noticed, because it takes a second
-    from kvstore.errors import NodeEnded, StoreUnreachable  # noqa: PLC0415
+    from kvstore.errors import NodeEnded  # noqa: PLC0415
     from workers.ports import EngineDied  # noqa: PLC0415
 
     try:
         serve(arguments.part, arguments.config, _announcer(arguments), _changes(arguments))
-    except (EngineDied, NodeEnded, StoreUnreachable) as error:
+    except (EngineDied, NodeEnded) as error:
         print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
     return DONE

@@ -26,16 +26,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    failing = list(_failing(arguments.address))
     try:
         with Client(arguments.address) as client:
             status = client.status()
     except FleetError as error:
-        print(f"fleet: {said(error, arguments.address)}", file=sys.stderr)
+        for line in (said(error, arguments.address), *failing):
+            print(f"fleet: {line}", file=sys.stderr)
         return FAILED
     print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(_lines(status)))
-    for line in asyncio.run(_scaling(arguments.address)):
+    for line in (*failing, *asyncio.run(_scaling(arguments.address))):
         print(f"fleet: {line}", file=sys.stderr)
     return DONE
+
+
+def _failing(address: str) -> Iterator[str]:
+    """Say which processes of a cluster of `fleet up` keep dying, where the address is that of one on this machine."""
+    if (run_ := run_at(address)) is None or run_.killed:
+        return
+    for name, part in run_.parts().items():
+        if part.failing:
+            times = "once" if part.deaths == 1 else f"{part.deaths} times in a row"
+            now = "it is to be started again" if part.pause_seconds is not None else f"it is {part.condition} again"
+            yield f"{name} is failing: it died {times}, and the last time it {part.last_end}; {now}"
 
 
 async def _scaling(address: str) -> list[str]:

@@ -129,7 +129,15 @@ def _topology(arguments: argparse.Namespace) -> Topology:
     )
     pools = _with_replicas(topology.pools, Role.PREFILL, arguments.prefill)
     pools = _with_replicas(pools, Role.DECODE, arguments.decode)
-    return checked(Topology, cluster=cluster, hub=topology.hub, router=router, store=topology.store, pools=pools)
+    return checked(
+        Topology,
+        cluster=cluster,
+        hub=topology.hub,
+        router=router,
+        store=topology.store,
+        supervision=topology.supervision,
+        pools=pools,
+    )
 
 
 def _with_replicas(pools: tuple[PoolSection, ...], role: Role, replicas: int | None) -> tuple[PoolSection, ...]:

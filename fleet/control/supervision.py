@@ -1,24 +1,27 @@
-"""When the processes of a local cluster are started, restarted, asked to stop and killed.
+"""Supervision of the processes of a local cluster: when they are started, restarted, asked to stop and killed.
 
 Rules:
 
-1. Children start stage by stage: one starts when every child of an earlier stage has been ready. They stop stage by
+1. Children start stage by stage: a child starts when every child of an earlier stage has been ready. They stop stage by
    stage as well, in an order of its own: the router first, because it still owes answers that need the workers.
 2. Until all children have been ready once, the death of one, or a readiness that does not come in time, ends the
-   attempt: nothing is left half-started, and a wrong setting is not retried.
-3. After that a child that dies is started again alone, after a pause that doubles with every death in a row. A child
-   that stays ready for `HEALTHY_AFTER` has no deaths in a row any more; `MAX_DEATHS` in a row end the cluster.
-4. A child that exits with `CONFIGURATION_REFUSED` is never started again: the same settings would be refused again.
+   attempt: nothing is left half-started, and a wrong setting is not retried. Nothing else but a request ends the cluster.
+3. After that a child that dies is started again alone, after a pause. The pause doubles with every death in a row, from
+   `FIRST_PAUSE` up to `Supervision.longest_pause`; a random part of it, at most `JITTER`, is left out, so that children
+   that died together do not start together for ever. However often a child dies, the others go on. A child that stays
+   ready for `HEALTHY_AFTER` has no deaths in a row any more.
+4. A child that exits with `CONFIGURATION_REFUSED` after the cluster was ready is started again after the longest pause. Its
+   settings have not changed, but what they name may have: a port that somebody else took, a file that was moved.
 5. Stopping asks, waits for the grace, then kills; a second request to stop kills at once. The cluster is over when no
    child is left.
-6. When all have been ready, children come and go. One that is added starts alone, and nothing else ends with it: however often
-   it dies it is started again, after the longest pause at last; only where it refuses its settings it is not. One that is removed
-   is asked to drain within a time; what is left after it, or was not ready, is stopped like the others. It is forgotten when it is gone.
+6. When all have been ready, children come and go. A child that is added starts alone. A child that is removed is asked to drain
+   within a time; what is left after it, or was not ready, is stopped like the others. It is forgotten when it is gone.
+7. A child that runs but does not respond is killed; that is a death like any other. `fleet.control.liveness` says when.
 """
 
 from collections.abc import Sequence
-from enum import Enum, auto
-from typing import assert_never
+from enum import StrEnum
+from typing import Protocol, assert_never
 
 from msgspec import Struct
 
@@ -26,9 +29,16 @@ from fleet.clock import MILLISECOND, SECOND, Nanos
 
 CONFIGURATION_REFUSED = 3  # exit status, as of the command `fleet`
 FIRST_PAUSE = Nanos(250 * MILLISECOND)
-LONGEST_PAUSE = Nanos(10 * SECOND)
-MAX_DEATHS = 5  # in a row: about eight seconds of trying
+LONGEST_PAUSE = Nanos(30 * SECOND)
+MOST_DOUBLINGS = 20  # of the first pause: three days, beyond any ceiling
+JITTER = 0.5  # of a pause, at most: "equal jitter"
 HEALTHY_AFTER = Nanos(30 * SECOND)
+
+
+class Chance(Protocol):
+    """A source of random numbers; `random.Random` is one."""
+
+    def uniform(self, a: float, b: float, /) -> float: ...
 
 
 class Child(Struct, frozen=True, kw_only=True):
@@ -52,6 +62,12 @@ class Exited(Struct, frozen=True):
     status: int  # as `subprocess` counts: negative for the number of the signal
 
 
+class Unresponsive(Struct, frozen=True):
+    """The process lives, but it was stopped or said nothing for too long."""
+
+    name: str
+
+
 class Added(Struct, frozen=True):
     """A child that there was not; the name may be of one that has been forgotten."""
 
@@ -73,7 +89,7 @@ class Ticked(Struct, frozen=True):
     """Time passed."""
 
 
-Event = BecameReady | Exited | Added | Removed | StopRequested | Ticked
+Event = BecameReady | Exited | Unresponsive | Added | Removed | StopRequested | Ticked
 
 
 class Spawn(Struct, frozen=True):
@@ -102,15 +118,12 @@ class AnnounceReady(Struct, frozen=True):
 
 
 class ReportRestart(Struct, frozen=True):
+    """A child has died, and will be started again after the pause."""
+
     name: str
     status: int
     pause: Nanos
-
-
-class ReportRefusal(Struct, frozen=True):
-    """An added child has refused its settings; it is not started again."""
-
-    name: str
+    deaths: int = 1  # in a row, this one included
 
 
 class Forget(Struct, frozen=True):
@@ -131,31 +144,29 @@ class Finish(Struct, frozen=True):
     """No child is left; nothing follows."""
 
 
-Command = (
-    Spawn
-    | AskToDrain
-    | AskToStop
-    | Kill
-    | AnnounceReady
-    | ReportRestart
-    | ReportRefusal
-    | Forget
-    | ReportFailure
-    | Finish
-)
+Command = Spawn | AskToDrain | AskToStop | Kill | AnnounceReady | ReportRestart | Forget | ReportFailure | Finish
 
 
-class Condition(Enum):
-    """Of one child."""
+class Condition(StrEnum):
+    """What a child does."""
 
-    HELD = auto()  # an earlier stage is not ready
-    STARTING = auto()
-    READY = auto()
-    PAUSED = auto()  # died, will be started again
-    DRAINING = auto()  # was removed while it was ready
-    STOPPING = auto()  # was asked to
-    KILLED = auto()  # its exit is awaited
-    GONE = auto()
+    HELD = "held"  # an earlier stage is not ready
+    STARTING = "starting"
+    READY = "ready"
+    PAUSED = "paused"  # it died, and will be started again
+    DRAINING = "draining"  # it was removed while it was ready
+    STOPPING = "stopping"  # it was asked to
+    KILLED = "killed"  # its exit is awaited
+    GONE = "gone"
+
+
+class Standing(Struct, frozen=True, kw_only=True):
+    """What a person wants to know of one child."""
+
+    condition: Condition
+    deaths: int  # in a row, without having been ready for `HEALTHY_AFTER` after the last one
+    last_status: int | None = None  # with which it ended the last time; None: it has not died
+    starts_at: Nanos | None = None  # when it is to be started again; None: it runs, or will not be
 
 
 _RUNNING = (Condition.STARTING, Condition.READY)
@@ -169,8 +180,8 @@ class _Track:
         self.condition = Condition.HELD
         self.until: Nanos | None = None  # when the condition has lasted too long (or, of a pause, long enough)
         self.deaths = 0  # in a row
+        self.last_status: int | None = None
         self.been_ready = False
-        self.added = False  # after the start: its death is nobody else's
         self.leaving = False  # was removed
 
     def become(self, condition: Condition, until: Nanos | None = None) -> None:
@@ -180,8 +191,17 @@ class _Track:
 class Supervision:
     """The machine: `handle(event, now)` gives the commands to perform; `begin` gives the first ones."""
 
-    def __init__(self, children: Sequence[Child]):
+    def __init__(self, children: Sequence[Child], chance: Chance, longest_pause: Nanos = LONGEST_PAUSE):
+        """A cluster of which nothing runs yet.
+
+        Args:
+            children: The processes to keep running; their names differ.
+            chance: The source of the jitter of pauses.
+            longest_pause: The ceiling of the pause before a child is started again.
+        """
         assert len({child.name for child in children}) == len(children), "names must differ"
+        self._chance = chance
+        self.longest_pause = longest_pause
         self._tracks = {child.name: _Track(child) for child in children}
         self._announced = False
         self._stopping = False
@@ -208,12 +228,24 @@ class Supervision:
         return {name: track.condition for name, track in self._tracks.items()}
 
     def failing(self) -> frozenset[str]:
-        """Children that have died since they were last ready, or will not be started again."""
+        """Return the children that have died since they were last ready."""
         return frozenset(
             name
             for name, track in self._tracks.items()
-            if track.condition is Condition.GONE or (track.deaths and track.condition is not Condition.READY)
+            if track.deaths and track.condition is not Condition.READY and not self._stopping
         )
+
+    def standings(self) -> dict[str, Standing]:
+        """Return what each child does and how it fares."""
+        return {
+            name: Standing(
+                condition=track.condition,
+                deaths=track.deaths,
+                last_status=track.last_status,
+                starts_at=track.until if track.condition is Condition.PAUSED else None,
+            )
+            for name, track in self._tracks.items()
+        }
 
     def check(self) -> None:
         """Raise if a promise between calls is broken."""
@@ -221,11 +253,8 @@ class Supervision:
             timed = track.condition not in (Condition.HELD, Condition.READY, Condition.GONE, Condition.KILLED)
             healing = track.condition is Condition.READY and track.deaths > 0
             assert (track.until is not None) == (timed or healing), (track.child.name, track.condition)
-            assert track.deaths <= MAX_DEATHS or track.added
-            if self._stopping:
-                assert track.condition is not Condition.PAUSED
-            else:
-                assert track.condition is not Condition.GONE or track.added, track.child.name
+            assert self._announced or not track.deaths, track.child.name
+            assert track.condition is not (Condition.PAUSED if self._stopping else Condition.GONE), track.child.name
 
     def _respond(self, event: Event, now: Nanos) -> list[Command]:
         match event:
@@ -233,6 +262,8 @@ class Supervision:
                 return self._on_ready(self._tracks[name], now)
             case Exited(name, status):
                 return self._on_exit(self._tracks[name], status, now)
+            case Unresponsive(name):
+                return self._on_hang(name)
             case Added(child):
                 return self._add(child, now)
             case Removed(name, within):
@@ -263,17 +294,25 @@ class Supervision:
             return self._stop_next(now)
         if track.leaving:
             return [self._forget(track)]
-        if track.added and status == CONFIGURATION_REFUSED:
-            return [ReportRefusal(name)]
-        if not self._announced or status == CONFIGURATION_REFUSED:
+        if not self._announced:
             return [ReportFailure(name, "ended before the cluster was ready", status), *self._stop(now)]
         assert was in _RUNNING or was is Condition.KILLED, was
         track.deaths += 1
-        if track.deaths >= MAX_DEATHS and not track.added:
-            return [ReportFailure(name, f"died {MAX_DEATHS} times in a row", status), *self._stop(now)]
-        pause = Nanos(min(FIRST_PAUSE * 2 ** (track.deaths - 1), LONGEST_PAUSE))
+        track.last_status = status
+        pause = self._pause(track.deaths, refused=status == CONFIGURATION_REFUSED)
         track.become(Condition.PAUSED, Nanos(now + pause))
-        return [ReportRestart(name, status, pause)]
+        return [ReportRestart(name, status, pause, track.deaths)]
+
+    def _pause(self, deaths: int, *, refused: bool) -> Nanos:
+        doubled = FIRST_PAUSE << min(deaths - 1, MOST_DOUBLINGS)
+        longest = self.longest_pause if refused else min(doubled, self.longest_pause)
+        return Nanos(round(longest * self._chance.uniform(1 - JITTER, 1)))
+
+    def _on_hang(self, name: str) -> list[Command]:
+        track = self._tracks.get(name)
+        if track is None or track.condition not in (*_RUNNING, Condition.DRAINING, Condition.STOPPING):
+            return []  # it has just ended, or is being killed
+        return [self._kill(track)]
 
     def _add(self, child: Child, now: Nanos) -> list[Command]:
         assert self._announced, "children are added to a cluster that is ready"
@@ -281,7 +320,6 @@ class Supervision:
         if self._stopping:
             return [Forget(child.name)]
         track = self._tracks[child.name] = _Track(child)
-        track.added = True
         return [self._spawn(track, now)]
 
     def _remove(self, track: _Track, within: Nanos, now: Nanos) -> list[Command]:

@@ -44,6 +44,7 @@ from fleet.router.messages import (
     Complete,
     Emit,
     KvChanged,
+    KvPathsChanged,
     LoadReported,
     Refuse,
     ReplicaBooked,
@@ -184,6 +185,10 @@ class RouterMachine:
                     if (worker := self._roster.get(event.worker_id)) is not None:
                         self._roster.drain(event.worker_id)
                         self._holdings.gone(worker)
+                case KvPathsChanged():
+                    if (worker := self._roster.get(event.worker_id)) is not None:
+                        self._roster.paths_changed(event.worker_id, event.kv_paths, event.store_id)
+                        self._holdings.joined(worker.description.model)
                 case WorkRejected():
                     self._rejected(event, now, out)
                 case Undelivered():

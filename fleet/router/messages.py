@@ -40,6 +40,14 @@ class WorkerDraining(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
 
 
+class KvPathsChanged(Struct, frozen=True, kw_only=True):
+    """A worker has joined its store, without which it had started, or says otherwise anew by which ways its blocks can go."""
+
+    worker_id: WorkerId
+    kv_paths: tuple[KvPath, ...]
+    store_id: StoreId | None
+
+
 class LoadReported(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     load: Load
@@ -142,6 +150,7 @@ WorkerEvent = (
     WorkerJoined
     | WorkerLeft
     | WorkerDraining
+    | KvPathsChanged
     | LoadReported
     | KvChanged
     | CacheAssumed

@@ -212,6 +212,10 @@ class WorkerPool:
             worker.request_limit = limit(worker.description, settings)
         self._arrange()
 
+    def describe(self) -> None:
+        """Take in that a worker's description has changed."""
+        self._arrange()
+
     def drain(self, worker_id: WorkerId) -> None:
         self.workers[worker_id].draining = True
         self._serving = self._now_serving()
@@ -221,7 +225,7 @@ class WorkerPool:
         return Serving.of(self.members, draining)
 
     def _arrange(self) -> None:
-        """Lay the table out anew: somebody joined or left."""
+        """Lay the table out anew: a worker joined or left, or describes itself otherwise."""
         workers = list(self.workers.values())
         descriptions = [worker.description for worker in workers]
         self.members = Members(descriptions, self._settings)

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from msgspec import structs
 
 from fleet.clock import Nanos
-from fleet.ids import ModelName, WorkerId
+from fleet.ids import ModelName, StoreId, WorkerId
 from fleet.requests import ModelCard
-from fleet.roles import Role
+from fleet.roles import KvPath, Role
 from fleet.router.adapters import listed
 from fleet.router.foretold import MOST_PLACED, PlacedPrompt, PlacedPrompts
 from fleet.router.index import Namespace, PrefixIndex, engine_cache, keys_of, store_namespace
@@ -89,6 +89,12 @@ class Roster:
         """A worker takes no more work."""
         self._cards = None
         self._pools[self.workers[worker_id].description.model].drain(worker_id)
+
+    def paths_changed(self, worker_id: WorkerId, kv_paths: tuple[KvPath, ...], store_id: StoreId | None) -> None:
+        """Take in by which ways a worker's blocks can go from now on."""
+        worker = self.workers[worker_id]
+        worker.description = structs.replace(worker.description, kv_paths=kv_paths, store_id=store_id)
+        self._pools[worker.description.model].describe()
 
     def cache_changed(self, worker_id: WorkerId, events: Iterable[KvEvent]) -> None:
         holder = engine_cache(worker_id)

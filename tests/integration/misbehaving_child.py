@@ -1,4 +1,5 @@
-"""A child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE | beat``."""
+"""A child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE | beat |
+slow SECONDS``."""
 
 import asyncio
 import json
@@ -34,7 +35,9 @@ def main() -> None:
         case "shared":
             kept = shared_memory.SharedMemory(create=True, size=4096)
             Path(rest[0]).write_text(kept.name)
-    if how == "beat":
+    if how == "slow":
+        time.sleep(float(rest[0]))
+    if how in ("beat", "slow"):
         asyncio.run(stay_alive(int(ready_fd)))
     if how != "loading":
         say_ready(int(ready_fd))
@@ -48,7 +51,7 @@ def say_ready(ready_fd: int) -> None:
 
 
 async def stay_alive(ready_fd: int) -> None:
-    """Until somebody sends SIGUSR1: then the event loop is stuck."""
+    """Send beats until somebody sends SIGUSR1: then the event loop is stuck."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: time.sleep(3600))
     say_ready(ready_fd)
     beat(ready_fd)

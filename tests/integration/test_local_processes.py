@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from msgspec import structs
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.local_processes import ClusterFailed, LocalProcess, LocalProcesses
-from fleet.adapters.local_runs import runtime_folder
+from fleet.adapters.local_runs import LocalRun, runtime_folder
 from fleet.clock import SECOND, Nanos
 from fleet.config import child_environment
-from fleet.control.supervision import Child, Condition
+from fleet.control.liveness import Limits
+from fleet.control.supervision import LONGEST_PAUSE, Child, Condition
 from fleet.errors import ConfigurationRefused
+from kvstore.clock import nanos
 from tests.fleet_processes import alive, command_of
 from tests.shared_memory import abandoned_segments
 from tests.stopwatch import at_most
@@ -27,6 +32,7 @@ from tests.waiting import eventually, until
 pytestmark = pytest.mark.integration
 
 CHILD = Path(__file__).with_name("misbehaving_child.py")
+DEBUGGER = Path(__file__).with_name("attaching_debugger.py")
 
 
 def a_process(name: str, *how: str) -> LocalProcess:
@@ -36,7 +42,16 @@ def a_process(name: str, *how: str) -> LocalProcess:
     return LocalProcess(child=child, command=(sys.executable, str(CHILD), *how))
 
 
-def supervise(folder: Path, said: list[str], *processes: LocalProcess, drain=None) -> LocalProcesses:
+def a_beating_process(
+    name: str, *, silent: float = 3600, stopped: float = 3600, how: Sequence[str] = ("beat",)
+) -> LocalProcess:
+    """A child that sends beats; limits in seconds."""
+    return structs.replace(a_process(name, *how), limits=Limits(stopped=nanos(stopped), silent=nanos(silent)))
+
+
+def supervise(
+    folder: Path, said: list[str], *processes: LocalProcess, drain=None, longest_pause=LONGEST_PAUSE
+) -> LocalProcesses:
     return LocalProcesses(
         processes,
         folder=folder,
@@ -45,6 +60,7 @@ def supervise(folder: Path, said: list[str], *processes: LocalProcess, drain=Non
         clock=SystemClock(),
         say=said.append,
         drain=drain,
+        longest_pause=longest_pause,
     )
 
 
@@ -300,3 +316,158 @@ async def test_a_child_that_ends_in_the_moment_in_which_it_is_removed_is_gone_an
         assert asked == []
 
     assert await processes.hold(body)
+
+
+async def test_a_child_that_dies_ten_times_does_not_end_the_others(folder):
+    said: list[str] = []
+    processes = supervise(
+        folder, said, a_process("a", "serve"), a_process("b", "serve"), longest_pause=Nanos(SECOND // 4)
+    )
+
+    async def body():
+        other = processes.pids["b"]
+        for deaths in range(1, 11):
+            await until(lambda: processes.conditions()["a"] is Condition.READY)
+            os.kill(processes.pids["a"], signal.SIGKILL)
+            await until(lambda: LocalRun(folder).parts()["a"].deaths >= deaths)  # noqa: B023 - awaited here
+        assert LocalRun(folder).parts()["a"].failing
+        assert LocalRun(folder).parts()["a"].last_end == "was ended by SIGKILL"
+        assert not LocalRun(folder).parts()["b"].failing
+        assert processes.pids["b"] == other
+
+    assert await processes.hold(body)
+    assert any("for the 10th time in a row" in line for line in said)
+
+
+async def test_a_child_that_refuses_its_settings_later_ends_nobody(folder):
+    said: list[str] = []
+    refuses = folder / "refuses"
+    command = f"test -e {refuses} && exit 3; exec {sys.executable} {CHILD} serve $*"
+    fickle = structs.replace(a_process("a"), command=("/bin/sh", "-c", command, "sh"))
+    processes = supervise(folder, said, fickle, a_process("b", "serve"), longest_pause=Nanos(SECOND))
+
+    async def body():
+        refuses.touch()
+        os.kill(processes.pids["a"], signal.SIGKILL)
+        await until(lambda: any("a refused its settings; starting it again" in line for line in said))
+        assert "a" in processes.failing()
+        refuses.unlink()
+        await until(lambda: processes.conditions()["a"] is Condition.READY)
+
+    assert await processes.hold(body)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["stopped", "stuck"])
+async def test_a_child_that_does_not_respond_is_killed_and_started_again(folder, number):
+    said: list[str] = []
+    processes = supervise(folder, said, a_beating_process("a", silent=5, stopped=3), a_beating_process("b"))
+
+    async def body():
+        pids = dict(processes.pids)
+        os.kill(pids["a"], number)
+        await until(lambda: processes.pids.get("a", pids["a"]) != pids["a"])
+        await until(lambda: processes.conditions()["a"] is Condition.READY)
+        assert processes.pids["b"] == pids["b"]
+
+    assert await processes.hold(body)
+    found = {signal.SIGSTOP: "been stopped for 3", signal.SIGUSR1: "said nothing for 5"}[number]
+    assert f"a has {found} s, and is killed" in said
+    assert any(line.startswith("a was ended by SIGKILL; starting it again in 0.") for line in said)
+
+
+async def test_a_child_that_loads_for_longer_than_any_limit_is_left_alone(folder):
+    said: list[str] = []
+    processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1, how=("slow", "4")))
+
+    async def body():
+        assert processes.conditions()["a"] is Condition.READY
+
+    assert await processes.hold(body)
+    assert not [line for line in said if "killed" in line]
+
+
+async def test_a_child_on_a_core_with_four_busy_loops_is_left_alone(folder):
+    """Supervisor, child and loops share one core."""
+    said: list[str] = []
+    processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})  # children inherit it
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+
+        async def body():
+            pid = processes.pids["a"]
+            await asyncio.sleep(5)  # five limits
+            assert processes.pids["a"] == pid
+
+        assert await processes.hold(body)
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+        os.sched_setaffinity(0, before)
+    assert not [line for line in said if "killed" in line]
+
+
+async def test_a_child_that_a_debugger_holds_is_left_alone(folder):
+    """The debugger is a process that attaches to the child (ptrace), which stops it."""
+    said: list[str] = []
+    processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
+
+    async def body():
+        pid = processes.pids["a"]
+        with subprocess.Popen([sys.executable, str(DEBUGGER), str(pid)], stdout=subprocess.PIPE) as debugger:
+            assert debugger.stdout is not None
+            assert await asyncio.to_thread(debugger.stdout.readline) == b"attached\n"
+            await asyncio.sleep(4)  # four limits
+            assert processes.pids["a"] == pid
+            debugger.terminate()
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(2)
+        assert processes.pids["a"] == pid
+
+    assert await processes.hold(body)
+    assert not [line for line in said if "killed" in line]
+
+
+def test_a_machine_that_was_asleep_costs_no_child(tmp_path):
+    """Supervisor and child are stopped together for several limits, as if the machine had been suspended."""
+    supervisor = tmp_path / "supervisor.py"
+    supervisor.write_text(
+        textwrap.dedent(
+            f"""
+            import asyncio, json, sys
+            sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
+            import test_local_processes as t
+
+            async def main():
+                said = []
+                with t.runtime_folder() as folder:
+                    processes = t.supervise(folder, said, t.a_beating_process("a", silent=1, stopped=1))
+                    async def body():
+                        print(processes.pids["a"], flush=True)
+                        await asyncio.to_thread(sys.stdin.readline)
+                        print(json.dumps([processes.pids["a"], said]), flush=True)
+                    await processes.hold(body)
+
+            asyncio.run(main())
+            """
+        )
+    )
+    with subprocess.Popen(
+        [sys.executable, str(supervisor)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        child = int(process.stdout.readline())
+        for _ in range(2):
+            time.sleep(1)  # awake: it would be found to hang by now, if it did
+            for pid in (process.pid, child):
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(3)  # asleep
+            for pid in (process.pid, child):  # the supervisor first: to it the child seems to hang
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(2)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline()) == [child, []]

@@ -73,14 +73,21 @@ class Cluster:
         return self.server.explain(complete.request_id).placements[-1].why
 
 
-def settings(worker_id: str, role: Role, store: str, *, speedup: float = 20) -> WorkerSettings:
+def settings(
+    worker_id: str,
+    role: Role,
+    store: str,
+    *,
+    speedup: float = 20,
+    kv_paths: tuple[KvPath, ...] = (KvPath.STORE, KvPath.DIRECT),
+) -> WorkerSettings:
     return WorkerSettings(
         worker_id=WorkerId(worker_id),
         role=role,
         engine="simulated",
         model=ModelName("tiny"),
         store=store,
-        kv_paths=(KvPath.STORE, KvPath.DIRECT),
+        kv_paths=kv_paths,
         load_interval_ms=20,
         heartbeat_ms=100,
         simulated=SimulatedSettings(speedup=speedup, kv_blocks=1024),

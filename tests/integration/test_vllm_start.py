@@ -9,13 +9,11 @@ import pytest
 
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.errors import ConfigurationRefused
-from fleet.roles import KvPath, Role
 from tests.kv_builders import a_node
 from tests.vllm_hosting import tiny_namespace, vllm_worker
 from workers.engines import vllm_launch
-from workers.engines.vllm import _store_id, available, open_engine
+from workers.engines.vllm import _meet_store, available, open_engine
 from workers.engines.vllm_namespace import weights_revision
-from workers.ports import EngineDied
 from workers.settings import VllmSettings, WorkerSettings
 
 pytestmark = [
@@ -95,26 +93,17 @@ async def test_a_cache_that_does_not_hold_one_long_request_is_refused(model_dir)
     )
 
 
-async def test_a_prefill_worker_does_not_start_without_any_way_to_hand_over(model_dir, monkeypatch):
-    monkeypatch.setattr("workers.engines.vllm.STORE_SECONDS", 0.2)
-    settings = vllm_worker(model_dir, role=Role.PREFILL, store="unix:/nowhere", kv_paths=(KvPath.STORE,))
-
-    with pytest.raises(EngineDied, match="store does not answer"):
-        async with open_engine(settings):
-            pass
-
-
 def test_several_ranks_need_the_memory_of_a_node_on_their_host(model_dir):
     one = vllm_worker(model_dir)
     two = msgspec.structs.replace(one, vllm=VllmSettings(extra_args={"tensor_parallel_size": 2}))
     with a_node(shm_socket="") as node:
         one, two = (msgspec.structs.replace(each, store=node.address) for each in (one, two))
 
-        assert _store_id(one, tiny_namespace(model_dir)) == "store-1"
+        assert _meet_store(one, tiny_namespace(model_dir)) == ("store-1", None)
         with pytest.raises(
             ConfigurationRefused, match=r"^store: 2 ranks write a block together.* reach this one by tcp"
         ):
-            _store_id(two, tiny_namespace(model_dir))
+            _meet_store(two, tiny_namespace(model_dir))
 
 
 def test_the_revision_is_that_of_the_weights_and_not_of_the_folder(model_dir, tmp_path):

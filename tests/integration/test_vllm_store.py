@@ -15,7 +15,7 @@ import pytest
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.errors import Reason
 from fleet.requests import Finish, Source
-from fleet.roles import KvPath, Phase
+from fleet.roles import KvPath, Phase, Role
 from fleet.work import Rejected
 from kvstore.block import blocks_for, chain
 from kvstore.client import StoreClient
@@ -35,6 +35,7 @@ from tests.engine_driving import (
 from tests.fleet_processes import command_of
 from tests.kv_builders import NodeProcess, a_node, a_store_client
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from tests.waiting import eventually
 from workers.ports import EngineDied
 
 pytestmark = [
@@ -440,3 +441,35 @@ def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):
 
 def children_of_vllm(children: list[psutil.Process]) -> list[psutil.Process]:
     return [child for child in children if "".join(command_of(child)).startswith("VLLM")]
+
+
+def test_engines_that_start_beside_a_hung_store_join_it_later(model_dir, monkeypatch):
+    """A prefill engine has no other way to hand over: it starts, and can do so from when the node answers."""
+    monkeypatch.setattr("workers.engines.vllm.STORE_SECONDS", 0.5)
+    with a_node(capacity_bytes=64 << 20) as node:
+        node.freeze()
+        told = [
+            vllm_worker(model_dir, role=role, store=node.address, kv_paths=(KvPath.STORE,))
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
+        with hosted(*told) as late:
+            prefill, decode = late.engines
+            for driver in late.engines:
+                assert (driver.engine.facts.store_id, driver.engine.facts.kv_paths) == (None, ())
+            prompt = fresh_prompt(300)
+            alone, _ = late.run(decode.do(work(prompt, 20, salt=b"x" * 32)))
+            assert len(alone) == 20
+
+            node.thaw()
+            for driver in late.engines:
+                eventually(lambda: driver.engine.facts.store_id == "store-1")  # noqa: B023 - called at once
+                assert driver.engine.facts.kv_paths == (KvPath.STORE,)
+
+            async def handed_over():
+                fresh = fresh_prompt(300)
+                _, _, decoded = await split(prefill, decode, fresh, 20, KvPath.STORE)
+                return blocks_from(decoded.kv, Source.STORE)
+
+            eventually(lambda: late.run(handed_over()) == 300 // BLOCK_TOKENS)
+            tokens, _, _ = late.run(split(prefill, decode, prompt, 20, KvPath.STORE))
+            assert tokens == alone

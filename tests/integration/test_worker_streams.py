@@ -4,13 +4,15 @@ import asyncio
 import time
 
 import pytest
+from msgspec import structs
 
 from fleet.adapters import worker_streams
 from fleet.adapters.worker_streams import SLICES
 from fleet.control.messages import MemberJoined
 from fleet.control.settings import ControlSettings
-from fleet.ids import RequestId, WorkerId
-from fleet.router.messages import KvChanged, LoadReported, WorkerJoined, WorkerLeft
+from fleet.ids import RequestId, StoreId, WorkerId
+from fleet.roles import KvPath
+from fleet.router.messages import KvChanged, KvPathsChanged, LoadReported, WorkerJoined, WorkerLeft
 from fleet.router.ports import WorkerUnreachable
 from fleet.router.settings import RouterSettings
 from fleet.v1 import worker_pb2 as pb
@@ -45,6 +47,30 @@ async def test_the_router_introduces_itself():
         await peer.connected()
 
         assert peer.hellos == ["router-7"]
+
+
+async def test_a_second_description_tells_the_ways_of_blocks_anew():
+    async with a_stream_world() as world:
+        alone = a_description(kv_paths=(), store_id=None)
+        peer = await world.join(alone)
+        await joined(world)
+
+        await peer.say(structs.replace(alone, kv_paths=(KvPath.STORE,), store_id=StoreId("s")))
+
+        assert await world.take() == KvPathsChanged(
+            worker_id=alone.worker_id, kv_paths=(KvPath.STORE,), store_id=StoreId("s")
+        )
+        await nothing_but_load(world, peer)
+
+
+async def test_a_second_description_of_another_worker_breaks_the_stream():
+    async with a_stream_world() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        await peer.say(structs.replace(a_description(), max_running=999))
+
+        assert await world.take() == LEFT
 
 
 async def test_a_worker_that_comes_back_at_its_address_joins_again():

@@ -45,7 +45,6 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
 
     Raises:
         ConfigurationRefused: config.json of the model folder, or the address to lend blocks at, cannot be used.
-        StoreUnreachable: There is a store in the settings and it does not answer.
         LayoutMismatch: The store holds blocks of this model that are not like these.
     """
     model = _model(settings)
@@ -55,7 +54,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
     async with contextlib.AsyncExitStack() as stack:
         store = None
         if settings.store:
-            store = await SimulatedStore.connect(settings.store, kv, settings.store_credentials)
+            store = await SimulatedStore.open(settings.store, kv, settings.store_credentials)
             stack.callback(store.close)
         facts = EngineFacts(
             name=NAME,
@@ -66,7 +65,6 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
             max_running=settings.max_running,
             fingerprint=namespace.fingerprint,
             kv_paths=settings.kv_paths,
-            store_id=store.store_id if store is not None else None,
             kv=kv,
             adapters=tuple(Adapter(name, folder) for name, folder in settings.adapters.items()),
             adapter_slots=settings.adapter_slots if settings.adapters else 0,

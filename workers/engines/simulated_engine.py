@@ -28,7 +28,7 @@ from workers.engines.simulated_model import SimulatedModel
 from workers.engines.simulated_sequence import Sequence as Running
 from workers.engines.simulated_sequence import Shape, Stage
 from workers.engines.simulated_store import SimulatedStore
-from workers.ports import EngineDied, EngineFacts, EngineOutput
+from workers.ports import EngineDied, EngineFacts, EngineOutput, facts_with_store
 from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ class SimulatedEngine:
     ) -> None:
         simulated = settings.simulated
         self._settings = simulated
-        self._facts = facts
+        self._facts = facts if store is None else facts_with_store(facts, settings.kv_paths, store.store_id)
+        self._kv_paths = settings.kv_paths
         self.memory = BlockMemory(facts.kv_blocks, model.block_bytes)
         self.store = store
         self._wake = asyncio.Event()
@@ -81,6 +82,9 @@ class SimulatedEngine:
 
     @property
     def facts(self) -> EngineFacts:
+        """Return what the engine says of itself: with the store, and the way through it, from when the node has answered."""
+        if self.store is not None and self.store.store_id != self._facts.store_id:
+            self._facts = facts_with_store(self._facts, self._kv_paths, self.store.store_id)
         return self._facts
 
     def submit(self, start: Start) -> None:
@@ -226,7 +230,7 @@ class SimulatedEngine:
             source, origin = Source.DIRECT, start.handoff.prefill_worker
             blocks = await self._borrow(start.handoff, names, deadline)
         elif self.store is not None:
-            origin = self.store.store_id
+            origin = self.store.store_id or ""
             loaded = await self.store.load(names, deadline)
             blocks, tiers = loaded.blocks, loaded.tiers
         if blocks:  # no faster than the latency model says

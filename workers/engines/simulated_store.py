@@ -5,8 +5,9 @@ Rules:
 1. Threads never touch the engine's memory: loads arrive in buffers of their own, writes are given copies. So a store
    that hangs costs a buffer, never a block that somebody else needs.
 2. Every wait has a deadline. Whatever goes wrong is a block that was not loaded or not kept, and a count.
-3. Background writes queue up to `MAX_WAITING` blocks; more are dropped and counted: a store is only a cache.
-4. Blocks come and go as the engine has them. They are converted here, in the threads, after they were verified, and
+3. A node that does not answer at the start is joined later, by the client's own thread; until then all that is asked is a miss.
+4. Background writes queue up to `MAX_WAITING` blocks; more are dropped and counted: a store is only a cache.
+5. Blocks come and go as the engine has them. They are converted here, in the threads, after they were verified, and
    before their checksums are taken (`kvstore.conversion`).
 """
 
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 1024  # blocks
 BATCH = 64  # blocks a background write
 LEASE_SECONDS = 10.0  # longer than any deadline of a load
-CONNECT_SECONDS = 5.0  # a node that is started along with the engine is there by then
+CONNECT_SECONDS = 3.0  # a node that is started along with the engine is there by then; another one is joined later
 THREADS = 4  # loads and writes at a time; each is mostly a wait for the store
 
 T = TypeVar("T")
@@ -51,7 +52,6 @@ class SimulatedStore:
     """Loads and publishes blocks; `run` writes what was offered."""
 
     def __init__(self, client: StoreClient, conversion: Conversion, threads: ThreadPoolExecutor) -> None:
-        self.store_id = StoreId(client.store_id)
         self.dropped = 0  # blocks that were offered and not kept
         self._client = client
         self._conversion = conversion
@@ -59,12 +59,16 @@ class SimulatedStore:
         self._waiting: dict[ChainHash, bytes] = {}
         self._wake = asyncio.Event()
 
+    @property
+    def store_id(self) -> StoreId | None:
+        """Return what the store node is called; None until it has answered once."""
+        return StoreId(self._client.store_id) if self._client.joined else None
+
     @classmethod
-    async def connect(cls, address: str, kv: Fingerprint, credentials: Credentials) -> Self:
-        """Shake hands with a store node, for an engine with blocks like `kv`.
+    async def open(cls, address: str, kv: Fingerprint, credentials: Credentials) -> Self:
+        """Join a store node now or later, for an engine with blocks like `kv`.
 
         Raises:
-            StoreUnreachable: It does not answer.
             LayoutMismatch: It holds blocks of this model that are not like these; names the field.
         """
         conversion = Conversion(kv)
@@ -72,9 +76,7 @@ class SimulatedStore:
         try:
             client = await asyncio.get_running_loop().run_in_executor(
                 threads,
-                lambda: StoreClient.connect(
-                    address, kv.at_rest, timeout_seconds=CONNECT_SECONDS, credentials=credentials
-                ),
+                lambda: StoreClient.join(address, kv.at_rest, wait_seconds=CONNECT_SECONDS, credentials=credentials),
             )
         except BaseException:
             threads.shutdown(wait=False)

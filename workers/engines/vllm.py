@@ -15,18 +15,17 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.ids import RequestId, StoreId
 from fleet.requests import TOKEN_BYTES, Finish, KvReport
-from fleet.roles import KvPath, Phase, Role
+from fleet.roles import KvPath, Phase
 from fleet.work import KvEvent, Load, Progress, Rejected, Start
 from kvstore.block import HashAlgorithm, blocks_for
 from kvstore.client import StoreClient
-from kvstore.errors import StoreError, StoreUnreachable
+from kvstore.errors import StoreError
 from kvstore.fingerprint import describe
 from kvstore.layout import Namespace
 from workers.acceptance import refusal
@@ -39,7 +38,7 @@ from workers.engines.vllm_group import open_rank
 from workers.engines.vllm_launch import available
 from workers.engines.vllm_namespace import namespace_of, weights_revision
 from workers.engines.vllm_planning import Counts
-from workers.ports import Engine, EngineDied, EngineFacts, EngineOutput
+from workers.ports import Engine, EngineDied, EngineFacts, EngineOutput, facts_with_store
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -69,15 +68,17 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
     scratch = Path(tempfile.mkdtemp(prefix="fleet-vllm-"))
     try:
         vllm_launch.prepare_environment(settings, scratch)
-        llm, facts, block_bytes = await _start(settings, scratch)
+        llm, facts, block_bytes, awaited = await _start(settings, scratch)
         try:
             async with asyncio.TaskGroup() as tasks:
-                engine = VllmEngine(llm, facts, settings, block_bytes, scratch, tasks)
+                engine = VllmEngine(llm, facts, settings, block_bytes, scratch, tasks, awaited)
                 watch = tasks.create_task(engine.watch())
                 yield engine
                 watch.cancel()
                 engine.stop()
         finally:
+            if awaited is not None:
+                await asyncio.to_thread(awaited.close)
             await asyncio.to_thread(_stop, llm)
             del llm, engine
             gc.collect()  # its finaliser would run when the interpreter ends, and fail there
@@ -85,7 +86,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-async def _start(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM, EngineFacts, int]":
+async def _start(settings: WorkerSettings, scratch: Path) -> "Started":
     await asyncio.to_thread(_import_vllm)
     starting = asyncio.ensure_future(  # noqa: TID251 - owned by the next lines, which never leave it behind
         asyncio.to_thread(_start_blocking, settings, scratch)
@@ -99,7 +100,9 @@ async def _start(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM, En
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)
         with suppress(EngineDied, ConfigurationRefused):
-            llm, _, _ = await starting
+            llm, _, _, awaited = await starting
+            if awaited is not None:
+                await asyncio.to_thread(awaited.close)
             await asyncio.to_thread(_stop, llm)
         raise
 
@@ -111,7 +114,7 @@ def _import_vllm() -> None:
     vllm_launch.end_quickly()
 
 
-def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM, EngineFacts, int]":
+def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - loaded by now
 
     revision = weights_revision(Path(settings.model_dir))
@@ -122,15 +125,12 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM,
     # Of a head, each in a rank's memory of its own.
     replicas = max(1, vllm_launch.ranks_of(settings) // max(namespace.kv_heads, 1))
     vllm_launch.check_cache(settings, namespace.block_bytes * replicas)
-    store_id = None
-    if settings.store:
-        store_id = _store_id(settings, namespace)
-        if store_id is None:
-            settings = _without_store(settings)
-            config = _configure(settings, revision, scratch)
+    store_id, awaited = _meet_store(settings, namespace) if settings.store else (None, None)
     try:
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError) as error:
+        if awaited is not None:
+            awaited.close()
         raise EngineDied(f"vLLM did not start: {error}") from error
     facts = EngineFacts(
         name=f"vllm {vllm_launch.version()}",
@@ -141,13 +141,12 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "tuple[AsyncLLM,
         max_running=config.scheduler_config.max_num_seqs * vllm_spread.engines(settings),
         fingerprint=namespace.fingerprint,
         kv_paths=settings.kv_paths,
-        store_id=store_id,
         kv=describe(namespace, tp=1 if config.model_config.use_mla else config.parallel_config.tensor_parallel_size),
         keeps_forms=settings.vllm.keeps_forms,
         adapters=adapters_of(settings),
         adapter_slots=settings.adapter_slots if settings.adapters else 0,
     )
-    return llm, facts, namespace.block_bytes
+    return llm, facts_with_store(facts, settings.kv_paths, store_id), namespace.block_bytes, awaited
 
 
 def _stop(llm: "AsyncLLM") -> None:
@@ -164,32 +163,40 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path) -> "VllmC
         raise ConfigurationRefused(f"vllm: {error}") from error
 
 
-def _store_id(settings: WorkerSettings, namespace: Namespace) -> StoreId | None:
-    """Who the store node is; None if nobody answers there."""
+def _meet_store(settings: WorkerSettings, namespace: Namespace) -> "tuple[StoreId | None, StoreClient | None]":
+    """Return who the store node is; where it does not answer yet, the client that joins it as soon as it does.
+
+    vLLM's own processes have clients of their own, which join by themselves too (`vllm_connector`).
+
+    Raises:
+        ConfigurationRefused: The node answers, and cannot hold these blocks.
+    """
     try:
-        with StoreClient.connect(
-            settings.store, namespace, timeout_seconds=STORE_SECONDS, credentials=settings.store_credentials
-        ) as client:
-            if (ranks := vllm_launch.ranks_of(settings)) > 1 and not client.writes_shares:
-                raise ConfigurationRefused(
-                    f"store: {ranks} ranks write a block together, in the store node's memory; they need a node on this host"
-                    f" that offers it (shm_socket), and reach this one by {client.path}"
-                )
-            return StoreId(client.store_id)
-    except StoreUnreachable as error:
-        log.warning(
-            "the KV store does not answer; serving without it until the next start", extra={"cause": str(error)}
+        client = StoreClient.join(
+            settings.store, namespace, wait_seconds=STORE_SECONDS, credentials=settings.store_credentials
         )
-        return None
     except StoreError as error:
         raise ConfigurationRefused(f"store: {error}") from error
+    if not client.joined:
+        log.warning("the store node does not answer, starting without it", extra={"address": settings.store})
+        return None, client
+    with client:
+        if not _can_share(client, settings):
+            ranks = vllm_launch.ranks_of(settings)
+            raise ConfigurationRefused(
+                f"store: {ranks} ranks write a block together, in the store node's memory; they need a node on this host"
+                f" that offers it (shm_socket), and reach this one by {client.path}"
+            )
+        return StoreId(client.store_id), None
 
 
-def _without_store(settings: WorkerSettings) -> WorkerSettings:
-    kv_paths = tuple(path for path in settings.kv_paths if path is not KvPath.STORE)
-    if settings.role is Role.PREFILL and not kv_paths:
-        raise EngineDied("the KV store does not answer, and a prefill worker has no other way to hand its blocks over")
-    return msgspec.structs.replace(settings, store="", kv_paths=kv_paths)
+def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
+    """Return whether all ranks of this engine can write to the node that has answered."""
+    return vllm_launch.ranks_of(settings) == 1 or client.writes_shares
+
+
+Started = tuple["AsyncLLM", EngineFacts, int, StoreClient | None]
+"""vLLM, what it is, bytes of a block, and the client that joins a store node which did not answer; None: none is awaited."""
 
 
 class _InFlight:
@@ -212,8 +219,10 @@ class VllmEngine:
         block_bytes: int,
         scratch: Path,
         tasks: asyncio.TaskGroup,
+        awaited: StoreClient | None = None,
     ):
         self._llm = llm
+        self._awaited = awaited
         self._facts = facts
         self._settings = settings
         self._adapters = UsedAdapters(self._facts.adapter_slots)
@@ -233,6 +242,15 @@ class VllmEngine:
 
     @property
     def facts(self) -> EngineFacts:
+        """Return what the engine says of itself: with the store from when a node that was awaited has answered."""
+        if self._awaited is not None and self._awaited.joined:
+            client, self._awaited = self._awaited, None
+            if _can_share(client, self._settings):
+                store_id = StoreId(client.store_id)
+                self._facts = facts_with_store(self._facts, self._settings.kv_paths, store_id)
+            else:
+                log.error("the store node offers no shared memory, which several ranks need; going on without it")
+            client.close()
         return self._facts
 
     def submit(self, start: Start) -> None:

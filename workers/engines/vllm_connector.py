@@ -63,6 +63,7 @@ CALL_SECONDS = {
     KVConnectorRole.SCHEDULER: 0.25,  # every request of the engine waits for a look-up; one takes 0.5 ms
     KVConnectorRole.WORKER: 1.0,
 }
+STORE_SECONDS = 2.0  # how long a start waits for the store node, which the worker has just met; else it is joined later
 ORPHAN_GRACE_SECONDS = 5.0  # from asking to killing
 REMEMBERED_PER_BLOCK = 4  # names of offered blocks that are kept in mind, as a multiple of the engine's capacity
 
@@ -133,9 +134,10 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, ConnectorSettings)
         self._namespace = settings.namespace(vllm_config)
         self._client = (
-            StoreClient.connect(
+            StoreClient.join(
                 settings.store,
                 self._namespace,
+                wait_seconds=STORE_SECONDS,
                 call_timeout_seconds=CALL_SECONDS[role],
                 credentials=settings.store_credentials,
             )

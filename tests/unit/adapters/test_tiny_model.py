@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from fleet.adapters.text_codec import load_codec
-from fleet.adapters.tiny_model import SPECIAL_TOKENS, VOCABULARY, build_tiny_model
+from fleet.adapters.tiny_model import CHECKSUMS, SPECIAL_TOKENS, VOCABULARY, build_tiny_model
 from fleet.requests import ChatMessage
 
 
@@ -87,3 +87,52 @@ def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path, tokenizer_only)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
     assert list(tmp_path.iterdir()) == []
+
+
+def damages():
+    def truncate(folder):
+        with (folder / "model.safetensors").open("r+b") as weights:
+            weights.truncate(1000)
+
+    def flip(folder):
+        with (folder / "model.safetensors").open("r+b") as weights:
+            weights.seek(1 << 20)
+            (byte,) = weights.read(1)
+            weights.seek(1 << 20)
+            weights.write(bytes([byte ^ 1]))
+
+    yield truncate
+    yield flip
+    yield lambda folder: (folder / "tokenizer.json").write_text("{")
+    yield lambda folder: (folder / "config.json").unlink()
+    yield lambda folder: (folder / CHECKSUMS).unlink()
+    yield lambda folder: (folder / CHECKSUMS).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "damage", list(damages()), ids=["truncated", "flipped", "garbled", "missing", "unchecked", "of_nothing"]
+)
+def test_a_damaged_model_is_built_anew(model, tmp_path, damage):
+    whole = {file.name: file.read_bytes() for file in model.iterdir()}
+    folder = tmp_path / model.name
+    folder.mkdir()
+    for name, content in whole.items():
+        (folder / name).write_bytes(content)
+    assert build_tiny_model(tmp_path) == folder
+    damage(folder)
+
+    assert build_tiny_model(tmp_path) == folder
+
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name], "nothing damaged is left"
+
+
+def test_two_processes_may_mend_a_damaged_model_at_once(tmp_path):
+    folder = build_tiny_model(tmp_path)
+    (folder / "config.json").write_text("{}")
+    with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as processes:
+        folders = list(processes.map(build_tiny_model, [tmp_path] * 3))
+
+    assert set(folders) == {folder}
+    assert build_tiny_model(tmp_path) == folder
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]

@@ -1,5 +1,7 @@
 """Promises of the machine that starts and stops a local cluster."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +11,8 @@ from fleet.control.supervision import (
     CONFIGURATION_REFUSED,
     FIRST_PAUSE,
     HEALTHY_AFTER,
+    JITTER,
     LONGEST_PAUSE,
-    MAX_DEATHS,
     Added,
     AnnounceReady,
     AskToDrain,
@@ -26,15 +28,16 @@ from fleet.control.supervision import (
     Kill,
     Removed,
     ReportFailure,
-    ReportRefusal,
     ReportRestart,
     Spawn,
     StopRequested,
     Supervision,
     Ticked,
+    Unresponsive,
 )
 
 START = Nanos(1_000)
+LONG = 12  # deaths in a row, after which the pause has reached its ceiling
 
 
 def a_child(name: str, start_stage: int = 0, stop_stage: int = 0) -> Child:
@@ -53,8 +56,20 @@ WORKER = a_child("worker", start_stage=1, stop_stage=1)
 ANOTHER = a_child("another", start_stage=1, stop_stage=1)
 
 
+class WholePauses:
+    """A source of chance that leaves nothing out of a pause."""
+
+    def uniform(self, a: float, b: float, /) -> float:
+        assert (a, b) == (1 - JITTER, 1)
+        return b
+
+
+def a_machine(*children: Child) -> Supervision:
+    return Supervision(children, WholePauses())
+
+
 def a_running_cluster() -> Supervision:
-    machine = Supervision([STORE, ROUTER, WORKER])
+    machine = a_machine(STORE, ROUTER, WORKER)
     machine.begin(START)
     for child in (STORE, ROUTER, WORKER):
         machine.handle(BecameReady(child.name), START)
@@ -62,14 +77,14 @@ def a_running_cluster() -> Supervision:
 
 
 def test_a_later_stage_starts_when_the_earlier_one_is_ready():
-    machine = Supervision([STORE, ROUTER, WORKER])
+    machine = a_machine(STORE, ROUTER, WORKER)
 
     assert machine.begin(START) == [Spawn("store")]
     assert machine.handle(BecameReady("store"), START) == [Spawn("router"), Spawn("worker")]
 
 
 def test_readiness_is_announced_once_when_every_child_has_been_ready():
-    machine = Supervision([STORE, ROUTER])
+    machine = a_machine(STORE, ROUTER)
     machine.begin(START)
     machine.handle(BecameReady("store"), START)
 
@@ -81,7 +96,7 @@ def test_readiness_is_announced_once_when_every_child_has_been_ready():
 
 
 def test_a_death_before_the_cluster_was_ready_ends_the_attempt():
-    machine = Supervision([STORE, ROUTER, WORKER])
+    machine = a_machine(STORE, ROUTER, WORKER)
     machine.begin(START)
     machine.handle(BecameReady("store"), START)
 
@@ -91,7 +106,7 @@ def test_a_death_before_the_cluster_was_ready_ends_the_attempt():
 
 
 def test_a_child_that_is_not_ready_in_time_is_killed_and_ends_the_attempt():
-    machine = Supervision([STORE])
+    machine = a_machine(STORE)
     machine.begin(START)
 
     assert machine.handle(Ticked(), Nanos(START + 10 * SECOND - 1)) == []
@@ -109,25 +124,89 @@ def test_a_child_that_dies_is_started_again_alone_after_a_pause():
     assert machine.handle(Ticked(), Nanos(START + FIRST_PAUSE)) == [Spawn("worker")]
 
 
-def test_the_pause_doubles_and_a_crash_loop_ends_the_cluster():
-    machine = a_running_cluster()
-    now = START
-    pauses = []
-    commands = machine.handle(Exited("worker", 1), now)
-    while isinstance(commands[0], ReportRestart):
-        pauses.append(commands[0].pause)
-        now = Nanos(now + commands[0].pause)
+def deaths_in_a_row(machine: Supervision, number: int, status: int = 1) -> list[ReportRestart]:
+    """Let the worker die so often, and be started again each time."""
+    now, reports = START, []
+    for _ in range(number):
+        [report] = machine.handle(Exited("worker", status), now)
+        assert isinstance(report, ReportRestart)
+        reports.append(report)
+        now = Nanos(now + report.pause)
         assert machine.handle(Ticked(), now) == [Spawn("worker")]
-        commands = machine.handle(Exited("worker", 1), now)
+    return reports
 
-    assert pauses == [FIRST_PAUSE * 2**n for n in range(MAX_DEATHS - 1)]
-    assert commands == [ReportFailure("worker", f"died {MAX_DEATHS} times in a row", 1), AskToStop("router")]
+
+def test_the_pause_doubles_up_to_a_ceiling_and_nothing_else_ends():
+    machine = a_running_cluster()
+
+    reports = deaths_in_a_row(machine, LONG)
+
+    assert [each.pause for each in reports] == [min(FIRST_PAUSE * 2**n, LONGEST_PAUSE) for n in range(LONG)]
+    assert [each.deaths for each in reports] == list(range(1, LONG + 1))
+    assert machine.failing() == {"worker"}
+    assert machine.conditions()["router"] is machine.conditions()["store"] is Condition.READY
+
+
+def test_a_ceiling_of_ones_own_is_kept():
+    machine = Supervision([STORE, ROUTER, WORKER], WholePauses(), Nanos(SECOND))
+    machine.begin(START)
+    for child in (STORE, ROUTER, WORKER):
+        machine.handle(BecameReady(child.name), START)
+
+    assert max(each.pause for each in deaths_in_a_row(machine, LONG)) == SECOND
+
+
+def test_pauses_of_children_that_die_together_differ():
+    machine = Supervision([STORE, ROUTER, WORKER], random.Random(7))
+    machine.begin(START)
+    for child in (STORE, ROUTER, WORKER):
+        machine.handle(BecameReady(child.name), START)
+
+    pauses = [machine.handle(Exited(child.name, -9), START)[0].pause for child in (STORE, ROUTER, WORKER)]
+
+    assert len(set(pauses)) == 3
+    assert all(FIRST_PAUSE * (1 - JITTER) <= pause <= FIRST_PAUSE for pause in pauses)
+
+
+def test_what_keeps_dying_is_shown_with_its_deaths_and_next_start():
+    machine = a_running_cluster()
+    deaths_in_a_row(machine, 4)
+    now = Nanos(100 * SECOND)
+    machine.handle(Exited("worker", -9), now)
+
+    shown = machine.standings()["worker"]
+
+    assert (shown.condition, shown.deaths, shown.last_status) == (Condition.PAUSED, 5, -9)
+    assert shown.starts_at == now + FIRST_PAUSE * 2**4
+    assert machine.standings()["router"].deaths == 0
+
+
+def test_a_child_that_does_not_respond_is_killed_and_started_again():
+    machine = a_running_cluster()
+
+    assert machine.handle(Unresponsive("worker"), START) == [Kill("worker")]
+    assert machine.handle(Unresponsive("worker"), START) == []
+    assert machine.handle(Exited("worker", -9), START) == [ReportRestart("worker", -9, FIRST_PAUSE)]
+
+
+def test_a_child_that_hangs_while_it_stops_is_killed_at_once():
+    machine = a_running_cluster()
+    machine.handle(StopRequested(), START)
+
+    assert machine.handle(Unresponsive("router"), START) == [Kill("router")]
+
+
+def test_a_hang_of_a_child_that_has_just_ended_is_ignored():
+    machine = a_running_cluster()
+    machine.handle(Exited("worker", 1), START)
+
+    assert machine.handle(Unresponsive("worker"), START) == []
 
 
 def test_deaths_are_forgotten_after_a_healthy_while():
     machine = a_running_cluster()
     now = START
-    for _ in range(2 * MAX_DEATHS):
+    for _ in range(LONG):
         assert machine.handle(Exited("worker", 1), now) == [ReportRestart("worker", 1, FIRST_PAUSE)]
         now = Nanos(now + FIRST_PAUSE)
         machine.handle(Ticked(), now)
@@ -143,16 +222,27 @@ def test_a_restarted_child_that_is_not_ready_in_time_counts_as_a_death():
     late = Nanos(START + FIRST_PAUSE + 10 * SECOND)
 
     assert machine.handle(Ticked(), late) == [Kill("worker")]
-    assert machine.handle(Exited("worker", -9), late) == [ReportRestart("worker", -9, Nanos(2 * FIRST_PAUSE))]
+    assert machine.handle(Exited("worker", -9), late) == [ReportRestart("worker", -9, Nanos(2 * FIRST_PAUSE), 2)]
 
 
-def test_refused_settings_are_never_tried_again():
+def test_refused_settings_of_a_ready_cluster_are_tried_again_late():
     machine = a_running_cluster()
 
-    commands = machine.handle(Exited("worker", CONFIGURATION_REFUSED), START)
+    [report] = machine.handle(Exited("worker", CONFIGURATION_REFUSED), START)
+
+    assert report == ReportRestart("worker", CONFIGURATION_REFUSED, LONGEST_PAUSE)
+    assert machine.failing() == {"worker"}
+    assert machine.conditions()["router"] is Condition.READY
+
+
+def test_refused_settings_at_the_start_end_the_attempt():
+    machine = a_machine(STORE, ROUTER)
+    machine.begin(START)
+
+    commands = machine.handle(Exited("store", CONFIGURATION_REFUSED), START)
 
     assert isinstance(commands[0], ReportFailure)
-    assert not any(isinstance(command, ReportRestart) for command in commands)
+    assert commands[-1] == Finish()
 
 
 def test_stopping_asks_the_router_first_then_the_workers_then_the_store():
@@ -195,11 +285,11 @@ def test_a_child_that_is_added_starts_alone_and_stops_with_its_stage():
     assert machine.handle(Exited("router", 0), START) == [AskToStop("worker"), AskToStop("another")]
 
 
-def test_an_added_child_dies_as_often_as_it_likes_and_nothing_else_ends():
+def test_an_added_child_that_keeps_dying_is_failing_until_ready():
     machine = a_running_cluster()
     machine.handle(Added(ANOTHER), START)
     now = START
-    for _ in range(3 * MAX_DEATHS):
+    for _ in range(LONG):
         [report] = machine.handle(Exited("another", 1), now)
         assert isinstance(report, ReportRestart)
         assert machine.failing() == {"another"}
@@ -211,13 +301,13 @@ def test_an_added_child_dies_as_often_as_it_likes_and_nothing_else_ends():
     assert machine.failing() == frozenset()
 
 
-def test_an_added_child_that_refuses_its_settings_is_not_started_again_and_may_be_removed():
+def test_an_added_child_that_refuses_its_settings_may_be_removed():
     machine = a_running_cluster()
     machine.handle(Added(ANOTHER), START)
 
-    assert machine.handle(Exited("another", CONFIGURATION_REFUSED), START) == [ReportRefusal("another")]
-    assert machine.next_instant() is None
-    assert machine.failing() == {"another"}
+    assert machine.handle(Exited("another", CONFIGURATION_REFUSED), START) == [
+        ReportRestart("another", CONFIGURATION_REFUSED, LONGEST_PAUSE)
+    ]
     assert machine.handle(Removed("another", Nanos(SECOND)), START) == [Forget("another")]
     assert machine.handle(Added(ANOTHER), START) == [Spawn("another")]
 
@@ -265,17 +355,17 @@ def test_who_stops_all_does_not_wait_for_drains():
 
 def test_names_must_differ():
     with pytest.raises(AssertionError):
-        Supervision([STORE, STORE])
+        a_machine(STORE, STORE)
 
 
 class World:
     """Children that do whatever is possible for them, as the commands allow."""
 
     def __init__(self) -> None:
-        self.machine = Supervision([STORE, ROUTER, WORKER])
+        self.machine = Supervision([STORE, ROUTER, WORKER], random.Random(0))
         self.now = START
         self.alive: set[str] = set()
-        self.finished = False
+        self.finished = self.failed = False
         self.obey(self.machine.begin(self.now))
 
     def obey(self, commands: list[Command]) -> None:
@@ -288,6 +378,8 @@ class World:
                     assert name in self.alive, "signalled a dead process"
                 case Forget(name):
                     assert name not in self.alive, "forgot a child that runs"
+                case ReportFailure():
+                    self.failed = True
                 case Finish():
                     assert not self.alive, "finished with children left"
                     self.finished = True
@@ -307,6 +399,8 @@ class World:
             case "exit" if name in self.alive:
                 self.alive.discard(name)
                 self.tell(Exited(name, number % 4))
+            case "hang":
+                self.tell(Unresponsive(name))
             case "tick":
                 self.tell(Ticked())
             case "add" if self.machine.announced and ANOTHER.name not in self.machine.conditions():
@@ -319,7 +413,7 @@ class World:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["ready", "ready", "ready", "exit", "tick", "add", "remove", "stop"]),
+        st.sampled_from(["ready", "ready", "ready", "exit", "hang", "tick", "add", "remove", "stop"]),
         st.sampled_from([child.name for child in (STORE, ROUTER, WORKER, ANOTHER)]),
         st.integers(0, 60),
     ),
@@ -350,3 +444,19 @@ def test_whatever_happens_no_child_is_started_twice_and_stopping_ends_with_none_
             world.tell(Exited(name, -9))
 
     assert world.finished
+
+
+@given(STEPS)
+@settings(max_examples=300, deadline=None)
+def test_a_ready_cluster_ends_for_no_other_reason_than_a_request(steps):
+    world = World()
+    for name in ("store", "router", "worker"):
+        world.step(("ready", name, 0))
+    assert world.machine.announced
+
+    for step in steps:
+        if step[0] != "stop":
+            world.step(step)
+
+    assert not world.failed
+    assert not world.finished

@@ -8,7 +8,7 @@ from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, Sampling, Source
 from fleet.roles import KvPath, Phase, Placement, Role
 from fleet.router.live import IllegalTurn, Stage, Turn, advance
-from fleet.router.messages import KvChanged, LoadReported, StoreChanged, Ticked, WorkerDraining
+from fleet.router.messages import KvChanged, KvPathsChanged, LoadReported, StoreChanged, Ticked, WorkerDraining
 from fleet.router.placement import Why
 from fleet.work import KvCleared, KvRemoved, KvStored
 from kvstore.block import chain
@@ -16,6 +16,7 @@ from tests.builders import (
     BLOCK_TOKENS,
     FINGERPRINT,
     STORE,
+    a_description,
     a_handoff,
     a_load,
     a_prompt,
@@ -319,6 +320,21 @@ def test_a_request_goes_only_where_its_answer_fits_too():
     for number in range(4):
         arrival = an_arrival(request_id=f"r{number}", tokens=100, sampling=GREEDY)
         assert the(Dispatch, router.send(arrival)).worker_id == "long"
+
+
+def test_a_prefill_worker_that_joins_its_store_late_is_paired_then():
+    router = Driver()
+    router.join("p1", Role.PREFILL, kv_paths=(), store_id=None)
+    router.join("d1", Role.DECODE)
+    alone = the(Dispatch, router.send(a_long_arrival()))
+    assert (alone.worker_id, alone.start.phase) == ("d1", Phase.AGGREGATED)
+    described = a_description(worker_id="d1", role=Role.DECODE)
+
+    router.send(KvPathsChanged(worker_id="p1", kv_paths=described.kv_paths, store_id=described.store_id))
+
+    paired = the(Dispatch, router.send(a_long_arrival(request_id="r2")))
+    assert (paired.worker_id, paired.start.phase) == ("p1", Phase.PREFILL)
+    assert router.booked("d1")[0] > 0, "what ran there is booked as before"
 
 
 def test_a_pair_is_dissolved_and_formed_again_as_prefill_workers_come_and_go():

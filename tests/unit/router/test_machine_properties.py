@@ -7,7 +7,7 @@ from msgspec import structs
 
 from fleet.clock import SECOND, Nanos
 from fleet.errors import Reason
-from fleet.ids import WorkerId
+from fleet.ids import StoreId, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import KvPath, Phase, Placement, Role
 from fleet.router.foretold import PlacedPrompt, marks
@@ -15,6 +15,7 @@ from fleet.router.live import hash_prompt
 from fleet.router.messages import (
     Booked,
     KvChanged,
+    KvPathsChanged,
     ReplicaBooked,
     ReplicaLeft,
     ReplicaPlaced,
@@ -136,6 +137,13 @@ class AnyInterleaving(RuleBasedStateMachine):
     def worker_drains(self, data) -> None:
         worker_id = data.draw(st.sampled_from(sorted(self.up)))
         self.perform(self.router.send(WorkerDraining(worker_id=WorkerId(worker_id))))
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data(), joined=st.booleans())
+    def ways_change(self, data, joined: bool) -> None:
+        worker_id = WorkerId(data.draw(st.sampled_from(sorted(self.up))))
+        paths, store_id = (PATHS, StoreId("store-1")) if joined else ((), None)
+        self.perform(self.router.send(KvPathsChanged(worker_id=worker_id, kv_paths=paths, store_id=store_id)))
 
     @precondition(lambda self: self.up)
     @rule(data=st.data(), blocks=st.integers(1, 6), stored=st.booleans())

@@ -9,7 +9,6 @@ from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import KvPath
-from kvstore.errors import StoreUnreachable
 from tests.engine_driving import driven, fresh_prompt, work
 from tests.waiting import until_answered
 from workers.engines.simulated import open_engine
@@ -63,11 +62,19 @@ async def test_an_address_to_lend_blocks_at_that_cannot_be_had_is_refused():
             pass
 
 
-async def test_a_store_that_does_not_answer_keeps_the_engine_from_starting(monkeypatch):
+@pytest.mark.parametrize(
+    ("kv_paths", "left"),
+    [((KvPath.STORE,), ()), ((KvPath.STORE, KvPath.DIRECT), (KvPath.DIRECT,))],
+    ids=["store", "both"],
+)
+async def test_an_engine_starts_without_a_store_that_does_not_answer(monkeypatch, kv_paths, left):
     monkeypatch.setattr("workers.engines.simulated_store.CONNECT_SECONDS", 0.2)
-    with pytest.raises(StoreUnreachable):
-        async with open_engine(settings(store="127.0.0.1:1")):
-            pass
+    told = settings(store="127.0.0.1:1", kv_paths=kv_paths)
+    async with open_engine(told) as engine, driven(engine) as (one,):
+        assert engine.facts.store_id is None
+        assert engine.facts.kv_paths == left
+        tokens, _ = await one.do(work(fresh_prompt(100), 5))
+        assert len(tokens) == 5
 
 
 async def test_what_the_caller_raises_leaves_as_it_is():

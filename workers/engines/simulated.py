@@ -48,6 +48,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
         StoreUnreachable: There is a store in the settings and it does not answer.
         LayoutMismatch: The store holds blocks of this model that are not like these.
     """
+    await asyncio.sleep(settings.simulated.start_ms / 1000)
     model = _model(settings)
     namespace = namespace_of(settings, model)
     layout = _layout(settings)

@@ -7,10 +7,12 @@ Rules:
 2. The patience is the time without progress after which an engine with work counts as hung. It is `step_factor` times the slowest step
    of that size lately, and never below `floor_seconds` or above `ceiling_seconds`.
 3. Steps are told apart by size, because a step that computes 4,096 prompt tokens may take a thousand times as long as one that decodes.
-   A size is a power of two of tokens. Where a size has not been seen, the next larger one that was seen is an upper bound; else the time
-   of the largest one that was seen grows in proportion to the tokens. An engine that has not stepped yet gets the ceiling.
+   A size is a power of two of tokens. For a size that was not seen there are two bounds: a larger step takes at least as long, and the
+   time of a smaller one grows in proportion to the tokens at most. The lower bound of both counts. An engine of which no step was seen
+   gets the ceiling.
 4. Slow steps are forgotten: a size's slowest time halves in `HALF_LIFE` of observation. A first compilation does not count for ever.
-5. Work of a kind that the engine has not done before (an adapter to load, a kernel to compile) gets the ceiling.
+5. Work of a kind that the engine has not done before (an adapter to load, a kernel to compile) gets the ceiling, and what it takes says
+   nothing about later steps.
 6. Time that passes between two looks counts as a tenth of the patience at most. A process that was stopped, a machine that was suspended
    and an event loop that was starved have not watched during that time. So a hang needs at least ten looks without progress.
 7. An engine is as bad as the worst of its schedulers.
@@ -18,6 +20,7 @@ Rules:
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import islice
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -123,7 +126,8 @@ class _Scheduler:
         counted = min(since, Nanos(patience // SHARE_OF_A_LOOK))
         self._watched = Nanos(self._watched + counted)
         if pulse.steps != before.steps:
-            self._learn(before.tokens, Nanos(self.waited + counted))
+            if not before.novel:
+                self._learn(before.tokens, Nanos(self.waited + counted))
             self.waited = Nanos(0)
             return Health.HEALTHY
         if not pulse.working:
@@ -150,13 +154,15 @@ class _Scheduler:
 
     def _expected(self, size: int) -> float | None:
         """The time that a step of this size may take, nanoseconds; None: nothing is known."""
-        for seen in self._slowest[size:]:
-            if seen is not None:
-                return seen.took
-        for smaller in range(size - 1, -1, -1):
-            if (seen := self._slowest[smaller]) is not None:
-                return seen.took * float(2 ** (size - smaller))
-        return None
+        if (seen := self._slowest[size]) is not None:
+            return seen.took
+        larger = (seen.took for seen in self._slowest[size:] if seen is not None)
+        smaller = (
+            seen.took * float(2 ** (size - known))
+            for known, seen in reversed(list(enumerate(self._slowest[:size])))
+            if seen is not None
+        )
+        return min((bound for bounds in (larger, smaller) for bound in islice(bounds, 1)), default=None)
 
 
 class _Slowest(Struct, frozen=True):

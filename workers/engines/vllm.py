@@ -235,7 +235,7 @@ class VllmEngine:
         self._lent_until: deque[float] = deque()  # by the event loop's clock; bounded by hand-offs in a lease
         self._prefilled = _keep_prefill_stats(llm)
         self._novel = NovelWork()
-        self._steps = _step_readers(scratch, vllm_spread.engines(settings))
+        self._counters = _step_readers(scratch, vllm_spread.engines(settings))
 
     @property
     def facts(self) -> EngineFacts:
@@ -304,7 +304,7 @@ class VllmEngine:
 
     def pulses(self) -> Sequence[Pulse]:
         novel = bool(self._novel)
-        return [reader.pulse(working=self._is_working(engine), novel=novel) for engine, reader in self._steps.items()]
+        return [reader.pulse(working=self._is_working(engine), novel=novel) for engine, reader in self._counters.items()]
 
     def traced(self) -> bool:
         return is_traced([os.getpid(), *(process.pid for process in vllm_launch.family())])

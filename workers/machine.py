@@ -199,7 +199,8 @@ class WorkerMachine:
             assert stream in self._streams, work
             assert (stream, request_id) == (work.stream, work.request_id), work
         assert all(work.cancelled for work in self._work.values() if work.hearing is Hearing.NOTHING)
-        assert (self._drain_deadline is None) == (self.phase in (LifePhase.STARTING, LifePhase.SERVING))
+        assert self.phase is not LifePhase.DRAINING or self._drain_deadline is not None
+        assert self.phase not in (LifePhase.STARTING, LifePhase.SERVING) or self._drain_deadline is None
         assert self.phase is not LifePhase.GONE or not self._work
         assert self._lent >= 0, self._lent
         assert self._evacuates or not self._evacuating

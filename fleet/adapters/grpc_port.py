@@ -68,6 +68,7 @@ async def open_port(
             failure = error  # the body's own, which the group would wrap
         finally:
             watch.cancel()
+            await healths.tell()  # the last word on what ended before
             await server.stop(STOP_SECONDS)
     if failure is not None:
         raise failure

@@ -187,7 +187,7 @@ async def test_an_idle_worker_is_no_hang(folder):
 
 
 PROMPTS = [list(range(100 + each, 180 + each)) for each in range(4)]
-ASK = {"max_tokens": 1000, "temperature": 0.0, "ignore_eos": True, "timeout_seconds": 120.0}
+ASK = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "timeout_seconds": 120.0}
 TOPOLOGY = """
 cluster.kv_paths = []
 router.heartbeat_timeout_seconds = 1.5

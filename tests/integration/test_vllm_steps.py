@@ -3,7 +3,6 @@
 import asyncio
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import psutil

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Never, assert_never
 
 import msgspec
@@ -193,8 +194,10 @@ class SimulatedEngine:
 
     async def _hang(self) -> None:
         """Make no progress while the file of the fault is there."""
-        fault = self._settings.hang_file
-        while fault and await asyncio.to_thread(os.path.exists, fault):  # noqa: ASYNC110 - nobody tells when the file goes
+        if not self._settings.hang_file:
+            return
+        fault = Path(self._settings.hang_file)
+        while await asyncio.to_thread(fault.exists):  # noqa: ASYNC110 - nobody tells when the file goes
             await asyncio.sleep(HANG_SECONDS)
 
     async def _pace(self, milliseconds: float) -> None:

@@ -304,7 +304,9 @@ class VllmEngine:
 
     def pulses(self) -> Sequence[Pulse]:
         novel = bool(self._novel)
-        return [reader.pulse(working=self._is_working(engine), novel=novel) for engine, reader in self._counters.items()]
+        return [
+            reader.pulse(working=self._is_working(engine), novel=novel) for engine, reader in self._counters.items()
+        ]
 
     def traced(self) -> bool:
         return is_traced([os.getpid(), *(process.pid for process in vllm_launch.family())])

@@ -14,7 +14,8 @@ Rules:
 5. Work of a kind that the engine has not done before (an adapter to load, a kernel to compile) gets the ceiling, and what it takes says
    nothing about later steps.
 6. Time that passes between two looks counts as a tenth of the patience at most. A process that was stopped, a machine that was suspended
-   and an event loop that was starved have not watched during that time. So a hang needs at least ten looks without progress.
+   and an event loop that was starved have not watched during that time. So a hang needs at least ten looks without progress. Nor is a
+   step learned during which so much time passed.
 7. An engine is as bad as the worst of its schedulers.
 """
 
@@ -116,6 +117,7 @@ class _Scheduler:
         self._pulse: Pulse | None = None
         self._slowest: list[_Slowest | None] = [None] * SIZES
         self._watched = Nanos(0)
+        self._slept = False  # since the last step, for longer than counts
 
     def look(self, pulse: Pulse, since: Nanos) -> Health:
         before, self._pulse = self._pulse, pulse
@@ -124,11 +126,13 @@ class _Scheduler:
             return Health.HEALTHY
         patience = self._patience(before)
         counted = min(since, Nanos(patience // SHARE_OF_A_LOOK))
+        self._slept = self._slept or counted < since
         self._watched = Nanos(self._watched + counted)
         if pulse.steps != before.steps:
-            if not before.novel:
+            if not before.novel and not self._slept:
                 self._learn(before.tokens, Nanos(self.waited + counted))
             self.waited = Nanos(0)
+            self._slept = False
             return Health.HEALTHY
         if not pulse.working:
             self.waited = Nanos(0)

@@ -167,7 +167,7 @@ def test_a_suspension_is_not_learned_as_the_time_of_a_step():
     engine.steps(50, tokens=4, each_seconds=0.1)
     engine.look(after=3600 * SECOND, steps=engine.pulse.steps + 1)
 
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(20, abs=1)
+    assert engine.seconds_until(Health.HUNG) == pytest.approx(10, abs=0.3)
 
 
 def test_an_excused_engine_is_measured_anew():

@@ -131,11 +131,10 @@ async def test_an_engine_that_loads_for_long_is_no_hang(folder):
 
 
 async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
-    async with (
-        a_worker_process(folder, settings(folder, watchdog=IMPATIENT)) as worker,
-        a_stream(worker.address) as stream,
-    ):
-        start = work(fresh_prompt(10), 500)
+    """Its steps take so long that it looks at its engine before the next one ends."""
+    told = settings(folder, watchdog=IMPATIENT, latency=EngineLatency(step_base_ms=200))
+    async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+        start = work(fresh_prompt(10), 10)
         await stream.say(start)
         await stream.next(Step)
 
@@ -157,9 +156,11 @@ async def test_an_engine_that_a_debugger_holds_is_no_hang(folder):
         assert worker.process is not None
         with a_tracer(worker.process.pid):
             hang(folder)
-            await asyncio.sleep(2 * IMPATIENT.ceiling_seconds)
-            assert worker.process.returncode is None
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(2 * IMPATIENT.ceiling_seconds):
+                    await stream.ended()
 
+        assert await stream.ended() == "its engine hangs"
         assert await worker.ended() == HUNG, "nobody holds it any more"
 
 

@@ -136,7 +136,8 @@ async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
     async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
         start = work(fresh_prompt(10), 10)
         await stream.say(start)
-        await stream.next(Step)
+        for _ in range(3):
+            await stream.next(Step)
 
         worker.freeze()
         await asyncio.sleep(2 * IMPATIENT.ceiling_seconds)

@@ -138,6 +138,7 @@ async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
         await stream.say(start)
         for _ in range(3):
             await stream.next(Step)
+        await asyncio.sleep(0.1)  # to the middle of a step, which it has looked at
 
         worker.freeze()
         await asyncio.sleep(2 * IMPATIENT.ceiling_seconds)

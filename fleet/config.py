@@ -29,6 +29,7 @@ from fleet.router.settings import RouterSettings
 from kvstore.eviction.policies import PolicyName
 from kvstore.settings import AnyTier
 from workers.settings import SimulatedSettings, VllmSettings
+from workers.watchdog import WatchdogSettings
 
 Settings = TypeVar("Settings", bound=Struct)
 Positive = Annotated[int, Meta(ge=1)]
@@ -107,6 +108,7 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     vllm: VllmSettings = VllmSettings()
     simulated: SimulatedSettings = SimulatedSettings()
+    watchdog: WatchdogSettings = WatchdogSettings()
 
 
 class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

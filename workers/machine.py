@@ -19,6 +19,8 @@ Rules:
    longer: for blocks that were lent to a decode worker, until the engine holds none any more; where the store goes with
    this process, for what was handed off through it, `FETCHED_WITHIN`; and for warm blocks that are brought to where
    other workers read them. That begins with the drain, and where work ran then, once more when it has ended.
+8. An engine that hangs ends the process at once, in every phase: all streams are cut, so that routers let their requests go on
+   elsewhere, exactly as when the process is killed. Nothing is drained, since nothing would come.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,10 +37,12 @@ from fleet.roles import KvPath, Role
 from fleet.work import Draining, Handoff, Progress, Rejected, Start, Step
 from workers.acceptance import refusal
 from workers.messages import (
+    Abandon,
     CancelRequested,
     CancelWork,
     CutStream,
     DrainRequested,
+    EngineStuck,
     Evacuate,
     Evacuated,
     FactsChanged,
@@ -74,6 +78,7 @@ class LifeEvent(StrEnum):
     ENGINE_READY = "engine_ready"
     DRAIN_ASKED = "drain_asked"
     EMPTIED = "emptied"  # or gave up waiting for that
+    ENGINE_STUCK = "engine_stuck"
 
 
 NEXT: dict[tuple[LifePhase, LifeEvent], LifePhase] = {
@@ -82,6 +87,8 @@ NEXT: dict[tuple[LifePhase, LifeEvent], LifePhase] = {
     (LifePhase.SERVING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
     (LifePhase.DRAINING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,  # an earlier deadline may replace a later one
     (LifePhase.DRAINING, LifeEvent.EMPTIED): LifePhase.GONE,
+    (LifePhase.SERVING, LifeEvent.ENGINE_STUCK): LifePhase.GONE,
+    (LifePhase.DRAINING, LifeEvent.ENGINE_STUCK): LifePhase.GONE,
 }
 
 
@@ -172,6 +179,8 @@ class WorkerMachine:
             case FactsChanged():
                 self._facts = event.facts
                 return []
+            case EngineStuck():
+                return self._abandon()
             case Ready():
                 if self.phase is LifePhase.STARTING:  # else it was asked to drain before
                     self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
@@ -194,7 +203,8 @@ class WorkerMachine:
             assert stream in self._streams, work
             assert (stream, request_id) == (work.stream, work.request_id), work
         assert all(work.cancelled for work in self._work.values() if work.hearing is Hearing.NOTHING)
-        assert (self._drain_deadline is None) == (self.phase in (LifePhase.STARTING, LifePhase.SERVING))
+        assert self.phase is not LifePhase.DRAINING or self._drain_deadline is not None
+        assert self.phase not in (LifePhase.STARTING, LifePhase.SERVING) or self._drain_deadline is None
         assert self.phase is not LifePhase.GONE or not self._work
         assert self._lent >= 0, self._lent
         assert self._evacuates or not self._evacuating
@@ -348,6 +358,15 @@ class WorkerMachine:
         self._work.clear()
         self.phase = advance(self.phase, LifeEvent.EMPTIED)
         yield Gone(cancelled=self._given_up, unfetched=self._lent)
+
+    def _abandon(self) -> list[WorkerCommand]:
+        """By rule 8."""
+        lost = len(self._heard)
+        self.phase = advance(self.phase, LifeEvent.ENGINE_STUCK)
+        self._streams.clear()
+        self._work.clear()
+        self._heard.clear()
+        return [Abandon(lost=lost)]
 
     def _evacuate(self) -> Evacuate:
         assert self._drain_deadline is not None

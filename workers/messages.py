@@ -62,6 +62,10 @@ class Ticked(Struct, frozen=True, kw_only=True):
     lent: int = 0  # as of `Stepped`
 
 
+class EngineStuck(Struct, frozen=True):
+    """The engine hangs: it makes no progress on the work that it holds."""
+
+
 class Evacuated(Struct, frozen=True):
     """Nothing more is brought away, be it that all has been or that it cannot."""
 
@@ -77,6 +81,7 @@ WorkerEvent = (
     | DrainRequested
     | Ticked
     | Evacuated
+    | EngineStuck
 )
 
 
@@ -116,4 +121,10 @@ class Gone(Struct, frozen=True, kw_only=True):
     unfetched: int = 0  # hand-offs that nobody had fetched by the deadline
 
 
-WorkerCommand = Submit | CancelWork | Tell | CutStream | Evacuate | Gone
+class Abandon(Struct, frozen=True, kw_only=True):
+    """End all streams and the engine now: the process ends. Nothing follows, and no router is told anything else."""
+
+    lost: int  # requests that run elsewhere from now on, if their routers can
+
+
+WorkerCommand = Submit | CancelWork | Tell | CutStream | Evacuate | Gone | Abandon

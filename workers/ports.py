@@ -50,6 +50,22 @@ EngineOutput = Sequence[Progress | Rejected]
 """What one decode step brought, for all requests that it advanced."""
 
 
+class Pulse(Struct, frozen=True, kw_only=True):
+    """The progress of one scheduler of an engine, as a watchdog looks at it."""
+
+    steps: int
+    """Steps that it has begun. It begins none before the one before has ended, or at most one before."""
+
+    tokens: int
+    """Prompt and answer tokens of the step that is under way; of the last one while none is."""
+
+    working: bool
+    """Whether it holds work that steps should bring forward."""
+
+    novel: bool = False
+    """Whether some of that work is of a kind that it has not done before, and may take far longer than a step usually does."""
+
+
 class Engine(Protocol):
     """One running engine. Made by an async context manager (`open_engine`) that has it ready, and that stops it.
 
@@ -92,6 +108,21 @@ class Engine(Protocol):
 
     def load(self) -> Load: ...
 
+    def pulses(self) -> Sequence[Pulse]:
+        """The progress of each of its schedulers, always in the same order. Cheap: it is asked ten times a second.
+
+        None at all: this engine does not show its steps, and nobody notices when it hangs.
+        """
+        ...
+
+    def traced(self) -> bool:
+        """Whether a debugger has one of its processes. Not cheap: it is asked when the engine is suspected of a hang."""
+        ...
+
+    def kill(self) -> None:
+        """End its processes at once, which may answer nothing any more. After that it brings nothing; the context is left next."""
+        ...
+
     @property
     def lent(self) -> int:
         """Hand-offs whose blocks it holds until a decode engine has fetched them, or their lease ends."""
@@ -112,6 +143,10 @@ class Saving(Protocol):
 
 class EngineDied(Exception):
     """The engine stopped by itself; the worker process has to go, so that its supervisor starts another."""
+
+
+class EngineHung(EngineDied):
+    """The engine made no progress on work that it holds, and was killed; otherwise like `EngineDied`."""
 
 
 class Outlet(Protocol):

@@ -21,9 +21,11 @@ from workers.cache_view import CacheView
 from workers.holds import SessionHolds
 from workers.machine import GRACE, LifePhase, WorkerMachine
 from workers.messages import (
+    Abandon,
     CancelWork,
     CutStream,
     DrainRequested,
+    EngineStuck,
     Evacuate,
     Evacuated,
     FactsChanged,
@@ -39,12 +41,16 @@ from workers.messages import (
     WorkerCommand,
     WorkerEvent,
 )
-from workers.ports import Engine, EngineDied, EngineFacts, Evacuator, HoldKeeper, Outlet
+from workers.ports import Engine, EngineDied, EngineFacts, EngineHung, Evacuator, HoldKeeper, Outlet
 from workers.session import Session
 from workers.settings import WorkerSettings
+from workers.watchdog import Health, Watchdog
 from workers.worth import LatestPrompts
 
 log = logging.getLogger(__name__)
+
+END_SECONDS = 10.0
+"""A worker whose engine hangs ends within this time, which closing its ports and its store takes; after it the process is stuck too."""
 
 
 class WorkerServer:
@@ -119,6 +125,9 @@ class WorkerServer:
         self._evacuate_by: Nanos | None = None
         self._evacuation_asked = asyncio.Event()
         self._gone = asyncio.Event()
+        self._watchdog = Watchdog(settings.watchdog)
+        self._health = Health.HEALTHY
+        self._hung_at: Nanos | None = None
 
     @property
     def phase(self) -> LifePhase:
@@ -130,6 +139,16 @@ class WorkerServer:
         return self._machine.held
 
     @property
+    def hung(self) -> bool:
+        """Whether its engine hangs: it takes no router and no work any more, and the process ends."""
+        return self._hung_at is not None
+
+    @property
+    def live(self) -> bool:
+        """Whether the process can be left alone: false where the engine hangs and the process has not ended in time."""
+        return self._hung_at is None or self._clock.now() - self._hung_at < END_SECONDS * SECOND
+
+    @property
     def warm_blocks(self) -> int:
         """In the engine's cache: what it would cost to lose this worker."""
         return len(self._cache)
@@ -138,6 +157,7 @@ class WorkerServer:
         """Serve until drained.
 
         Raises:
+            EngineHung: The engine made no progress and was killed; otherwise as below.
             EngineDied: The process has to end, so that its supervisor starts another.
         """
         self._absorb(Ready())
@@ -156,6 +176,8 @@ class WorkerServer:
         except BaseExceptionGroup as group:
             if (died := group.subgroup(EngineDied)) is None:
                 raise
+            if (hung := group.subgroup(EngineHung)) is not None:  # what else ended did because of that
+                raise EngineHung(f"{self.description.engine}: {hung.exceptions[0]}") from group
             raise EngineDied(f"{self.description.engine}: {died.exceptions[0]}") from group
         finally:
             for session in list(self._sessions.values()):
@@ -222,6 +244,7 @@ class WorkerServer:
             self._absorb(Ticked(lent=self._engine.lent))
             if (facts := self._engine.facts) != self._facts:
                 self._describe_anew(facts)
+            self._look_after_engine()
             load, now = self._engine.load(), self._clock.now()
             if load != reported or now - reported_at >= heartbeat:
                 reported, reported_at = load, now
@@ -239,6 +262,33 @@ class WorkerServer:
         for session in list(self._sessions.values()):
             if not session.offer(self.description):
                 self._cut(session)
+
+    def _look_after_engine(self) -> None:
+        """Ask the watchdog.
+
+        Raises:
+            EngineHung: The engine hangs; routers have been told, and it has been killed.
+        """
+        if self.phase is LifePhase.GONE:
+            return
+        before, self._health = self._health, self._watchdog.look(self._engine.pulses(), self._clock.now())
+        if self._health is Health.HEALTHY:
+            if before is not Health.HEALTHY:
+                log.info("the engine makes progress again", extra={"worker": self.description.worker_id})
+            return
+        if self._engine.traced():
+            self._watchdog.excuse()
+            self._health = Health.HEALTHY
+            return
+        seconds = self._watchdog.waited / SECOND
+        if self._health is Health.HUNG:
+            self._absorb(EngineStuck())
+            raise EngineHung(f"it holds work and made no step for {seconds:.1f} s; it was killed")
+        if before is Health.HEALTHY:
+            log.warning(
+                "the engine makes no progress",
+                extra={"worker": self.description.worker_id, "seconds": round(seconds, 1)},
+            )
 
     async def _bring_away(self) -> Never:
         """When the worker drains, beside whatever runs; as often as it is asked."""
@@ -304,8 +354,21 @@ class WorkerServer:
                     log.info("drained", extra={"cancelled": cancelled, "unfetched": unfetched})
                     self._cancelled_by_drain = cancelled
                     self._gone.set()
+                case Abandon(lost=lost):
+                    self._abandon(lost)
                 case unknown:
                     assert_never(unknown)
+
+    def _abandon(self, lost: int) -> None:
+        """End all streams before anything else, since their requests go on elsewhere from then on; then the engine."""
+        self._hung_at = self._clock.now()
+        for session in self._sessions.values():
+            session.cut("its engine hangs")
+        self._sessions.clear()
+        log.error("the engine hangs and is killed", extra={"worker": self.description.worker_id, "requests": lost})
+        self._engine.kill()
+        self._cancelled_by_drain = lost
+        self._gone.set()
 
     def _overflowed(self, session: Session) -> list[WorkerCommand]:
         """What follows from cutting the stream of a router that does not keep up."""

@@ -13,6 +13,7 @@ from kvstore.addresses import host_port, unix_path
 from kvstore.credentials import Credentials
 from kvstore.settings import StoreSettings
 from workers.kv_layout import KvLayout
+from workers.watchdog import WatchdogSettings
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -85,6 +86,12 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
     """How long it takes to load an adapter: tens of megabytes from a file system near by."""
+
+    start_ms: Annotated[float, Meta(ge=0)] = 0.0
+    """How long the engine takes to start, as real ones do that load weights. `speedup` does not divide it."""
+
+    hang_file: str = ""
+    """A fault for tests: while a file of this path exists, the engine hangs in its next step and in all after it. Empty: never."""
 
     direct_listen: str = "127.0.0.1:0"
     """Where decode engines fetch blocks: host:port (0: any) or unix:path."""
@@ -235,6 +242,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     heartbeat_ms: Annotated[int, Meta(ge=10)] = 1000
     """Load is reported at least this often."""
+
+    watchdog: WatchdogSettings = WatchdogSettings()
+    """When an engine that makes no progress is taken to hang."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0)] = 30_000
     """How long running requests may go on after SIGTERM; Kubernetes kills after 30 s by default."""

@@ -26,7 +26,7 @@ import grpc
 from fleet.adapters.ext_proc import SERVICE
 from fleet.adapters.grpc_calls import Context, answered, serialize
 from fleet.adapters.grpc_options import client_options
-from fleet.adapters.grpc_port import open_port
+from fleet.adapters.grpc_port import LIVENESS, open_port
 from fleet.adapters.grpc_selection import SelectionService
 from fleet.adapters.picker_call import Call, Desk
 from fleet.adapters.picker_endpoints import Alone, Endpoints, Router, Standing
@@ -34,7 +34,7 @@ from fleet.adapters.picker_prompts import Prompts
 from fleet.clock import SECOND, Nanos
 from fleet.router.picker_settings import EndpointPickerSettings
 
-LIVENESS, READINESS = "liveness", "readiness"
+READINESS = "readiness"
 
 
 @asynccontextmanager
@@ -56,7 +56,7 @@ async def open_endpoint_picker(
     server = grpc.aio.server(options=client_options(shared=shared, connection_seconds=connection_seconds))
     picker.add(server)
     async with open_port(
-        server, settings.listen, (READINESS, SERVICE), picker.ready, alive=(LIVENESS,)
+        server, settings.listen, (READINESS, SERVICE), picker.ready, alive={LIVENESS: lambda: True}
     ) as picker.address:
         yield picker
 

@@ -1,7 +1,7 @@
 """A gRPC port, from listening to the last message: health and reflection for whatever it serves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -12,6 +12,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from fleet.adapters.grpc_calls import Context, answered, parse, send, serialize, unary_in_context
 from fleet.errors import ConfigurationRefused
+
+LIVENESS = "liveness"
+"""The health service that liveness probes ask, as the endpoint picker's convention has it."""
 
 HEALTH_SECONDS = 0.25  # how late those who watch are told whether it serves
 STOP_SECONDS = 2.0  # for the last messages of calls that end
@@ -36,7 +39,7 @@ async def open_port(
     services: Sequence[str],
     serving: Callable[[], bool],
     *,
-    alive: Sequence[str] = (),
+    alive: Mapping[str, Callable[[], bool]] | None = None,
 ) -> AsyncIterator[str]:
     """Serve until the context ends; then running calls are cancelled. Yields the address, with the port that was taken.
 
@@ -45,12 +48,12 @@ async def open_port(
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         services: Their full names, for health and reflection.
         serving: Whether they can serve now; asked at once by who asks for their health, and some times a second.
-        alive: Names under which health says that the process answers, whatever it can serve.
+        alive: By the names under which health tells it: whether the process is sound, whatever it can serve.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    healths = _Health(("", *services), serving, alive)
+    healths = _Health(dict.fromkeys(("", *services), serving) | dict(alive or {}))
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
     address = _bind(server, listen)
@@ -65,6 +68,7 @@ async def open_port(
             failure = error  # the body's own, which the group would wrap
         finally:
             watch.cancel()
+            await healths.tell()  # the last word on what ended before
             await server.stop(STOP_SECONDS)
     if failure is not None:
         raise failure
@@ -100,14 +104,12 @@ def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
-    """The standard health service, of which the library does the watching. SERVING while `serving` is true."""
+    """The standard health service, of which the library does the watching. A service is SERVING while its function says so."""
 
-    def __init__(self, services: Sequence[str], serving: Callable[[], bool], alive: Sequence[str]) -> None:
+    def __init__(self, services: Mapping[str, Callable[[], bool]]) -> None:
         super().__init__()
         self._services = services
-        self._alive = alive
-        self._serving = serving
-        self._told: bool | None = None
+        self._told: dict[str, int] = {}
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Its methods, which take bytes."""
@@ -120,11 +122,10 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no type
 
     async def _check(self, content: bytes, context: Context) -> Message:
         service = parse(health_pb2.HealthCheckRequest, content).service
-        if service in self._alive:
-            return self._answer(health_pb2.HealthCheckResponse.SERVING)
         if service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"service: {service[:100]!r} is not served here")
-        return self._answer(self._status())
+        answer: Message = health_pb2.HealthCheckResponse(status=self._status(service))
+        return answer
 
     async def _watch(self, content: bytes, context: Context) -> None:
         async def follow() -> None:
@@ -140,21 +141,12 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no type
 
     async def tell(self) -> None:
         """Tell those who watch, if there is news."""
-        if (serving := self._serving()) is self._told:
-            return
-        if self._told is None:
-            for service in self._alive:
-                await self.set(service, health_pb2.HealthCheckResponse.SERVING)
-        self._told = serving
         for service in self._services:
-            await self.set(service, self._status())
+            if (status := self._status(service)) != self._told.get(service):
+                self._told[service] = status
+                await self.set(service, status)
 
-    @staticmethod
-    def _answer(status: int) -> Message:
-        answer: Message = health_pb2.HealthCheckResponse(status=status)
-        return answer
-
-    def _status(self) -> int:
+    def _status(self, service: str) -> int:
         states = health_pb2.HealthCheckResponse
-        status: int = states.SERVING if self._serving() else states.NOT_SERVING
+        status: int = states.SERVING if self._services[service]() else states.NOT_SERVING
         return status

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from fleet.adapters.grpc_calls import parse, unary
 from fleet.adapters.grpc_options import SERVER_OPTIONS
-from fleet.adapters.grpc_port import open_port
+from fleet.adapters.grpc_port import LIVENESS, open_port
 from fleet.clock import MILLISECOND, Nanos
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import encode_description
@@ -24,7 +24,8 @@ SERVICE = "fleet.v1.Worker"
 async def serve_control(worker: WorkerServer, listen: str, presence: Presence) -> AsyncIterator[str]:
     """Listen for operators until left; yields the address, with the port that was chosen.
 
-    Health is SERVING while the worker serves and is registered wherever it was told to be: what a readiness probe asks.
+    Health is SERVING while the worker serves and is registered wherever it was told to be: what a readiness probe asks. The service
+    `liveness` is SERVING as long as the process answers, unless its engine hangs and the process could not end because of that.
 
     Args:
         worker: Its `run` is the caller's affair.
@@ -51,7 +52,11 @@ async def serve_control(worker: WorkerServer, listen: str, presence: Presence) -
     methods = {"Describe": unary(describe), "Drain": unary(drain)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
     async with open_port(
-        server, listen, (SERVICE,), lambda: worker.phase is LifePhase.SERVING and presence.ready
+        server,
+        listen,
+        (SERVICE,),
+        lambda: worker.phase is LifePhase.SERVING and presence.ready,
+        alive={LIVENESS: lambda: worker.live},
     ) as address:
         yield address
 
@@ -63,5 +68,6 @@ async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[
     Raises:
         ConfigurationRefused: As with `serve_control`.
     """
-    async with open_port(grpc.aio.server(options=SERVER_OPTIONS), listen, (), serving) as address:
+    alive = {LIVENESS: lambda: True}
+    async with open_port(grpc.aio.server(options=SERVER_OPTIONS), listen, (), serving, alive=alive) as address:
         yield address

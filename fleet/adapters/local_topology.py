@@ -237,6 +237,7 @@ def _worker(
         drain_timeout_ms=WORKER_DRAIN // MILLISECOND,
         vllm=_exact(pool.vllm) if cluster.model == TINY else pool.vllm,
         simulated=pool.simulated,
+        watchdog=pool.watchdog,
         **fields,
     )
 

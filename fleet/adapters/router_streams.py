@@ -5,7 +5,8 @@ Rules:
 1. Hello comes first, within `HELLO_SECONDS` and once. Who says anything else, or what cannot be parsed, is told why and
    cut. A piece of work that cannot be understood is rejected, and the stream goes on.
 2. When the connection is over, for whatever reason, its session is, and so is its work.
-3. What the worker says is encoded and handed to the connection at once, with no task in between, while the router takes
+3. A worker whose engine hangs takes no stream any more.
+4. What the worker says is encoded and handed to the connection at once, with no task in between, while the router takes
    it; a router that does not makes it wait in the session, which is bounded.
 """
 
@@ -30,6 +31,7 @@ HELLO_SECONDS = 10  # a router says hello with its first packet
 LINGER_SECONDS = 2  # for the last messages of a stream that ends; a router that does not read does not get them
 
 HELLO_FIRST = "hello: the first message on a stream must be hello"
+HUNG = "its engine hangs, and the process ends"
 
 
 @asynccontextmanager
@@ -111,6 +113,9 @@ class _Stream:
         if self._session is None:
             if not isinstance(message, Hello):
                 self.end(HELLO_FIRST)
+                return
+            if self._worker.hung:
+                self.end(HUNG)  # or the router would take it for a worker that has come back
                 return
             self._timer.cancel()
             self._session = self._worker.open(message.router_id, self)

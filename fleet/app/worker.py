@@ -1,6 +1,7 @@
 """A worker's process: an engine and the service around it, or a further rank of an engine over several nodes."""
 
 import asyncio
+import faulthandler
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -19,7 +20,7 @@ from fleet.ids import Incarnation
 from kvstore.errors import LayoutMismatch
 from workers.groups import common_of
 from workers.machine import GRACE
-from workers.ports import Engine, EngineFacts
+from workers.ports import Engine, EngineFacts, EngineHung
 from workers.settings import GroupSettings, WorkerSettings
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         ConfigurationRefused: The engine is unknown or refuses its settings, the model cannot be fetched, or the address cannot be
             listened on.
         EngineDied: The engine ended by itself.
+        EngineHung: The engine made no progress, and was killed. The process ends within `END_SECONDS` from then on.
         NodeEnded: The store node in this process did.
     """
     from fleet.adapters.golden import golden_of_folder  # noqa: PLC0415 - each process loads its own part only
@@ -45,7 +47,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     from fleet.adapters.stream_tls import of_worker  # noqa: PLC0415
     from workers.embedded import with_store  # noqa: PLC0415
     from workers.registration import Presence, Registration  # noqa: PLC0415
-    from workers.server import WorkerServer  # noqa: PLC0415
+    from workers.server import END_SECONDS, WorkerServer  # noqa: PLC0415
 
     if settings.group is not None and settings.group.rank:
         await _run_rank(settings, settings.group, announce)
@@ -104,6 +106,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         async with asyncio.TaskGroup() as tasks, stop_requested() as stop:
             serving = tasks.create_task(worker.run())  # ends with a drain, by whomever, or with the engine
             serving.add_done_callback(lambda _: stop.set())
+            serving.add_done_callback(lambda ended: _end_for_certain(ended, END_SECONDS))
             announce(endpoints)
             if lead is not None:
                 lead.when_asked_to_end(stop.set)
@@ -113,6 +116,12 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             await worker.drain(Nanos(settings.drain_timeout_ms * MILLISECOND))
             if lead is not None:
                 lead.end()
+
+
+def _end_for_certain(served: "asyncio.Task[None]", seconds: float) -> None:
+    """Where the engine hung, end the process even if the orderly end hangs too; what its threads do then is on standard error."""
+    if not served.cancelled() and isinstance(served.exception(), EngineHung):
+        faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: Announce) -> None:

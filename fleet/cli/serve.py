@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.adapters.process_group import die_with_parent
-from fleet.cli.exits import DONE, FAILED
+from fleet.cli.exits import DONE, FAILED, HUNG
 from fleet.config import changes_of, files_of
 from fleet.errors import ConfigurationRefused
 
@@ -80,13 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
         return _serve_routers(arguments)
     from fleet.app.serving import serve  # noqa: PLC0415 - after the parent's death would be noticed, because it takes a second
     from kvstore.errors import NodeEnded  # noqa: PLC0415
-    from workers.ports import EngineDied  # noqa: PLC0415
+    from workers.ports import EngineDied, EngineHung  # noqa: PLC0415
 
     try:
         serve(arguments.part, arguments.config, _announcer(arguments), _changes(arguments))
     except (EngineDied, NodeEnded) as error:
         print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
-        return FAILED
+        return HUNG if isinstance(error, EngineHung) else FAILED
     return DONE
 
 

@@ -12,7 +12,7 @@ from fleet.requests import Finish
 from fleet.router.messages import CacheAssumed, CancelWork, Dispatch, Stepped
 from fleet.sim.prompts import hashes_of
 from fleet.work import Description, KvEvent, KvRemoved, KvStored, Load, Progress, Start
-from workers.ports import EngineFacts, EngineOutput
+from workers.ports import EngineFacts, EngineOutput, Pulse
 
 Item = TypeVar("Item")
 
@@ -66,6 +66,16 @@ class HostedEngine:
 
     def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
         return self._changes.items()
+
+    def pulses(self) -> Sequence[Pulse]:
+        """None: simulated faults of engines are not hangs, and virtual time needs no watchdog."""
+        return ()
+
+    def traced(self) -> bool:
+        return False
+
+    def kill(self) -> None:
+        raise AssertionError("an engine that shows no steps is never taken to hang")
 
     @property
     def lent(self) -> int:

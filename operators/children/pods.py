@@ -34,6 +34,15 @@ GRACE_SECONDS = 30
 GOODBYE_SECONDS = 5
 """Between the word that a router's pod is to end and its SIGTERM: until then everybody who sends requests there has heard of it."""
 
+LIVENESS = {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
+"""A process that answers nothing for a minute is started again. Busy machines pause for seconds, and a restart costs minutes."""
+
+ROUTER_START = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 120}
+"""A router that fetches a tokenizer listens before it has it."""
+
+WORKER_START = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 7200}
+"""A worker listens when its engine runs. Four hours: what it fetches and loads may be hundreds of gigabytes, and it ends by itself if it cannot."""
+
 PRODUCT_LABELS = {GpuVendor.NVIDIA: "nvidia.com/gpu.product", GpuVendor.AMD: "amd.com/gpu.product-name"}
 
 KEYS = {
@@ -157,6 +166,15 @@ def _container(
         },
         "volumeMounts": mounts,
     }
+    # A user's own command answers what the user says; our questions would end it.
+    if not is_foreign(role):
+        live = (
+            {"httpGet": {"path": "/openapi.json", "port": "http"}}
+            if routes
+            else {"grpc": {"port": WORKER_CONTROL, "service": "liveness"}}
+        )
+        container["startupProbe"] = live | (ROUTER_START if routes else WORKER_START)
+        container["livenessProbe"] = live | LIVENESS
     if routes:
         container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 2}
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}

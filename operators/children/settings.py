@@ -19,7 +19,7 @@ from operators.children.names import (
     labels_of,
     router_service,
 )
-from operators.resources.deployment import EngineKind, KvPath, Role, RoleType
+from operators.resources.deployment import EngineKind, KvPath, Role, RoleType, Watchdog
 
 SCRATCH = "/tmp"  # noqa: S108 - an emptyDir of the pod's own
 MODELS = "/models"
@@ -65,6 +65,12 @@ def worker_settings(deployment: Deployment, role: Role) -> Manifest:
     if role.nodes_per_replica > 1:
         # Its rank and where the first is, only the pod knows.
         settings["group"] = {"nodes": role.nodes_per_replica, "listen": f"0.0.0.0:{GROUP_PORT}"}
+    if spec.watchdog != Watchdog():
+        settings["watchdog"] = {
+            "enabled": spec.watchdog.enabled,
+            "floor_seconds": spec.watchdog.floor_seconds,
+            "ceiling_seconds": spec.watchdog.ceiling_seconds,
+        }
     degree = role.parallelism
     if spec.engine is EngineKind.VLLM:
         given = {

@@ -207,6 +207,17 @@ class Balance(Resource, frozen=True):
     """Replicas that one change adds or takes."""
 
 
+class Watchdog(Resource, frozen=True):
+    """When a worker whose engine makes no progress on its work is ended and started again."""
+
+    enabled: bool = True
+    floor_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
+    """An engine gets at least so long for a step, however quick its steps were."""
+
+    ceiling_seconds: Seconds = 300
+    """An engine gets at most so long, also for its first steps and for work of a new kind."""
+
+
 _ROLES = rules(
     (
         "self.exists(r, r.type == 'prefill') == self.exists(r, r.type == 'decode')",
@@ -237,6 +248,10 @@ DEPLOYMENT_RULES = rules(
         ),
         "kvTransfer.paths: a store takes blocks of engines on one node, without pipeline stages and data parallelism",
     ),
+    (
+        "self.watchdog.floorSeconds <= self.watchdog.ceilingSeconds",
+        "watchdog.ceilingSeconds: is below watchdog.floorSeconds",
+    ),
 )
 
 OBJECT_RULES = rules(
@@ -259,6 +274,7 @@ class DisaggDeploymentSpec(Resource, frozen=True):
     kv_transfer: KvTransfer = KvTransfer()
     routing: Routing = Routing()
     balance: Balance = Balance()
+    watchdog: Watchdog = Watchdog()
     suspend: bool = False
     """Scale everything to 0 and keep it there."""
 

@@ -14,6 +14,17 @@ from fleet.work import Progress, Rejected
 from kvstore.block import blocks_for, chain
 from tests.builders import token_bytes
 from tests.engine_driving import Driven, blocks_from, bytes_from, early_and_late, fresh_prompt, greedy, split, work
+from tests.waiting import until
+
+
+def steps_of(one: Driven) -> int:
+    return sum(pulse.steps for pulse in one.engine.pulses())
+
+
+def working(one: Driven) -> bool:
+    pulses = one.engine.pulses()
+    assert pulses, "it shows its steps"
+    return any(pulse.working for pulse in pulses)
 
 
 async def every_request_ends_exactly_once_with_all_its_tokens(one: Driven) -> None:
@@ -308,6 +319,24 @@ async def a_form_is_kept_by_a_pair_as_by_one(prefill: Driven, decode: Driven, pa
     assert tokens == (await prefill.do(work(prompt, sampling=sampling)))[0]
 
 
+async def steps_are_shown_while_it_works_and_end_with_the_work(one: Driven) -> None:
+    """What a watchdog goes by: an engine that works steps, and one that does not step has no work."""
+    await until(lambda: not working(one))
+    before = steps_of(one)
+    start = work(fresh_prompt(70), 40)
+    one.submit(start)
+    await one.until(lambda: len(one.tokens[start.request_id]) >= 20)
+    during = steps_of(one)
+    assert working(one), "it holds a request"
+    await one.end_of(start)
+
+    await until(lambda: not working(one))
+
+    assert before + 20 <= during <= before + 60, "a step brings a request one token at most, and is counted once"
+    assert during + 10 <= steps_of(one)
+    assert not one.engine.traced()
+
+
 ALONE = (
     every_request_ends_exactly_once_with_all_its_tokens,
     greedy_tokens_are_the_same_alone_and_in_a_batch,
@@ -323,6 +352,7 @@ ALONE = (
     logprobs_come_when_asked_for,
     what_the_engine_cannot_do_is_rejected_by_field,
     a_form_of_the_answer_is_never_passed_over,
+    steps_are_shown_while_it_works_and_end_with_the_work,
 )
 
 PAIRED = (

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import grpc
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -38,9 +39,10 @@ from tests.stream_peers import Heard
 from tests.waiting import until
 from tests.worker_processes import StreamEnded, a_mute_stream, a_stream, a_worker_process, raw
 from workers.engines.simulated import open_engine
-from workers.ports import RegistryUnreachable, Superseded
+from workers.ports import EngineDied, EngineHung, RegistryUnreachable, Superseded
 from workers.server import WorkerServer
 from workers.settings import SimulatedSettings, WorkerSettings
+from workers.watchdog import WatchdogSettings
 
 pytestmark = pytest.mark.integration
 
@@ -328,6 +330,7 @@ async def test_health_follows_the_workers_life_and_the_services_are_listed(folde
             return (await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)).status
 
         assert await status() == await status("") == health_pb2.HealthCheckResponse.SERVING
+        assert await status("liveness") == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
             await status("fleet.v1.Nothing")
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
@@ -343,6 +346,7 @@ async def test_health_follows_the_workers_life_and_the_services_are_listed(folde
         worker.terminate()
         await stream.next(Draining)
         assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await status("liveness") == health_pb2.HealthCheckResponse.SERVING, "it drains, which is no illness"
 
 
 async def test_a_worker_is_ready_when_it_is_registered(folder):
@@ -426,6 +430,37 @@ async def test_a_frozen_worker_is_lost_to_its_router_and_found_again(folder):
             worker.thaw()
         await until(WorkerJoined)
         running.cancel()
+
+
+async def test_a_worker_whose_engine_hung_takes_no_stream(folder):
+    """A router that dials it again before it has ended must not take it for one that has come back."""
+    told = settings(watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.2))
+    fault = folder / "hang"
+    simulated = msgspec.structs.replace(told.simulated, hang_file=str(fault))
+    told = msgspec.structs.replace(told, simulated=simulated)
+    async with open_engine(told) as engine:
+        worker = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
+        async with serve_routers(worker, "127.0.0.1:0") as address, asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(ended_by(worker))
+            async with a_stream(address) as stream:
+                await stream.say(work(fresh_prompt(10), 3000))
+                await stream.next(Step)
+                fault.touch()
+                assert await stream.ended() == "its engine hangs"
+            assert isinstance(await serving, EngineHung)
+
+            async with a_stream(address) as again:
+                assert await again.ended() == router_streams.HUNG
+
+            assert again.heard == []
+
+
+async def ended_by(worker: WorkerServer) -> EngineDied | None:
+    try:
+        await worker.run()
+    except EngineDied as died:
+        return died
+    return None
 
 
 async def test_a_killed_worker_comes_back_as_another_incarnation(folder):

@@ -165,6 +165,11 @@ def test_a_misspelt_field_is_refused_when_asked_to_be_strict(api, path):
             {"kvTransfer": {"paths": ["store"], "redis": "redis://user:word@cache:6379"}},
             "spec.kvTransfer.redis",
         ),
+        (
+            [a_role("aggregated")],
+            {"watchdog": {"floorSeconds": 60, "ceilingSeconds": 30}},
+            "watchdog.ceilingSeconds: is below watchdog.floorSeconds",
+        ),
         ([a_role("aggregated"), a_role("aggregated")], {}, "Duplicate"),
         ([a_role("aggregated") | {"name": "Upper"}], {}, "spec.roles[0].name"),
         ([a_role("aggregated") | {"type": "encode"}], {}, "spec.roles[0].type"),

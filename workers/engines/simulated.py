@@ -47,6 +47,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
         ConfigurationRefused: config.json of the model folder, or the address to lend blocks at, cannot be used.
         LayoutMismatch: The store holds blocks of this model that are not like these.
     """
+    await asyncio.sleep(settings.simulated.start_ms / 1000)
     model = _model(settings)
     namespace = namespace_of(settings, model)
     layout = _layout(settings)

@@ -6,7 +6,9 @@ end. One loop steps; loads and publications are tasks beside it, so that nobody 
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Never, assert_never
 
 import msgspec
@@ -28,12 +30,14 @@ from workers.engines.simulated_model import SimulatedModel
 from workers.engines.simulated_sequence import Sequence as Running
 from workers.engines.simulated_sequence import Shape, Stage
 from workers.engines.simulated_store import SimulatedStore
-from workers.ports import EngineDied, EngineFacts, EngineOutput, facts_with_store
+from workers.engines.tracing import is_traced
+from workers.ports import EngineDied, EngineFacts, EngineOutput, Pulse, facts_with_store
 from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 OUTPUTS = 64  # steps that the consumer may be behind before the engine waits for it
+HANG_SECONDS = 0.05  # how often a hung engine looks whether it still has to hang
 CATCH_UP_SECONDS = 0.02  # lateness that later steps make up for; timers have a resolution of a millisecond
 NO_WORKER = WorkerId("")  # the server knows the name of this worker
 
@@ -77,6 +81,9 @@ class SimulatedEngine:
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
         self._due = 0.0  # when the last step ended, by the latency model
+        self._steps = 0  # begun
+        self._step_tokens = 0  # of the latest one
+        self._waits = True  # for work, or for blocks of what it has
 
     # The port.
 
@@ -121,6 +128,15 @@ class SimulatedEngine:
     def load(self) -> Load:
         return self._batch.load
 
+    def pulses(self) -> Sequence[Pulse]:
+        return (Pulse(steps=self._steps, tokens=self._step_tokens, working=not self._waits),)
+
+    def traced(self) -> bool:
+        return is_traced([os.getpid()])
+
+    def kill(self) -> None:
+        """It has no process of its own; its task ends with the context."""
+
     @property
     def lent(self) -> int:
         return self.lender.leases
@@ -162,6 +178,9 @@ class SimulatedEngine:
             if not plan.empty:
                 prefills = [(chunk.tokens, chunk.sequence.computed) for chunk in plan.prefills]
                 context = sum(sequence.computed for sequence in plan.decodes)
+                self._steps += 1
+                self._step_tokens = sum(tokens for tokens, _ in prefills) + len(plan.decodes)
+                await self._hang()
                 await self._pace(self._settings.latency.step_ms(prefills, len(plan.decodes), context))
                 for advanced in self._batch.perform(plan):
                     self._conclude(advanced, tasks)
@@ -172,8 +191,18 @@ class SimulatedEngine:
                 await self._outputs.put(ended)
             elif plan.empty:
                 self._wake.clear()
+                self._waits = True
                 await self._wake.wait()
+                self._waits = False
                 self._due = clock.time()
+
+    async def _hang(self) -> None:
+        """Make no progress while the file of the fault is there."""
+        if not self._settings.hang_file:
+            return
+        fault = Path(self._settings.hang_file)
+        while await asyncio.to_thread(fault.exists):  # noqa: ASYNC110 - nobody tells when the file goes
+            await asyncio.sleep(HANG_SECONDS)
 
     async def _pace(self, milliseconds: float) -> None:
         """Let a step's time pass, less what earlier steps were late."""

@@ -7,6 +7,7 @@ vLLM runs its scheduler and its model in processes of their own and starts them 
 import asyncio
 import gc
 import logging
+import os
 import shutil
 import tempfile
 from collections import deque
@@ -33,12 +34,15 @@ from workers.engines import vllm_launch, vllm_requests, vllm_spread
 from workers.engines.cache_books import CacheBooks
 from workers.engines.event_health import NEVER, Alert, EventHealth
 from workers.engines.event_stream import Heard, read_events
+from workers.engines.novelty import NovelWork
+from workers.engines.tracing import is_traced
 from workers.engines.vllm_adapters import AdapterFiles, UsedAdapters, adapters_of, lora_request
 from workers.engines.vllm_group import open_rank
 from workers.engines.vllm_launch import available
 from workers.engines.vllm_namespace import namespace_of, weights_revision
 from workers.engines.vllm_planning import Counts
-from workers.ports import Engine, EngineDied, EngineFacts, EngineOutput, facts_with_store
+from workers.engines.vllm_steps import StepReader, step_file
+from workers.ports import Engine, EngineDied, EngineFacts, EngineOutput, Pulse, facts_with_store
 from workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -239,6 +243,8 @@ class VllmEngine:
         self._dead: str | None = None
         self._lent_until: deque[float] = deque()  # by the event loop's clock; bounded by hand-offs in a lease
         self._prefilled = _keep_prefill_stats(llm)
+        self._novel = NovelWork()
+        self._counters = _step_readers(scratch, vllm_spread.engines(settings))
 
     @property
     def facts(self) -> EngineFacts:
@@ -314,6 +320,19 @@ class VllmEngine:
             adapters=self._adapters.names,
         )
 
+    def pulses(self) -> Sequence[Pulse]:
+        novel = bool(self._novel)
+        return [
+            reader.pulse(working=self._is_working(engine), novel=novel) for engine, reader in self._counters.items()
+        ]
+
+    def traced(self) -> bool:
+        return is_traced([os.getpid(), *(process.pid for process in vllm_launch.family())])
+
+    def kill(self) -> None:
+        vllm_launch.kill_family()
+        self._die()
+
     @property
     def lent(self) -> int:
         """Those whose lease may still run: vLLM tells nobody outside of its own processes that blocks were fetched."""
@@ -333,6 +352,13 @@ class VllmEngine:
         """Cancel what is in flight; its tasks end by themselves."""
         for request_id in list(self._requests):
             self.cancel(request_id)
+
+    def _is_working(self, engine: int) -> bool:
+        """Whether one of vLLM's engines holds requests; where there are several, vLLM's client says which one has which."""
+        client = self._llm.engine_core
+        if (held := getattr(client, "engine_inflight", None)) is None:
+            return bool(self._requests)
+        return bool(held[client.core_engines[engine]])
 
     def _unfit(self, start: Start) -> Rejected | None:
         if (rejected := refusal(start, self._role, self._facts)) is not None:
@@ -368,6 +394,7 @@ class VllmEngine:
             self._tell(_rejected(start, Reason.INTERNAL, "", f"the engine gave up: {error}"))
         finally:
             del self._requests[start.request_id]
+            self._novel.ended(start.request_id)
             self._prefilled.pop(start.request_id, None)
 
     async def _generate(self, request: _InFlight) -> None:
@@ -377,6 +404,8 @@ class VllmEngine:
         params = vllm_requests.sampling_params(start, vllm_requests.transfer_params(start))
         prompt = tokens_input(vllm_requests.token_ids(start), cache_salt=start.salt.hex() or None)
         adapter = lora_request(start.adapter, self._settings)
+        loads = adapter is not None and start.adapter not in self._adapters.names
+        self._novel.begun(start.request_id, start.sampling, loads=loads)
         if adapter is not None:
             self._adapters.use(start.adapter)
         async for output in self._llm.generate(
@@ -388,6 +417,8 @@ class VllmEngine:
         start = request.start
         (completion,) = output.outputs
         stats = self._prefilled.pop(start.request_id, None)  # there with the first tokens
+        if self._novel:
+            self._novel.brought(start.request_id)
         request.generated += len(completion.token_ids)
         if completion.finish_reason is None:
             return Progress(
@@ -440,6 +471,17 @@ class VllmEngine:
         if self._dead is None:
             self._dead = "vLLM's engine process ended; the cause is in its log, above"
             self._arrived.set()
+
+
+def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
+    """By number of the engine; those of another node count their steps there."""
+    readers = {}
+    for engine in range(engines):
+        with suppress(OSError):
+            readers[engine] = StepReader(step_file(scratch, engine))
+    if not readers:
+        log.warning("vLLM runs without Fleet's connector and does not show its steps; nobody will notice when it hangs")
+    return readers
 
 
 def _keep_prefill_stats(llm: "AsyncLLM") -> "dict[str, PrefillStats]":

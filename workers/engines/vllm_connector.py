@@ -8,8 +8,8 @@ its blocks enter the engine's prefix cache only when they are known to be whole.
 vLLM reports a load to the scheduler side as ended when every rank has, a block as bad as soon as one rank has, and hands
 on what ranks tell in one step merged into one. Ranks that end a load in different steps are merged here (`_AllRanks`).
 
-It is there without a store too: it counts where the blocks of a prompt came from, and it ends vLLM's processes when the
-worker process is gone, which vLLM by itself does not.
+It is there without a store too: it counts where the blocks of a prompt came from, it counts the engine's steps for the watchdog
+(`vllm_steps`), and it ends vLLM's processes when the worker process is gone, which vLLM by itself does not.
 """
 
 # ruff: noqa: ARG002, ARG003 - the hooks' signatures are vLLM's
@@ -47,6 +47,7 @@ from workers.engines.vllm_memory import DeviceBlocks, HostBlocks
 from workers.engines.vllm_namespace import check_groups, namespace_of
 from workers.engines.vllm_planning import COUNTS, LEASE_SECONDS, StorePlanner, StoreWork
 from workers.engines.vllm_ranks import Follower, Leader, Seat
+from workers.engines.vllm_steps import StepCounter, step_file
 
 if TYPE_CHECKING:
     import torch
@@ -154,10 +155,12 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._failed_blocks: set[int] = set()
         self._loaded: dict[str, int] = {}
         self._ranks = _AllRanks()
+        self._steps: StepCounter | None = None
         if role is KVConnectorRole.SCHEDULER:
             threading.Thread(
                 target=_end_with_parent, args=(settings.scratch,), name="fleet-orphan-guard", daemon=True
             ).start()
+            self._steps = StepCounter(step_file(settings.scratch, self._parallel.data_parallel_index))
             client = self._client
             self._planner = StorePlanner(
                 block_tokens=self._namespace.block_tokens,
@@ -199,6 +202,8 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepOrders:
         assert self._planner is not None
+        assert self._steps is not None
+        self._steps.begin(scheduler_output.total_num_scheduled_tokens)
         state = scheduler_output.kv_connector_block_state
         return StepOrders(
             self._planner.plan(

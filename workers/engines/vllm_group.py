@@ -16,9 +16,11 @@ import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import psutil
 
 from workers.engines import vllm_launch
 from workers.engines.vllm_namespace import weights_revision
@@ -75,12 +77,16 @@ async def _watch(process: BaseProcess) -> None:
 
 
 def _stop(process: BaseProcess) -> None:
+    family = vllm_launch.family()
     process.terminate()
     process.join(STOP_SECONDS)
     if process.is_alive():
         log.warning("vLLM does not end, and is killed")
         process.kill()
         process.join()
+    for each in family:  # a rank that is stopped has seen nothing of all that
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
     process.close()
 
 

@@ -1,6 +1,7 @@
 """From our settings to vLLM's: environment, engine arguments, connectors; and what is checked before vLLM starts."""
 
 import atexit
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
@@ -254,6 +255,23 @@ def end_processes() -> None:
     """Kill what vLLM has started from this process; what these have started sees it, and ends."""
     for process in multiprocessing.active_children():
         process.kill()
+
+
+def family() -> list[psutil.Process]:
+    """The processes that vLLM has started from this one, and those that they have started."""
+    found: list[psutil.Process] = []
+    for process in multiprocessing.active_children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child = psutil.Process(process.pid)
+            found += [child, *child.children(recursive=True)]
+    return found
+
+
+def kill_family() -> None:
+    """Kill all of them, since one that is stopped does not see that its parent is gone."""
+    for process in family():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def end_quickly() -> None:

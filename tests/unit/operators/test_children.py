@@ -15,10 +15,11 @@ from operators.children.settings import PATIENCE_SECONDS, in_bytes
 from operators.children.shared import shared
 from operators.children.workloads import group, revision, workers
 from operators.kinds import Served
-from operators.resources.deployment import DisaggDeploymentSpec, Role
+from operators.resources.deployment import DisaggDeploymentSpec, Role, Watchdog
 from workers.engines import vllm_spread
 from workers.groups import common_of
 from workers.settings import WorkerSettings
+from workers.watchdog import WatchdogSettings
 
 SAMPLES = sorted((Path(__file__).parents[3] / "deploy" / "samples").glob("*.yaml"))
 CPU = next(path for path in SAMPLES if path.stem == "cpu")
@@ -67,6 +68,34 @@ def test_settings_of_all_pods_are_taken_by_our_own_processes(path, paths):
             settings = settings_of(each, WorkerSettings, worker_id="pod")
             assert settings.registry == f"{deployment.name}-router-control.ns.svc:{control}"
             assert (settings.embedded_store is not None) == ("store" in paths)
+
+
+@pytest.mark.parametrize("told", [{"enabled": False}, {"floorSeconds": 20, "ceilingSeconds": 600}])
+def test_workers_are_told_what_a_deployment_says_of_their_watchdog(told):
+    deployment = a_deployment(watchdog=told)
+    settings = [
+        settings_of(each, WorkerSettings, worker_id="pod").watchdog
+        for each in of_kind(manifests(deployment), "ConfigMap")
+        if each["metadata"]["labels"][ROLE] != "router"
+    ]
+
+    expected = WatchdogSettings(
+        enabled=told.get("enabled", True),
+        floor_seconds=told.get("floorSeconds", 10),
+        ceiling_seconds=told.get("ceilingSeconds", 300),
+    )
+    assert settings
+    assert all(each == expected for each in settings)
+
+
+def test_the_watchdog_of_a_deployment_has_the_defaults_of_a_workers():
+    asked, own = Watchdog(), WatchdogSettings()
+
+    assert (asked.enabled, asked.floor_seconds, asked.ceiling_seconds) == (
+        own.enabled,
+        own.floor_seconds,
+        own.ceiling_seconds,
+    )
 
 
 @pytest.mark.parametrize("secret", ["", "redis-password"])

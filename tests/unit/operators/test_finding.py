@@ -2,6 +2,7 @@
 
 import msgspec
 
+from fleet.adapters.grpc_port import LIVENESS
 from operators.children.pods import GOODBYE_SECONDS
 from operators.children.settings import CONNECTION_SECONDS
 from operators.children.shared import shared
@@ -39,6 +40,38 @@ def test_a_worker_is_ready_when_it_says_so():
     settings, container = worker_of(a_deployment())
 
     assert settings["control_listen"] == f"0.0.0.0:{container['readinessProbe']['grpc']['port']}"
+
+
+def test_a_worker_is_asked_whether_it_lives_apart_from_whether_it_is_ready():
+    settings, container = worker_of(a_deployment())
+
+    readiness, liveness, startup = (container[f"{kind}Probe"]["grpc"] for kind in ("readiness", "liveness", "startup"))
+    assert settings["control_listen"] == f"0.0.0.0:{liveness['port']}"
+    assert liveness == startup == {"port": readiness["port"], "service": LIVENESS}
+    assert "service" not in readiness
+    allowed = container["startupProbe"]
+    assert allowed["periodSeconds"] * allowed["failureThreshold"] > 10 * 60, "a start of ten minutes is no hang"
+
+
+def test_a_router_is_asked_whether_it_lives_apart_from_whether_it_is_ready():
+    deployment = a_deployment()
+
+    router = named(shared(deployment, IMAGES), "Deployment", f"{deployment.name}-router")
+
+    [container] = router["spec"]["template"]["spec"]["containers"]
+    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("readiness", "liveness", "startup")}
+    assert paths == {"readiness": "/health", "liveness": "/openapi.json", "startup": "/openapi.json"}
+
+
+def test_a_users_own_command_is_asked_nothing_that_would_end_it():
+    own = {"spec": {"containers": [{"name": "main", "command": ["their-server"]}]}}
+    deployment = a_deployment()
+    roles = tuple(msgspec.structs.replace(role, pod_template=own) for role in deployment.spec.roles)
+    spec = msgspec.structs.replace(deployment.spec, roles=roles)
+
+    _, container = worker_of(msgspec.structs.replace(deployment, spec=spec))
+
+    assert not {"startupProbe", "livenessProbe"} & set(container)
 
 
 def test_a_workers_generation_is_its_revision():

@@ -1,4 +1,4 @@
-"""Rules 1 to 7 of `workers.machine`."""
+"""Rules 1 to 8 of `workers.machine`."""
 
 import msgspec
 import pytest
@@ -16,10 +16,12 @@ from tests.builders import FINGERPRINT, a_handoff, a_prompt, a_start, some_progr
 from workers.acceptance import TAKES
 from workers.machine import FETCHED_WITHIN, GRACE, NEXT, IllegalTransition, LifeEvent, LifePhase, WorkerMachine, advance
 from workers.messages import (
+    Abandon,
     CancelRequested,
     CancelWork,
     CutStream,
     DrainRequested,
+    EngineStuck,
     Evacuate,
     Evacuated,
     Gone,
@@ -439,6 +441,24 @@ def test_what_the_engine_gives_up_ends_too():
 # Any interleaving.
 
 
+@pytest.mark.parametrize("draining", [False, True])
+def test_an_engine_that_hangs_ends_everything_at_once(draining):
+    machine = a_machine()
+    machine.handle(asked(a_start()), START)
+    if draining:
+        machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
+
+    commands = machine.handle(EngineStuck(), START)
+
+    assert commands == [Abandon(lost=1)]
+    assert machine.phase is LifePhase.GONE
+    assert machine.held == 0
+    assert machine.handle(RouterGone(stream=STREAM), START) == [], (
+        "nothing is left to cancel in an engine that is killed"
+    )
+    assert machine.handle(asked(a_start()), START) == []
+
+
 class AnyInterleaving(RuleBasedStateMachine):
     """Routers, an engine and time in any order: books stay right, every router hears exactly one end."""
 
@@ -484,6 +504,12 @@ class AnyInterleaving(RuleBasedStateMachine):
                     self.gone = True
                     assert unfetched == self.lent
                     assert self.now >= self.deadline or not (self.lent or self.evacuating)
+                case Abandon(lost=lost):
+                    assert lost == sum(self.waiting.values())
+                    self.gone = True
+                    self.engine.clear()
+                    for stream in list(self.streams):
+                        self.lose(stream)
 
     def told(self, stream, request_id, *, ended) -> None:
         assert self.waiting.get((stream, request_id), 0) >= 1, "nobody waits for this"
@@ -557,6 +583,11 @@ class AnyInterleaving(RuleBasedStateMachine):
     def stall(self, pause_ms):
         """Time passes and nobody has noticed yet."""
         self.now = Nanos(self.now + pause_ms * MILLISECOND)
+
+    @precondition(lambda self: not self.gone)
+    @rule()
+    def hang(self):
+        self.feed(EngineStuck())
 
     @rule(timeout_ms=st.sampled_from([0, 20, 5000]))
     def drain(self, timeout_ms):

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 
 from fleet.adapters.clock import SystemClock
-from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.errors import Reason
 from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
 from fleet.requests import Finish
@@ -30,10 +30,11 @@ from tests.waiting import until
 from workers.cache_view import CHUNK, CacheView
 from workers.engines.simulated import open_engine
 from workers.machine import LifePhase
-from workers.ports import EngineDied
-from workers.server import WorkerServer
+from workers.ports import EngineDied, EngineHung
+from workers.server import END_SECONDS, WorkerServer
 from workers.session import Session
 from workers.settings import SimulatedSettings, WorkerSettings
+from workers.watchdog import WatchdogSettings
 
 
 def settings(**fields) -> WorkerSettings:
@@ -138,11 +139,11 @@ class Running:
 
 
 @asynccontextmanager
-async def a_worker(told: WorkerSettings | None = None):
+async def a_worker(told: WorkerSettings | None = None, clock: Clock | None = None):
     told = told or settings()
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(open_engine(told))
-        server = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
+        server = WorkerServer(told, engine, clock or SystemClock(), Incarnation("one"))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
 
         async def run() -> EngineDied | None:
@@ -388,6 +389,50 @@ async def test_a_broken_engine_ends_the_worker_with_an_error(monkeypatch):
         assert isinstance(died, EngineDied)
         assert "simulated 1" in str(died)
         assert await router.ended(), "the router must not take this for a proper end"
+
+
+class LaterClock(SystemClock):
+    """Real time, which a test can let pass at once."""
+
+    later = Nanos(0)
+
+    def now(self) -> Nanos:
+        return Nanos(super().now() + self.later)
+
+
+async def test_a_hung_engine_ends_the_worker_and_all_its_streams(tmp_path):
+    told = settings(speedup=1, watchdog=WatchdogSettings(floor_seconds=0.2, ceiling_seconds=0.5))
+    fault = tmp_path / "hang"
+    simulated = msgspec.structs.replace(told.simulated, hang_file=str(fault))
+    clock = LaterClock()
+    async with a_worker(msgspec.structs.replace(told, simulated=simulated), clock) as worker:
+        async with worker.router("one") as one, worker.router("two") as two:
+            one.session.receive(work(fresh_prompt(10), 1500))
+            await one.until(lambda: one.all(Step))
+            assert (worker.server.hung, worker.server.live) == (False, True)
+
+            fault.touch()
+
+            assert await one.ended() == await two.ended() == "its engine hangs"
+            assert isinstance(await worker.task, EngineHung)
+            assert worker.server.phase is LifePhase.GONE
+        assert (worker.server.hung, worker.server.live) == (True, True)
+        clock.later = Nanos(END_SECONDS * SECOND)
+        assert not worker.server.live, "it should have ended"
+
+
+async def test_a_draining_worker_whose_engine_hangs_ends_at_once(tmp_path):
+    told = settings(speedup=1, watchdog=WatchdogSettings(floor_seconds=0.2, ceiling_seconds=0.5))
+    fault = tmp_path / "hang"
+    simulated = msgspec.structs.replace(told.simulated, hang_file=str(fault))
+    async with a_worker(msgspec.structs.replace(told, simulated=simulated)) as worker, worker.router() as router:
+        router.session.receive(work(fresh_prompt(10), 1500))
+        await router.until(lambda: router.all(Step))
+        fault.touch()
+
+        assert await worker.server.drain(Nanos(600 * SECOND)) == 1
+
+        assert isinstance(await worker.task, EngineHung)
 
 
 async def test_more_requests_than_the_worker_holds_are_refused_and_the_rest_is_served():

@@ -1,0 +1,180 @@
+"""Step watchdog: decides from an engine's progress whether the engine is healthy or hangs. Pure; `workers.server` asks it at each tick.
+
+Rules:
+
+1. Progress is a step of the engine's scheduler, not a token: a long prompt that is computed chunk by chunk brings no token for minutes,
+   and steps all the time. A scheduler that has no work makes no progress and does not hang.
+2. The patience is the time without progress after which an engine with work counts as hung. It is `step_factor` times the slowest step
+   of that size lately, and never below `floor_seconds` or above `ceiling_seconds`.
+3. Steps are told apart by size, because a step that computes 4,096 prompt tokens may take a thousand times as long as one that decodes.
+   A size is a power of two of tokens. For a size that was not seen there are two bounds: a larger step takes at least as long, and the
+   time of a smaller one grows in proportion to the tokens at most. The lower bound of both counts. An engine of which no step was seen
+   gets the ceiling.
+4. Slow steps are forgotten: a size's slowest time halves in `HALF_LIFE` of observation. A first compilation does not count for ever.
+5. Work of a kind that the engine has not done before (an adapter to load, a kernel to compile) gets the ceiling, and what it takes says
+   nothing about later steps.
+6. Time that passes between two looks counts as a tenth of the patience at most. A process that was stopped, a machine that was suspended
+   and an event loop that was starved have not watched during that time. So a hang needs at least ten looks without progress. Nor is a
+   step learned during which so much time passed.
+7. An engine is as bad as the worst of its schedulers.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import islice
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from fleet.clock import SECOND, Nanos
+from workers.ports import Pulse
+
+HALF_LIFE = (
+    600 * SECOND
+)  # long enough to remember the prompts of one session, short enough to forget a compilation within the hour
+SHARE_OF_A_LOOK = 10  # rule 6
+SIZES = 32  # powers of two; no step has 2**31 tokens
+
+
+class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When an engine that makes no progress on its work is taken to hang (the rules are above).
+
+    A worker whose engine hangs leaves service at once, kills the engine and ends, so that its supervisor starts another.
+    """
+
+    enabled: bool = True
+    """Off: a hung engine keeps its requests, and gets new ones, until somebody ends it. For work with a debugger that does not show
+    itself to the system, and for engines whose steps have no bound."""
+
+    floor_seconds: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    """An engine is given at least so long for a step, however quick its steps were. Steps of deployed engines take milliseconds up to a
+    second; 10 s are above the pauses of a busy machine, and short enough for clients who wait."""
+
+    ceiling_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
+    """An engine is given at most so long, also for its first steps and for work of a new kind, which may compile kernels or load an
+    adapter. It is the time after which vLLM itself gives up a step that is computed by several processes."""
+
+    step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
+    """Between these two, an engine is given so many times the slowest step of that size lately. 20: the same step over a context of
+    100,000 tokens takes about 4 times as long as over none, and 5 times that where a core is shared with four others."""
+
+    def __post_init__(self) -> None:
+        if self.ceiling_seconds < self.floor_seconds:
+            raise ValueError(
+                f"ceiling_seconds: {self.ceiling_seconds:g} is below floor_seconds, {self.floor_seconds:g}"
+            )
+
+
+class Health(StrEnum):
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"  # more than half of the patience has passed without progress
+    HUNG = "hung"
+
+
+class Watchdog:
+    """Watches one engine."""
+
+    def __init__(self, settings: WatchdogSettings) -> None:
+        self._settings = settings
+        self._schedulers: list[_Scheduler] = []
+        self._looked_at: Nanos | None = None
+
+    def look(self, pulses: Sequence[Pulse], now: Nanos) -> Health:
+        """Take in what the engine's schedulers show at this time.
+
+        Args:
+            pulses: One for each scheduler, always in the same order; none: the engine does not show its steps and is not watched.
+            now: Never earlier than at the look before.
+        """
+        if not self._settings.enabled:
+            return Health.HEALTHY
+        since = Nanos(0) if self._looked_at is None else Nanos(now - self._looked_at)
+        self._looked_at = now
+        while len(self._schedulers) < len(pulses):
+            self._schedulers.append(_Scheduler(self._settings))
+        found = [scheduler.look(pulse, since) for scheduler, pulse in zip(self._schedulers, pulses, strict=False)]
+        return max(found, key=list(Health).index, default=Health.HEALTHY)
+
+    def excuse(self) -> None:
+        """Start measuring anew: there is a reason why the engine made no progress, such as a debugger that holds it."""
+        for scheduler in self._schedulers:
+            scheduler.waited = Nanos(0)
+
+    @property
+    def waited(self) -> Nanos:
+        """The longest time that a scheduler with work has made no progress for, as far as it was watched."""
+        return max((scheduler.waited for scheduler in self._schedulers), default=Nanos(0))
+
+
+class _Scheduler:
+    """What is known of the steps of one scheduler."""
+
+    def __init__(self, settings: WatchdogSettings) -> None:
+        self.waited = Nanos(0)
+        self._floor = Nanos(round(settings.floor_seconds * SECOND))
+        self._ceiling = Nanos(round(settings.ceiling_seconds * SECOND))
+        self._factor = settings.step_factor
+        self._pulse: Pulse | None = None
+        self._slowest: list[_Slowest | None] = [None] * SIZES
+        self._watched = Nanos(0)
+        self._slept = False  # since the last step, for longer than counts
+
+    def look(self, pulse: Pulse, since: Nanos) -> Health:
+        before, self._pulse = self._pulse, pulse
+        if before is None or not before.working:  # it had nothing to do: idle time is no step's time
+            self.waited = Nanos(0)
+            return Health.HEALTHY
+        patience = self._patience(before)
+        counted = min(since, Nanos(patience // SHARE_OF_A_LOOK))
+        self._slept = self._slept or counted < since
+        self._watched = Nanos(self._watched + counted)
+        if pulse.steps != before.steps:
+            if not before.novel and not self._slept:
+                self._learn(before.tokens, Nanos(self.waited + counted))
+            self.waited = Nanos(0)
+            self._slept = False
+            return Health.HEALTHY
+        if not pulse.working:
+            self.waited = Nanos(0)
+            return Health.HEALTHY
+        self.waited = Nanos(self.waited + counted)
+        if self.waited >= patience:
+            return Health.HUNG
+        return Health.SUSPECT if 2 * self.waited >= patience else Health.HEALTHY
+
+    def _learn(self, tokens: int, took: Nanos) -> None:
+        """Rule 4. A step that began and ended between two looks counts as long as the time between them."""
+        size = _size_of(tokens)
+        known = self._slowest[size]
+        before = 0.0 if known is None else known.took * 0.5 ** ((self._watched - known.at) / HALF_LIFE)
+        self._slowest[size] = _Slowest(took=max(float(took), before), at=self._watched)
+
+    def _patience(self, pulse: Pulse) -> Nanos:
+        """Rules 2, 3 and 5."""
+        expected = None if pulse.novel else self._expected(_size_of(pulse.tokens))
+        if expected is None:
+            return self._ceiling
+        return Nanos(round(min(max(self._factor * expected, self._floor), self._ceiling)))
+
+    def _expected(self, size: int) -> float | None:
+        """The time that a step of this size may take, nanoseconds; None: nothing is known."""
+        if (seen := self._slowest[size]) is not None:
+            return seen.took
+        larger = (seen.took for seen in self._slowest[size:] if seen is not None)
+        smaller = (
+            seen.took * float(2 ** (size - known))
+            for known, seen in reversed(list(enumerate(self._slowest[:size])))
+            if seen is not None
+        )
+        return min((bound for bounds in (larger, smaller) for bound in islice(bounds, 1)), default=None)
+
+
+class _Slowest(Struct, frozen=True):
+    """The slowest step of a size."""
+
+    took: float  # nanoseconds
+    at: Nanos  # by the time that was watched
+
+
+def _size_of(tokens: int) -> int:
+    return min(tokens.bit_length(), SIZES - 1)

@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from msgspec.structs import replace
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from kvstore import sockets
 from kvstore.access import Access, load
@@ -31,6 +31,7 @@ from kvstore.host import host_id
 from kvstore.machine import BlockMachine
 from kvstore.messages import StoreEndpoints
 from kvstore.metrics import NodeMetrics, Snapshot
+from kvstore.metrics_server import MetricsServer
 from kvstore.monotonic import MonotonicClock
 from kvstore.mover import Mover
 from kvstore.quotas import Quotas
@@ -52,6 +53,9 @@ GRACE_SECONDS = 0.5  # for calls in progress when the node stops
 MIN_PING_MS = 4000
 """How often a client may ping a connection that is quiet; one that does so more often is cut off. Routers ping each 5 s, to
 notice a node that hangs; gRPC's own limit is 5 minutes."""
+
+HANDSHAKE_MS = 5000
+"""Until a connection of the control plane that has said nothing is cut; gRPC's own 2 minutes let strangers hold descriptors."""
 
 SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
 
@@ -147,7 +151,12 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         stack.callback(callers.close)
 
         def look() -> Snapshot:
-            return replace(service.snapshot(), undecodable=guard.refused + callers.undecodable)
+            return replace(
+                service.snapshot(),
+                undecodable=guard.refused + callers.undecodable,
+                unproven=plane.refused,
+                crowded_out=plane.crowded_out,
+            )
 
         tasks = await stack.enter_async_context(_tasks())
         metrics = NodeMetrics(CollectorRegistry(), _snapshots(look))
@@ -197,11 +206,10 @@ def _snapshots(look: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
 def _serve_metrics(address: str, registry: CollectorRegistry, stack: contextlib.AsyncExitStack) -> None:
     host, port = host_port(address)
     try:
-        server, _ = start_http_server(port, host, registry)
+        server = MetricsServer.open(host, port, registry)
     except OSError as error:
         raise StoreNotStarted(f"metrics_listen: {address} cannot be bound: {error.strerror or error}") from error
-    stack.callback(server.server_close)
-    stack.push_async_callback(asyncio.to_thread, server.shutdown)
+    stack.push_async_callback(asyncio.to_thread, server.close)
 
 
 @contextlib.asynccontextmanager
@@ -225,6 +233,7 @@ async def _control_plane(
         options=[
             ("grpc.so_reuseport", 0),  # two nodes on one port would each see half of the calls
             ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ],

@@ -67,11 +67,13 @@ COUNTERS = {
     "evicted": "Blocks that made room for others",
     "corrupt": "Blocks whose bytes were found bad",
     "failures": "Calls of the tier that failed or ended past their deadline, as it counts them",
+    "damaged": "Blocks that were damaged on their way from the tier, which keeps them",
 }
 GAUGES = {
     "blocks": "Blocks held now",
     "bytes": "Bytes that they occupy",
     "capacity_bytes": "Room for them; 0 where it is not known",
+    "fenced": "Servers of the tier that are left alone now, because their answers are damaged often",
 }
 
 

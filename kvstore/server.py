@@ -39,6 +39,7 @@ from kvstore.savings import Savings
 from kvstore.service import BlockStoreService, Identity
 from kvstore.settings import NixlUse, StoreSettings
 from kvstore.tiers.shared_memory import SharedMemoryTier
+from kvstore.tls_diagnosis import fault_of_own
 from kvstore.transports.nixl_node import NixlNode, has_fabric
 from kvstore.transports.shared_memory import MemoryHandout
 from kvstore.transports.tcp_server import DataPlane
@@ -89,6 +90,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
     incarnation = uuid.uuid4().hex
     access = load(settings.credentials)
     access.require(settings.listen, settings.data_listen)
+    if fault := fault_of_own(settings.credentials):
+        log.warning("clients will not accept this node's certificate", extra={"cause": fault})
     async with contextlib.AsyncExitStack() as stack:
         opened = stack.enter_context(contextlib.ExitStack())
         given_up = threading.Event()

@@ -105,6 +105,20 @@ def diagnose(
         return ""  # nothing of TLS, and the caller knows
 
 
+def fault_of_own(credentials: Credentials, *, field: str = "credentials") -> str:
+    """Return why the other ends will not accept our own certificate, as far as our own authority can tell; else nothing."""
+    if not (credentials.certificate and credentials.authority):
+        return ""
+    refused = _refusal_of_own(credentials)
+    if refused is None:
+        return ""
+    if refused.verify_code in UNKNOWN_ISSUER:
+        return (
+            f"{field}.certificate: {credentials.certificate} is not signed by the authority in {credentials.authority}"
+        )
+    return f"{field}.certificate: {credentials.certificate}: {refused.verify_message}"
+
+
 class _Unconnected(Exception):
     """Nobody listens there, or nobody answers."""
 
@@ -248,13 +262,21 @@ class _Asked:
             context.load_verify_locations(cadata=pem)
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | NO_CHECK_TIME
             context.set_alpn_protocols(list(self._protocols))
+            self._show_own(context)
             with self._connection(context) as connection:
                 return connection.getpeercert() or {}
         except (OSError, ValueError, _Unconnected):
             return {}
 
+    def _show_own(self, context: ssl.SSLContext) -> None:
+        """Have the client's certificate shown, lest the server's log tell of one that is missing."""
+        if self._credentials.certificate:
+            context.load_cert_chain(self._credentials.certificate, self._credentials.key)
+
     def _unverified(self) -> str:
-        with self._connection(self._bare(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))) as connection:
+        context = self._bare(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        self._show_own(context)
+        with self._connection(context) as connection:
             return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
 
 

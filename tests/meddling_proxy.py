@@ -145,6 +145,9 @@ class MeddlingHttpProxy(http.server.ThreadingHTTPServer):
     def port(self) -> int:
         return self.server_port
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of clients that leave."""
+
 
 class _Passing(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"

@@ -98,6 +98,13 @@ def read(tier: RemoteTier, keys: Sequence[BlockKey] = KEYS) -> int:
     return come
 
 
+def finds(tier: RemoteTier) -> int:
+    try:
+        return tier.find(KEYS, soon())
+    except TierFailed:
+        return 0
+
+
 def is_fenced(tier: RemoteTier) -> bool:
     try:
         tier.get(KEYS[:1], empty(1), soon())
@@ -146,6 +153,7 @@ def test_fence_around_s3_opens_when_answers_are_sound_again(bucket):
         assert tier.status().fenced == 1
         proxy.heals = True
 
+        eventually(lambda: finds(tier) == COUNT)
         eventually(lambda: read(tier) == COUNT)
 
         assert tier.status().fenced == 0
@@ -199,6 +207,7 @@ def test_damage_on_the_way_from_redis_deletes_no_value(damage):
         assert len(list(client.scan_iter(f"{prefix}:*", count=1000))) == COUNT
 
         proxy.heals = True
+        eventually(lambda: finds(tier) == COUNT)
         eventually(lambda: read(tier) == COUNT)
         assert tier.status().fenced == 0
 

@@ -188,6 +188,8 @@ class S3Shelf:
             fetched = self._records.take(key, body, wanted.into)
         if fetched.outcome is BlockOutcome.MOVED:
             self._saw(key, is_there=True)
+        elif fetched.outcome is BlockOutcome.CORRUPT:
+            self._seen.forget(key)  # it may have been damaged on its way
         else:
             self._seen.doubt(key)
         return fetched

@@ -29,7 +29,9 @@ from kvstore.tiers.second_reading import Verdict
 from kvstore.tiers.tally import Tally
 
 REMOVE_WITHIN = Nanos(1 * SECOND)
-"""Also for reading again what was found bad, where the deadline of the call allows that much."""
+
+EXAMINE_WITHIN = Nanos(5 * SECOND)
+"""For reading again what a call found bad, where its deadline allows that much: nobody has its answers meanwhile."""
 
 EXAMINED = 4
 """Blocks that are read again after a call. What was found bad besides is read again after the call that meets it next."""
@@ -245,7 +247,7 @@ class RemoteTier(Generic[S]):
 
     def _examine(self, corrupt: Mapping[BlockKey, int], deadline: Nanos) -> int:
         """Remove what is corrupt where it lies; returns how many blocks were damaged on their way instead."""
-        until = min(deadline, Nanos(self._clock.now() + REMOVE_WITHIN))
+        until = min(deadline, Nanos(self._clock.now() + EXAMINE_WITHIN))
         lie_bad, damaged = [], 0
         for key in list(corrupt)[:EXAMINED]:
             try:

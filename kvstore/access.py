@@ -22,7 +22,10 @@ from kvstore.call_proofs import Calendar, ProofAsker, ProvenAioCalls, ProvenCall
 from kvstore.credentials import Credentials
 from kvstore.errors import BadCredentials, StoreNotStarted
 from kvstore.monotonic import unix_seconds
+from kvstore.tls_diagnosis import TIMEOUT_SECONDS, diagnose_address
 from kvstore.transports.authentication import SECRET_BYTES, Key, Purpose
+
+PLAIN_TIMEOUT_SECONDS = 0.2
 
 Options = Sequence[tuple[str, Any]]
 
@@ -35,6 +38,8 @@ class Access(Struct, frozen=True, kw_only=True):
     key: bytes = b""
     authority: bytes = b""
     insecure: bool = False
+    files: Credentials = Credentials()
+    """Where all this was read from, for those who have to be told which file is wrong."""
 
     def __repr__(self) -> str:
         return "Access(…)"  # secrets are not for logs
@@ -111,6 +116,14 @@ class Access(Struct, frozen=True, kw_only=True):
             return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
         return grpc.aio.secure_channel(address, self._for_channels(), options=options, interceptors=interceptors)
 
+    def diagnose(self, address: str) -> str:
+        """Return why a client has no connection over TLS to a node, or nothing; see `kvstore.tls_diagnosis`. Takes a second or two.
+
+        A client without TLS waits but a moment for the answer, since most nodes that do not answer have no TLS.
+        """
+        timeout_seconds = TIMEOUT_SECONDS if self.authority else PLAIN_TIMEOUT_SECONDS
+        return diagnose_address(address, self.files, timeout_seconds=timeout_seconds)
+
     def _for_channels(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.authority, self.key or None, self.certificate or None)
 
@@ -136,6 +149,7 @@ def load(credentials: Credentials) -> Access:
         key=_read("key", credentials.key),
         authority=_read("authority", credentials.authority),
         insecure=credentials.insecure,
+        files=credentials,
     )
 
 

@@ -601,7 +601,9 @@ class StoreClient:
             hashes=b"".join(match.names[index] for index in indices),
             generations=[match.slots[index].generation for index in indices],
         )
-        self._link.call(lambda _, timeout: self._link.stub.Condemn(request, timeout=timeout))
+        response = self._link.call(lambda _, timeout: self._link.stub.Condemn(request, timeout=timeout))
+        if response is not None:
+            self._link.counting.add(damaged=max(len(indices) - response.dropped, 0))
 
     def _transfer_deadline(self, blocks: int) -> Nanos:
         span = nanos(blocks * self._namespace.block_bytes / SLOWEST_BYTES_PER_SECOND)

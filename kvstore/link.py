@@ -6,12 +6,14 @@ Rules:
 2. No call takes longer than its deadline, and a breaker keeps callers from paying it again and again.
 3. A restarted node refuses the ids of its former incarnation; hands are then shaken again, the new pool is mapped and the
    call repeated, within the same deadline.
-4. Where shared memory was wanted and could not be had, since too many asked for it perhaps, a thread tries again by and by,
+4. Where a node cannot be reached, and TLS is the cause, the error or a log line says so (`kvstore.tls_diagnosis`).
+5. Where shared memory was wanted and could not be had, since too many asked for it perhaps, a thread tries again by and by,
    and what is called from then on goes that way.
 5. A link may be opened before its node answers. A thread then shakes hands as soon as the node does; until that, every
    call is None at once and costs its caller nothing.
 """
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -21,7 +23,7 @@ from typing import Self, TypeVar
 import grpc
 
 from kvstore import wire
-from kvstore.access import load
+from kvstore.access import Access, load
 from kvstore.breaker import Breaker
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.credentials import Credentials
@@ -30,7 +32,6 @@ from kvstore.layout import Namespace
 from kvstore.messages import Counters, DataPath
 from kvstore.ports import Transport
 from kvstore.session import Session, refusal, shake_hands, with_memory
-from kvstore.transports.authentication import Key
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
 CHANNEL_OPTIONS = (
@@ -81,7 +82,7 @@ class Link:
         *,
         call_timeout: Nanos,
         prefer: tuple[DataPath, ...],
-        data_key: Key | None,
+        access: Access,
         clock: Clock,
     ):
         self.stub = pb_grpc.BlockStoreStub(channel)
@@ -94,12 +95,12 @@ class Link:
         self._outdated = False  # the node said that it is another one by now
         self._call_timeout = call_timeout
         self._prefer = prefer
-        self._data_key = data_key
+        self._access = access
         self._clock = clock
         self._breaker = Breaker()
         self._void: deque[str] = deque(maxlen=16)  # incarnations that are known to be over
         self._handshake = threading.Lock()
-        self._memory = Breaker()  # of attempts to get at it after all (rule 4)
+        self._memory = Breaker()  # of attempts to get at it after all (rule 5)
         self._seeking = threading.Lock()
         self._slower: list[Transport] = []  # ways that were used before it, and may be still
 
@@ -121,6 +122,10 @@ class Link:
         try:
             stub = pb_grpc.BlockStoreStub(channel)
             session = shake_hands(stub, address, namespace, prefer, access.data_key, clock, deadline)
+        except StoreUnreachable as error:
+            channel.close()
+            cause = access.diagnose(address)
+            raise (StoreUnreachable(f"{error}: {cause}") if cause else error) from error.__cause__
         except BaseException:
             channel.close()
             raise
@@ -131,7 +136,7 @@ class Link:
             session,
             call_timeout=call_timeout,
             prefer=prefer,
-            data_key=access.data_key,
+            access=access,
             clock=clock,
         )
 
@@ -274,7 +279,20 @@ class Link:
         self.counting.add(failures=1)
         if self._breaker.closed:
             log.warning("store node does not answer", extra={"address": self._address, "reason": reason})
+            self._look_at_tls()
         self._breaker.failed(started, self._clock.now())
+
+    def _look_at_tls(self) -> None:
+        """Have a thread say whether TLS is why the node does not answer; callers do not wait for that."""
+        if not self._access.authority:
+            return
+
+        def look() -> None:
+            if cause := self._access.diagnose(self._address):
+                log.warning("store node cannot be reached over tls", extra={"address": self._address, "cause": cause})
+
+        with contextlib.suppress(RuntimeError):  # no thread to be had now
+            threading.Thread(target=look, name="kvstore-tls", daemon=True).start()
 
     def _current(self, deadline: Nanos) -> Session | None:
         """The session with the node that is there now; None while another thread is shaking hands, or it fails."""
@@ -293,7 +311,7 @@ class Link:
         started = self._clock.now()
         try:
             session = shake_hands(
-                self.stub, self._address, self._namespace, self._prefer, self._data_key, self._clock, deadline
+                self.stub, self._address, self._namespace, self._prefer, self._access.data_key, self._clock, deadline
             )
         except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
             self._failed(started, str(error))

@@ -168,6 +168,10 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     evicted: int = 0
     corrupt: int = 0  # blocks whose bytes failed their checksum or could not be decoded
     failures: int = 0  # operations that raised `TierFailed` or ran past their deadline
+    damaged: int = (
+        0  # of the corrupt ones, blocks that were damaged on their way: where they lie they are sound, or may be
+    )
+    fenced: int = 0  # servers that are left alone now, because their answers are damaged often
 
 
 class BlockChanges(Struct, frozen=True, kw_only=True):
@@ -254,6 +258,9 @@ class Counters(Struct, frozen=True, kw_only=True):
     bytes_read: int = 0  # verified
     bytes_written: int = 0  # published
     corrupt: int = 0  # blocks whose checksum was wrong
+    damaged: int = (
+        0  # of them, blocks that the node has looked at again, and found sound: they were damaged on their way
+    )
     lost: int = 0  # blocks matched, but gone when they were read: the lease had ended, or the node was away
     dropped: int = 0  # blocks not written, because the store was full or away
     failures: int = 0  # calls that the node did not answer

@@ -33,6 +33,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     shadows: tuple[NamespaceEstimates, ...]
     mismatches: int = 0  # clients refused, because their blocks are not like those here
     undecodable: int = 0  # requests refused, because they are no messages
+    unproven: int = 0  # connections of the data plane that could not prove the secret
+    crowded_out: int = 0  # connections of the data plane that were silent, and gave way to the next
 
 
 # Seconds, three steps a decade: from a look into an index in memory to a disk that hangs.
@@ -65,11 +67,13 @@ COUNTERS = {
     "evicted": "Blocks that made room for others",
     "corrupt": "Blocks whose bytes were found bad",
     "failures": "Calls of the tier that failed or ended past their deadline, as it counts them",
+    "damaged": "Blocks that were damaged on their way from the tier, which keeps them",
 }
 GAUGES = {
     "blocks": "Blocks held now",
     "bytes": "Bytes that they occupy",
     "capacity_bytes": "Room for them; 0 where it is not known",
+    "fenced": "Servers of the tier that are left alone now, because their answers are damaged often",
 }
 
 
@@ -144,6 +148,14 @@ class _SnapshotCollector:
         )
         yield CounterMetricFamily(
             "kvstore_undecodable", "Requests refused, because they were no messages", found.undecodable
+        )
+        yield CounterMetricFamily(
+            "kvstore_data_unproven", "Connections of the data plane that could not prove the secret", found.unproven
+        )
+        yield CounterMetricFamily(
+            "kvstore_data_crowded_out",
+            "Connections of the data plane that had proven nothing, and gave way to the next",
+            found.crowded_out,
         )
         yield CounterMetricFamily("kvstore_expired", "Leases and reservations that ended by themselves", stats.expired)
 

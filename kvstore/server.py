@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from msgspec.structs import replace
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from kvstore import sockets
 from kvstore.access import Access, load
@@ -31,6 +31,7 @@ from kvstore.host import host_id
 from kvstore.machine import BlockMachine
 from kvstore.messages import StoreEndpoints
 from kvstore.metrics import NodeMetrics, Snapshot
+from kvstore.metrics_server import MetricsServer
 from kvstore.monotonic import MonotonicClock
 from kvstore.mover import Mover
 from kvstore.quotas import Quotas
@@ -38,6 +39,7 @@ from kvstore.savings import Savings
 from kvstore.service import BlockStoreService, Identity
 from kvstore.settings import NixlUse, StoreSettings
 from kvstore.tiers.shared_memory import SharedMemoryTier
+from kvstore.tls_diagnosis import fault_of_own
 from kvstore.transports.nixl_node import NixlNode, has_fabric
 from kvstore.transports.shared_memory import MemoryHandout
 from kvstore.transports.tcp_server import DataPlane
@@ -52,6 +54,9 @@ GRACE_SECONDS = 0.5  # for calls in progress when the node stops
 MIN_PING_MS = 4000
 """How often a client may ping a connection that is quiet; one that does so more often is cut off. Routers ping each 5 s, to
 notice a node that hangs; gRPC's own limit is 5 minutes."""
+
+HANDSHAKE_MS = 5000
+"""Until a connection of the control plane that has said nothing is cut; gRPC's own 2 minutes let strangers hold descriptors."""
 
 SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
 
@@ -85,6 +90,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
     incarnation = uuid.uuid4().hex
     access = load(settings.credentials)
     access.require(settings.listen, settings.data_listen)
+    if fault := fault_of_own(settings.credentials):
+        log.warning("clients will not accept this node's certificate", extra={"cause": fault})
     async with contextlib.AsyncExitStack() as stack:
         opened = stack.enter_context(contextlib.ExitStack())
         given_up = threading.Event()
@@ -147,7 +154,12 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         stack.callback(callers.close)
 
         def look() -> Snapshot:
-            return replace(service.snapshot(), undecodable=guard.refused + callers.undecodable)
+            return replace(
+                service.snapshot(),
+                undecodable=guard.refused + callers.undecodable,
+                unproven=plane.refused,
+                crowded_out=plane.crowded_out,
+            )
 
         tasks = await stack.enter_async_context(_tasks())
         metrics = NodeMetrics(CollectorRegistry(), _snapshots(look))
@@ -197,11 +209,10 @@ def _snapshots(look: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
 def _serve_metrics(address: str, registry: CollectorRegistry, stack: contextlib.AsyncExitStack) -> None:
     host, port = host_port(address)
     try:
-        server, _ = start_http_server(port, host, registry)
+        server = MetricsServer.open(host, port, registry)
     except OSError as error:
         raise StoreNotStarted(f"metrics_listen: {address} cannot be bound: {error.strerror or error}") from error
-    stack.callback(server.server_close)
-    stack.push_async_callback(asyncio.to_thread, server.shutdown)
+    stack.push_async_callback(asyncio.to_thread, server.close)
 
 
 @contextlib.asynccontextmanager
@@ -225,6 +236,7 @@ async def _control_plane(
         options=[
             ("grpc.so_reuseport", 0),  # two nodes on one port would each see half of the calls
             ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ],

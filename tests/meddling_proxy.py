@@ -1,20 +1,42 @@
-"""A TCP proxy before a real server that damages what the server says: by chance, but the same for a seed, as far as threads allow."""
+"""Proxies before real servers that damage what the servers say.
 
+One passes bytes on and damages by chance, but the same for a seed, as far as threads allow, or each long piece at the same
+place. The other one understands HTTP, and so can give bodies that are wrong within answers that are well-formed.
+"""
+
+import http.client
+import http.server
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 PIECE_BYTES = 1 << 14
 WHOLE_PIECES = 6  # between two damages, on average
+LONG_PIECE_BYTES = 1000  # of a block, and not of a greeting
 
 
 class MeddlingProxy:
     """Passes everything on while `heals`; else now and then cuts, flips, leaves out, repeats or invents."""
 
-    def __init__(self, server: tuple[str, int], inventions: tuple[bytes, ...], seed: int):
+    def __init__(
+        self,
+        server: tuple[str, int],
+        inventions: tuple[bytes, ...],
+        seed: int,
+        damage: Callable[[bytes], bytes] | None = None,
+    ):
+        """Listens at once.
+
+        Args:
+            server: Where what comes is passed on.
+            inventions: What the server never said.
+            seed: Of the chance.
+            damage: What is made of each long piece instead, with nothing left to chance.
+        """
         self.heals = False
+        self._damage = damage
         self.damages = 0
         self._server = server
         self._inventions = inventions
@@ -56,11 +78,18 @@ class MeddlingProxy:
     def _pass_on(self, source: socket.socket, sink: socket.socket, meddles: bool) -> None:
         with suppress(OSError):
             while piece := source.recv(PIECE_BYTES):
-                whole = self.heals or not meddles or self._random.randrange(WHOLE_PIECES)
-                sink.sendall(piece if whole else self._damaged(piece))
+                sink.sendall(piece if self.heals or not meddles else self._meddled(piece))
         for each in (source, sink):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def _meddled(self, piece: bytes) -> bytes:
+        if self._damage is None:
+            return piece if self._random.randrange(WHOLE_PIECES) else self._damaged(piece)
+        if len(piece) < LONG_PIECE_BYTES:
+            return piece
+        self.damages += 1
+        return self._damage(piece)
 
     def _damaged(self, piece: bytes) -> bytes:
         self.damages += 1
@@ -81,9 +110,84 @@ class MeddlingProxy:
 
 
 @contextmanager
-def a_meddling_proxy(server: tuple[str, int], inventions: tuple[bytes, ...], seed: int) -> Iterator[MeddlingProxy]:
-    proxy = MeddlingProxy(server, inventions, seed)
+def a_meddling_proxy(
+    server: tuple[str, int],
+    inventions: tuple[bytes, ...] = (),
+    seed: int = 0,
+    damage: Callable[[bytes], bytes] | None = None,
+) -> Iterator[MeddlingProxy]:
+    proxy = MeddlingProxy(server, inventions, seed, damage)
     try:
         yield proxy
     finally:
         proxy.close()
+
+
+def with_a_flipped_bit(content: bytes) -> bytes:
+    """The same, but for a bit in the middle."""
+    at = len(content) // 2
+    return content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :] if content else content
+
+
+class MeddlingHttpProxy(http.server.ThreadingHTTPServer):
+    """Passes requests on, and damages the bodies of answers to GET until it `heals`."""
+
+    daemon_threads = True
+
+    def __init__(self, server: tuple[str, int], damage: Callable[[bytes], bytes]):
+        self.heals = False
+        self.damages = 0
+        self.damage = damage
+        self.behind = server
+        super().__init__(("127.0.0.1", 0), _Passing)
+
+    @property
+    def port(self) -> int:
+        return self.server_port
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of clients that leave."""
+
+
+class _Passing(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: MeddlingHttpProxy
+
+    def _pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        behind = http.client.HTTPConnection(*self.server.behind, timeout=60)
+        try:
+            behind.request(self.command, self.path, body, dict(self.headers.items()))
+            answer = behind.getresponse()
+            content = answer.read()
+        finally:
+            behind.close()
+        length = answer.headers.get("Content-Length", "0")
+        if self.command == "GET" and answer.status in (200, 206) and not self.server.heals:
+            self.server.damages += 1
+            content = self.server.damage(content)
+            length = str(len(content))
+        self.send_response_only(answer.status)
+        for name, value in answer.headers.items():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = _pass_on  # noqa: N815 - named by the library
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the library's name
+        """Say nothing about requests."""
+
+
+@contextmanager
+def a_meddling_http_proxy(server: tuple[str, int], damage: Callable[[bytes], bytes]) -> Iterator[MeddlingHttpProxy]:
+    with MeddlingHttpProxy(server, damage) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            proxy.shutdown()
+            thread.join()

@@ -63,7 +63,8 @@ class GrpcStoreWatch:
                 was_up = loop.time() - began > self._settings.max_reconnect_seconds
                 if was_up or _cause(error) != cause:  # not at every attempt
                     cause = _cause(error)
-                    log.warning("store watch ended", extra={"address": self._address, "cause": cause})
+                    tls = await asyncio.to_thread(self._access.diagnose, self._address) if _is_cut(error) else ""
+                    log.warning("store watch ended", extra={"address": self._address, "cause": tls or cause})
                 if was_up:
                     pause = FIRST_PAUSE_SECONDS
             for store_id, fingerprint in sorted(self._told):
@@ -103,6 +104,14 @@ class GrpcStoreWatch:
             removed=tuple(removed),
             reset=first,
         )
+
+
+def _is_cut(error: grpc.aio.AioRpcError | WatchBroken) -> bool:
+    """Whether there was no connection, for which TLS may be the reason."""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
 
 
 def _cause(error: grpc.aio.AioRpcError | WatchBroken) -> str:

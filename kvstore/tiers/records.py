@@ -7,11 +7,13 @@ Rules:
    block (8), length of the payload (8), CRC-32C of the payload (4), CRC-32C of the head so far (4). Integers are big-endian.
 2. Whoever can write to the store can plant anything there. A block is returned only when the head is that of the block
    asked for, the lengths agree, both checksums are right and the codec has decoded the payload.
-3. A value that is none of ours any more (garbage, cut short, under another block's key) is corrupt, and removed.
+3. A value that is none of ours any more (garbage, cut short, under another block's key) is corrupt, and removed once a
+   second reading agrees (`kvstore.tiers.second_reading`).
    A sound one of another codec or block length is a miss; the next put replaces it.
    One of a newer format is a miss and stays, for those who can read it.
 """
 
+import hashlib
 import logging
 import struct
 import threading
@@ -29,6 +31,7 @@ from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import NamespaceUnknown, UndecodableBlock
 from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.ports import Codec
+from kvstore.tiers.second_reading import Read
 from kvstore.tiers.tally import Tally
 
 MAGIC = b"FKVR"
@@ -118,6 +121,19 @@ def parse(head: bytes, key: BlockKey) -> Head:
     return Head(codec_id=codec_id, block_bytes=block_bytes, payload_bytes=payload_bytes, crc32c=checksum)
 
 
+def _fitting(key: BlockKey, first: bytes, length: int) -> Head:
+    """The head of a value of that length.
+
+    Raises:
+        NewerFormat: See `parse`.
+        UndecodableBlock: It is not this block's, or of another length.
+    """
+    head = parse(first, key)
+    if length != HEAD_BYTES + head.payload_bytes or head.payload_bytes > head.block_bytes + SLACK_BYTES:
+        raise UndecodableBlock(f"{length} bytes for a payload of {head.payload_bytes}")
+    return head
+
+
 class Records:
     """Frames blocks and takes them out of their frames, for one tier. Thread-safe."""
 
@@ -183,6 +199,36 @@ class Records:
             self.corrupt(key, str(error))
             return CORRUPT
 
+    def proof(self, key: BlockKey, block_bytes: int, length: int, read: Read) -> bytes | None:
+        """Return what proves that a value is corrupt: its length, and its bytes as far as they tell; None where it is not.
+
+        Args:
+            key: Of the block.
+            block_bytes: The length of the block.
+            length: The length of the value.
+            read: Fetches parts of the value; what it raises comes out of this call.
+        """
+        codec = self._codec(key)
+        if codec is None:
+            return None
+        first = read(0, min(length, HEAD_BYTES)) if length else b""
+        digest = hashlib.sha256(f"{length}:".encode() + first)
+        try:
+            head = _fitting(key, first, length)
+            if head.codec_id != codec.codec_id or head.block_bytes != block_bytes:
+                return None
+            payload = read(HEAD_BYTES, length) if length > HEAD_BYTES else b""
+            digest.update(payload)
+            encoded_block = np.frombuffer(bytearray(payload), np.uint8)
+            if crc32c([encoded_block]) != head.crc32c:
+                return digest.digest()
+            decoded(codec, key, encoded_block, np.empty(block_bytes, np.uint8))
+        except NewerFormat:
+            return None
+        except UndecodableBlock:
+            return digest.digest()
+        return None
+
     def corrupt(self, key: BlockKey, reason: str) -> None:
         """What lies under a block's key is nothing of ours."""
         self._tally.count(corrupt=1)
@@ -195,9 +241,7 @@ class Records:
         length = value.left
         first = bytearray(min(length, HEAD_BYTES))
         value.fill(memoryview(first))
-        head = parse(bytes(first), key)
-        if length != HEAD_BYTES + head.payload_bytes or head.payload_bytes > head.block_bytes + SLACK_BYTES:
-            raise UndecodableBlock(f"{length} bytes for a payload of {head.payload_bytes}")
+        head = _fitting(key, bytes(first), length)
         if head.codec_id != codec.codec_id or head.block_bytes != into.nbytes:
             return GONE
         if head.codec_id == PlainCodec.codec_id and head.payload_bytes == into.nbytes:

@@ -5,9 +5,14 @@ Rules:
 1. A call that is cut short answers with what it got; one that got nothing has failed. Either is counted once, here.
 2. Nothing is begun once the tier is closed, nor after the deadline of a call, which is a failure.
 3. What a shelf does not take (its namespace is not open here) it is not asked about: it is refused, or a miss.
-4. What was asked for and is not there has gone, and is told so once. What is found bad is removed at once.
+4. What was asked for and is not there has gone, and is told so once.
+5. What is found bad is read again before it is removed, since it may have been damaged on its way here, and others use the
+   same server (`kvstore.tiers.second_reading`). A server whose answers are damaged often is fenced (`kvstore.tiers.fence`):
+   until that opens again, calls fail without being made.
 """
 
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Generic, Protocol, TypeVar
 
@@ -18,10 +23,20 @@ from kvstore.buffers import ByteArray
 from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import TierFailed
 from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched, TierStatus
+from kvstore.tiers.fence import Fence
 from kvstore.tiers.gate import Gate
+from kvstore.tiers.second_reading import Verdict
 from kvstore.tiers.tally import Tally
 
 REMOVE_WITHIN = Nanos(1 * SECOND)
+
+EXAMINE_WITHIN = Nanos(5 * SECOND)
+"""For reading again what a call found bad, where its deadline allows that much: nobody has its answers meanwhile."""
+
+EXAMINED = 4
+"""Blocks that are read again after a call. What was found bad besides is read again after the call that meets it next."""
+
+log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -38,6 +53,14 @@ class Wanted(Struct, frozen=True):
 
     key: BlockKey
     into: ByteArray
+
+
+class Health(Struct, frozen=True):
+    """What a shelf that judges blocks itself has seen."""
+
+    corrupt: int = 0
+    damaged: int = 0
+    fenced: int = 0  # servers that are left alone now
 
 
 class Shelf(Protocol):
@@ -72,8 +95,16 @@ class Shelf(Protocol):
         """Fetch blocks, and answer for each; the content of a buffer is void wherever the answer is not MOVED."""
         ...
 
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> Verdict:
+        """Read a block again that was found bad, by connections that are opened for it."""
+        ...
+
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
-        """Blocks that were found bad."""
+        """Remove blocks that are bad where they lie."""
+        ...
+
+    def health(self) -> "Health":
+        """Return what the shelf has seen of its servers, as far as it judges blocks itself."""
         ...
 
     def close(self) -> None:
@@ -89,34 +120,34 @@ class RemoteTier(Generic[S]):
 
     finds_in_memory = False
 
-    def __init__(self, shelf: S, tally: Tally, clock: Clock, *, found_bad: Callable[[], int] = lambda: 0):
+    def __init__(self, shelf: S, tally: Tally, clock: Clock):
         """A tier with that shelf.
 
         Args:
             shelf: Closed with the tier.
             tally: Of the tier; the shelf counts bytes and refusals in it.
             clock: Of the deadlines.
-            found_bad: Blocks that others than `Records` found bad for the shelf, so far.
         """
         self.shelf = shelf
         self._tally = tally
         self._clock = clock
         self._gate = Gate(tally, clock)
-        self._found_bad = found_bad
+        self._guard = threading.Lock()
+        self._fence = Fence()
 
     @property
     def name(self) -> str:
         return self._tally.name
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
-        self._gate.require_open()
+        self._require_open()
         known = next((index for index, key in enumerate(keys) if not self.shelf.takes(key)), len(keys))
         if not known or self._gate.is_late(deadline):
             return 0
         return self._counted(lambda: self.shelf.find(keys[:known], deadline))
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        self._gate.require_open()
+        self._require_open()
         known = list(dict.fromkeys(key for key in keys if self.shelf.takes(key)))
         if not known:
             return [False] * len(keys)
@@ -133,7 +164,7 @@ class RemoteTier(Generic[S]):
         deadline: Nanos,
         checksums: Sequence[int],
     ) -> list[bool]:
-        self._gate.require_open()
+        self._require_open()
         there: dict[BlockKey, bool] = {}
         work = {
             key: Given(block, checksum)
@@ -147,7 +178,7 @@ class RemoteTier(Generic[S]):
         return [there.get(key, False) for key in keys]
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
-        self._gate.require_open()
+        self._require_open()
         answers: dict[int, Fetched] = {}
         work = {
             index: Wanted(key, buffer)
@@ -159,7 +190,13 @@ class RemoteTier(Generic[S]):
         fetched = [answers.get(index, GONE) for index in range(len(keys))]
         self._tally.fetched(fetched, into)
         self._tally.missed(keys[index] for index in sorted(answers) if answers[index].outcome is not BlockOutcome.MOVED)
-        self.discard([key for key, answer in zip(keys, fetched, strict=True) if answer.outcome is BlockOutcome.CORRUPT])
+        corrupt = {
+            key: buffer.nbytes
+            for key, answer, buffer in zip(keys, fetched, into, strict=True)
+            if answer.outcome is BlockOutcome.CORRUPT
+        }
+        damaged = self._examine(corrupt, deadline) if corrupt else 0
+        self._note(sound=sum(answer.outcome is BlockOutcome.MOVED for answer in fetched), damaged=damaged)
         return fetched
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
@@ -180,11 +217,61 @@ class RemoteTier(Generic[S]):
 
     def status(self) -> TierStatus:
         status = self._tally.status()
-        return replace(status, corrupt=status.corrupt + self._found_bad())
+        health = self.shelf.health()
+        return replace(
+            status,
+            corrupt=status.corrupt + health.corrupt,
+            damaged=status.damaged + health.damaged,
+            fenced=self._fence.is_closed + health.fenced,
+        )
 
     def close(self) -> None:
         self._gate.close()
         self.shelf.close()
+
+    def _require_open(self) -> None:
+        """Begin nothing on a tier that is closed or fenced.
+
+        Raises:
+            TierFailed: It is.
+        """
+        self._gate.require_open()
+        with self._guard:
+            opens = self._fence.opens(self._clock.now())
+            is_fenced = self._fence.is_closed
+        if opens:
+            log.info("tier is tried again after damaged answers", extra={"tier": self.name})
+        if is_fenced:
+            self._tally.count(failures=1)
+            raise TierFailed(f"the {self.name} tier is fenced: its answers were damaged on their way")
+
+    def _examine(self, corrupt: Mapping[BlockKey, int], deadline: Nanos) -> int:
+        """Remove what is corrupt where it lies; returns how many blocks were damaged on their way instead."""
+        until = min(deadline, Nanos(self._clock.now() + EXAMINE_WITHIN))
+        lie_bad, damaged = [], 0
+        for key in list(corrupt)[:EXAMINED]:
+            try:
+                verdict = self.shelf.examine(key, corrupt[key], until)
+            except TierFailed:
+                verdict = Verdict.UNSURE
+            if verdict is Verdict.CORRUPT:
+                lie_bad.append(key)
+            elif verdict.is_damage_on_the_way:
+                damaged += 1
+                log.warning(
+                    "block was damaged on its way, and stays",
+                    extra={"tier": self.name, "block": key.name.hex(), "second_reading": verdict.name.lower()},
+                )
+        self._tally.count(damaged=damaged)
+        self.discard(lie_bad)
+        return damaged
+
+    def _note(self, *, sound: int, damaged: int) -> None:
+        """Tell the fence what was read."""
+        with self._guard:
+            closes = self._fence.saw(sound=sound, damaged=damaged, now=self._clock.now())
+        if closes:
+            log.warning("tier is fenced, since its answers are damaged on their way", extra={"tier": self.name})
 
     def _as_far_as_it_goes(self, act: Callable[[], None], got: Sized) -> None:
         try:

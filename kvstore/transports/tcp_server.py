@@ -8,6 +8,9 @@ Rules:
    calls that do not block, and yields what its socket has to be ready for before the next one.
 3. After `TURN_BYTES` a connection lets the others go on.
 4. Nothing is kept for a slow client but one request: what it does not take stays in the pool.
+5. A connection is a newcomer until it has proven the secret; without a secret, until it has named a namespace that is open
+   here. Newcomers have a small share of their own (`NEWCOMERS`), in which the oldest gives way to the next
+   (`kvstore.newcomers`), and never a place of the `CONNECTIONS` of those who are proven.
 """
 
 import asyncio
@@ -22,6 +25,7 @@ from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.machine import BlockMachine
 from kvstore.messages import Slot
+from kvstore.newcomers import Newcomers
 from kvstore.ports import MemoryTier
 from kvstore.runs import Run
 from kvstore.sockets import OUT_OF_FILES
@@ -43,6 +47,11 @@ STALLED = Nanos(10 * SECOND)
 """A connection that is in the middle of something and has not moved a byte for this long is cut."""
 
 CONNECTIONS = 512
+"""Proven ones, at a time: each client keeps four at most."""
+
+NEWCOMERS = 64
+"""Connections in their handshake, at a time. It takes two round trips, so that these let thousands of clients in each second."""
+
 BACKLOG = 128
 TURN_BYTES = 2 << 20
 SCRATCH_BYTES = 1 << 18
@@ -78,6 +87,8 @@ class DataPlane:
         self.key = key
         self.connections: set[Connection] = set()
         self.refused = 0  # clients that could not prove the key
+        self.crowded_out = 0  # newcomers that gave way to the next before they had proven anything
+        self._newcomers: Newcomers[Connection] = Newcomers(NEWCOMERS)
         self._listener: socket.socket | None = None
         self._accepts = False
 
@@ -127,19 +138,32 @@ class DataPlane:
     def _accept(self) -> None:
         assert self._listener is not None
         try:
-            accepted, _ = self._listener.accept()
+            accepted, address = self._listener.accept()
         except OSError as error:  # a client that left meanwhile, mostly
             if error.errno in OUT_OF_FILES:
                 self._stop_accepting()  # until the next look around
-            return
-        if len(self.connections) >= CONNECTIONS:
-            accepted.close()
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(self, accepted, asyncio.get_running_loop())
         self.connections.add(connection)
+        crowded_out = self._newcomers.add(connection, address[0])
+        if crowded_out is not None:
+            self.crowded_out += 1
+            crowded_out.cut()
         connection.proceed()
+
+    def admit(self, connection: "Connection") -> bool:
+        """Take a newcomer among the proven connections; False where there are as many as may be."""
+        if len(self.connections) - len(self._newcomers) >= CONNECTIONS:
+            return False
+        self._newcomers.discard(connection)
+        return True
+
+    def forget(self, connection: "Connection") -> None:
+        """Count a connection no more, since it is over."""
+        self.connections.discard(connection)
+        self._newcomers.discard(connection)
 
 
 class Connection:
@@ -172,7 +196,7 @@ class Connection:
     def cut(self) -> None:
         if self not in self._plane.connections:
             return
-        self._plane.connections.discard(self)
+        self._plane.forget(self)
         self._wait_for(None)
         self._conversation.close()
         self._socket.close()
@@ -216,6 +240,8 @@ class Connection:
         key, mine = self._plane.key, nonce()
         if key is None:
             status = self._namespace_status(digest)
+            if status is Status.DONE and not self._plane.admit(self):
+                return False
             yield from self._write(CHALLENGE.pack(MAGIC, status, mine))
             return status is Status.DONE
         yield from self._write(CHALLENGE.pack(MAGIC, Status.AUTHENTICATE, mine))
@@ -224,6 +250,8 @@ class Connection:
         if not key.proves(proof, Side.CLIENT, *words):
             self._plane.refused += 1
             yield from self._write(VERDICT.pack(MAGIC, Status.REFUSED, bytes(PROOF_BYTES)))
+            return False
+        if not self._plane.admit(self):
             return False
         status = self._namespace_status(digest)
         yield from self._write(VERDICT.pack(MAGIC, status, key.proof(Side.NODE, *words)))

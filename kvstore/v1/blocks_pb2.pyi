@@ -843,6 +843,8 @@ class TierStats(_message.Message):
     EVICTED_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"ssd", "redis", "s3", "peer" """
     blocks: _builtins.int
@@ -863,6 +865,10 @@ class TierStats(_message.Message):
     corrupt: _builtins.int
     failures: _builtins.int
     """operations that failed, or ran past their deadline"""
+    damaged: _builtins.int
+    """of the corrupt ones, blocks that were damaged on their way, and are kept"""
+    fenced: _builtins.int
+    """servers that are left alone now, because their answers are damaged often"""
     def __init__(
         self,
         *,
@@ -878,10 +884,12 @@ class TierStats(_message.Message):
         evicted: _builtins.int = ...,
         corrupt: _builtins.int = ...,
         failures: _builtins.int = ...,
+        damaged: _builtins.int = ...,
+        fenced: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "evicted", b"evicted", "failures", b"failures", "hits", b"hits", "misses", b"misses", "name", b"name", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "damaged", b"damaged", "evicted", b"evicted", "failures", b"failures", "fenced", b"fenced", "hits", b"hits", "misses", b"misses", "name", b"name", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

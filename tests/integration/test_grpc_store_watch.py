@@ -12,9 +12,12 @@ import pytest
 from fleet.adapters.grpc_store_watch import GrpcStoreWatch
 from fleet.router.messages import StoreChanged
 from fleet.router.settings import RouterSettings
+from kvstore.credentials import Credentials
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+from tests.certificates import Authority
 from tests.kv_builders import a_block, a_chain, a_namespace, a_node, a_store_client
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -138,3 +141,24 @@ async def test_a_stream_that_cannot_be_trusted_is_begun_anew(bad):
 async def test_only_the_first_change_of_a_namespace_resets_it():
     async with scripted([changes(1, stored=b"a" * 16), changes(2, removed=b"a" * 16)]) as watch:
         assert [(await watch.next()).reset for _ in range(2)] == [True, False]
+
+
+async def test_watch_that_tls_keeps_from_its_node_names_the_cause(tmp_path, caplog):
+    authority, stranger = Authority(tmp_path, "authority"), Authority(tmp_path, "stranger")
+    node_side = Credentials(authority=authority.file, **authority.issue("node"))
+    router_side = Credentials(authority=stranger.file, **authority.issue("router"))
+    with a_node(listen=["127.0.0.1:0"], credentials=node_side) as node:
+        watch = GrpcStoreWatch(node.endpoints.listen[0], RouterSettings(store_credentials=router_side))
+
+        async def tell(change: StoreChanged) -> None:
+            raise AssertionError(f"{change} from a node that is not trusted")
+
+        def causes() -> list[str]:
+            return [each.cause for each in caplog.records if each.message == "store watch ended"]
+
+        task = asyncio.get_running_loop().create_task(watch.run(tell))
+        await until(causes)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert f"not signed by the authority in {stranger.file}" in causes()[0]

@@ -296,7 +296,8 @@ async def test_connections_beyond_the_limit_are_refused(plane, monkeypatch):
     monkeypatch.setattr(tcp_server, "CONNECTIONS", 2)
     kept = [await plane.dial() for _ in range(2)]
 
-    reader, _ = await plane.connect()
+    reader, writer = await plane.connect()
+    writer.write(an_opening(plane.namespace.digest))
 
     assert await is_closed(reader)
     kept[0][1].write(a_request(Slot(0, 1)))

@@ -1,6 +1,9 @@
 """Nodes that are reached from elsewhere: what they ask for, and by which way the bytes come."""
 
 import importlib.util
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,9 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.server import open_node
 from kvstore.settings import StoreSettings
 from tests.certificates import Authority
+from tests.fleet_processes import serve
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_store_client
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -74,6 +79,86 @@ def test_a_node_with_certificates_serves_clients_with_one(tmp_path, secret):
             round_trip(client)
         with pytest.raises(StoreUnreachable):
             a_store_client(address, a_namespace(), credentials=secret, timeout_seconds=0.5)
+
+
+@pytest.fixture(scope="module")
+def tls_nodes(tmp_path_factory) -> "Iterator[TlsNodes]":
+    nodes = TlsNodes(tmp_path_factory.mktemp("tls"))
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+class TlsNodes:
+    """Node processes with certificates of one authority, as the command starts them, and their logs."""
+
+    def __init__(self, folder: Path):
+        self.authority, self.stranger = Authority(folder, "authority"), Authority(folder, "stranger")
+        self.folder = folder
+        self._processes: list[subprocess.Popen] = []
+        self.sound = self._node("sound", authority=self.authority.file, **self.authority.issue("node"))
+        self.old = self._node("old", authority=self.authority.file, **self.authority.issue("old", hours=(-9, -8)))
+        self.plain = self._node("plain")
+
+    def _node(self, name: str, **credentials: str) -> str:
+        settings = {
+            "store_id": name,
+            "listen": ["127.0.0.1:0"],
+            "capacity_bytes": 1 << 20,
+            "credentials": credentials,
+        }
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process, ready = serve("kvstore", settings, self.folder / f"{name}.json", stdout=log, stderr=log)
+        self._processes.append(process)
+        return ready["grpc"]
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def refusal(self, address: str, credentials: Credentials) -> str:
+        """What a client of the node is told."""
+        with pytest.raises(StoreUnreachable) as refused:
+            a_store_client(address, a_namespace(), credentials=credentials, timeout_seconds=1)
+        return str(refused.value)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait(60)
+
+
+def test_expired_certificates_are_named_on_both_sides(tls_nodes):
+    client = tls_nodes.authority.issue("late", hours=(-9, -8))
+    late = Credentials(authority=tls_nodes.authority.file, **client)
+    assert f"{client['certificate']}: certificate has expired" in tls_nodes.refusal(tls_nodes.sound, late)
+    eventually(lambda: "certificate has expired" in tls_nodes.log("sound"))
+
+    good = Credentials(authority=tls_nodes.authority.file, **tls_nodes.authority.issue("good"))
+    assert "expired on" in tls_nodes.refusal(tls_nodes.old, good)
+    assert "clients will not accept this node's certificate" in tls_nodes.log("old")
+
+
+def test_wrong_authorities_are_named_on_both_sides(tls_nodes):
+    client = tls_nodes.stranger.issue("strange")
+    strange = Credentials(authority=tls_nodes.authority.file, **client)
+    says = tls_nodes.refusal(tls_nodes.sound, strange)
+    assert f"{client['certificate']} is not signed by the authority in {tls_nodes.authority.file}" in says
+    eventually(lambda: "unable to get local issuer certificate" in tls_nodes.log("sound"))
+
+    suspicious = Credentials(authority=tls_nodes.stranger.file, **tls_nodes.authority.issue("suspicious"))
+    says = tls_nodes.refusal(tls_nodes.sound, suspicious)
+    assert f"not signed by the authority in {tls_nodes.stranger.file}" in says
+
+
+def test_plain_peers_are_named_on_both_sides(tls_nodes):
+    good = Credentials(authority=tls_nodes.authority.file, **tls_nodes.authority.issue("good"))
+    assert "does not speak TLS, and this client does" in tls_nodes.refusal(tls_nodes.plain, good)
+    assert "set credentials.authority" in tls_nodes.refusal(tls_nodes.sound, Credentials())
+    eventually(lambda: "WRONG_VERSION_NUMBER" in tls_nodes.log("sound"))
+    assert "shows no certificate" in tls_nodes.refusal(tls_nodes.sound, Credentials(authority=tls_nodes.authority.file))
+    eventually(lambda: "PEER_DID_NOT_RETURN_A_CERTIFICATE" in tls_nodes.log("sound"))
 
 
 @needs_nixl

@@ -14,6 +14,8 @@ from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable, TierFailed, reason
 from kvstore.layout import Namespace
 from kvstore.messages import GONE, BlockOutcome, Counters, Fetched, LeaseId, Match
+from kvstore.tiers.fence import Fence
+from kvstore.tiers.remote import Health
 
 RUNS = 8  # of consecutive blocks, fetched from one peer in one call: what has more holes is hardly worth it
 LEASE_AFTER_SECONDS = 1.0  # by which a lease outlasts the call that holds it, should it not be released
@@ -66,12 +68,21 @@ class Link:
         self._lock = threading.Lock()
         self._store: PeerStore | None = None
         self._closed = False
+        self._guard = threading.Lock()  # of the fence
+        self._fence = Fence()
+        self._told_damaged = 0
 
     @property
-    def corrupt(self) -> int:
-        """Blocks whose bytes did not have the checksum that the peer gave them."""
+    def health(self) -> Health:
+        """Blocks whose bytes did not have the checksum that the peer gave them, and whether it is left alone for that.
+
+        Bad blocks are told to the peer, which looks for itself and drops none that it finds sound.
+        """
         store = self._store
-        return 0 if store is None else store.counters().corrupt
+        if store is None:
+            return Health()
+        counters = store.counters()
+        return Health(counters.corrupt, counters.damaged, int(self._fence.is_closed))
 
     def look(self, names: Sequence[ChainHash], deadline: Nanos) -> int:
         """How many leading blocks the peer has in its memory.
@@ -105,6 +116,24 @@ class Link:
                 break
             start += len(match) + 1
         return answers
+
+    def _note(self, store: PeerStore, good: Sequence[bool]) -> None:
+        """Tell the fence what was read."""
+        damaged = store.counters().damaged
+        with self._guard:
+            more, self._told_damaged = max(damaged - self._told_damaged, 0), damaged
+            closes = self._fence.saw(sound=sum(good), damaged=more, now=self._clock.now())
+        if closes:
+            log.warning("peer is fenced, since its answers are damaged on their way", extra={"peer": self._address})
+
+    def _require_unfenced(self) -> None:
+        with self._guard:
+            opens = self._fence.opens(self._clock.now())
+            is_closed = self._fence.is_closed
+        if opens:
+            log.info("peer is tried again after damaged answers", extra={"peer": self._address})
+        if is_closed:
+            raise TierFailed(f"{self._address} is fenced: its answers were damaged on their way")
 
     def push(self, names: Sequence[ChainHash], blocks: Sequence[ByteArray], deadline: Nanos) -> tuple[int, list[bool]]:
         """Write blocks into the peer's memory.
@@ -175,6 +204,7 @@ class Link:
         finally:
             if self._clock.now() < deadline:  # else it ends by itself
                 store.release(match.lease_id, deadline=deadline)
+        self._note(store, good)
         for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
             if is_there:
                 answers[index] = Fetched(BlockOutcome.MOVED, slot.crc32c)
@@ -182,6 +212,7 @@ class Link:
             raise TierFailed(f"{self._address} has blocks that do not arrive")
 
     def _opened(self, deadline: Nanos) -> PeerStore:
+        self._require_unfenced()
         store = self._store
         if store is not None:
             return store

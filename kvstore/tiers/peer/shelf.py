@@ -6,10 +6,11 @@ Rules:
 2. Each chain has an order of peers, its owner first: the one that the rendezvous hash of peer and first block puts
    first. It needs no table and hardly changes when peers come and go.
 3. Whoever was seen to hold a block is asked first, the others in that order, and never more than `look_ups` that answer.
-   A peer that does not answer costs its share of the time once, then nothing for a while.
+   A peer that does not answer costs its share of the time once, then nothing for a while. So does one whose blocks are
+   damaged on their way often: it is fenced (`kvstore.tiers.fence`).
 4. Peers are asked for what is in their memory only (no patience): two nodes never wait for each other's lower tiers.
-5. The checksum that a peer recorded when the block was written is verified on the bytes that arrive. Whoever may talk to
-   us as a peer is settled by how `connect` connects.
+5. The checksum that a peer recorded when the block was written is verified on the bytes that arrive. A peer is told of bad
+   blocks, and drops those that it finds bad itself. Whoever may talk to us as a peer is settled by how `connect` connects.
 """
 
 import threading
@@ -29,7 +30,8 @@ from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.tiers.peer.links import Connect, Link
 from kvstore.tiers.peer.memories import Doubts, Hints
 from kvstore.tiers.peer.settings import PeerSettings
-from kvstore.tiers.remote import Given, RemoteTier, Wanted
+from kvstore.tiers.remote import Given, Health, RemoteTier, Wanted
+from kvstore.tiers.second_reading import Verdict
 from kvstore.tiers.tally import Tally
 
 Which = TypeVar("Which")
@@ -48,7 +50,7 @@ def open_peers(
     """
     tally = Tally("peer")
     shelf = PeerShelf(settings, connect, namespaces, tally, clock)
-    return RemoteTier(shelf, tally, clock, found_bad=lambda: shelf.corrupt)
+    return RemoteTier(shelf, tally, clock)
 
 
 class PeerShelf:
@@ -73,11 +75,6 @@ class PeerShelf:
         self._links: dict[tuple[str, bytes], Link] = {}
         self._left = False
         self._closed = False
-
-    @property
-    def corrupt(self) -> int:
-        """Blocks whose bytes did not have the checksum that their peers gave them."""
-        return sum(link.corrupt for link in self._all_links())
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
         """What was found bad is not asked for again for a while."""
@@ -147,6 +144,18 @@ class PeerShelf:
         """They are the peers' to forget; here they are not asked for again for a while."""
         self._doubts.note(keys, self._clock.now())
         self._hints.drop(keys)
+
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> Verdict:  # noqa: ARG002 - asks nobody
+        """Peers look at their blocks themselves, when they are told that one is bad."""
+        return Verdict.UNSURE
+
+    def health(self) -> Health:
+        each = [link.health for link in self._all_links()]
+        return Health(
+            corrupt=sum(one.corrupt for one in each),
+            damaged=sum(one.damaged for one in each),
+            fenced=sum(one.fenced for one in each),
+        )
 
     def leave(self) -> None:
         """This node goes: what goes down from now on goes to the peers' memory, and none of it to this node.

@@ -51,6 +51,20 @@ class Connections:
         finally:
             self._turns.release()
 
+    @contextmanager
+    def fresh(self, deadline: Nanos) -> Iterator[Pipe]:
+        """Give a connection that is opened for this, and closed afterwards. Raises as `turn`."""
+        if self._closed:
+            raise TierFailed(f"{self._settings.place}: the tier is closed")
+        pipe = self._connect(deadline)
+        try:
+            pipe.begin(deadline)
+            yield pipe
+        except (OSError, ValueError, Refusal) as error:
+            raise TierFailed(f"{self._settings.place}: {reason(error)}") from error
+        finally:
+            pipe.close()
+
     def _on_a_connection(self, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
         with self._lock:
             kept = self._idle.pop() if self._idle else None

@@ -58,8 +58,8 @@ class Pipe:
             self._socket.settimeout(self._left())
             run.advance(self._socket.sendmsg(run.front(run.left)))
 
-    def status(self) -> None:
-        """A reply that says that it was done.
+    def status(self) -> bytes:
+        """Return the word or number of a reply that says that it was done.
 
         Raises:
             Refusal: It was not.
@@ -67,6 +67,7 @@ class Pipe:
         line = self._line()
         if line[:1] not in (b"+", b":"):
             raise ValueError("no status")
+        return line[1:]
 
     def value(self) -> "Value | None":
         """A reply that is a value, or nothing. Call `skip` on it before the next reply is asked for.

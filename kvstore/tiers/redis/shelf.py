@@ -3,13 +3,15 @@
 Rules:
 
 1. Any number of nodes may use one server. A value is written whole or not at all, two writers of one block write the
-   same, and what is found is judged by `kvstore.tiers.records`.
+   same, and what is found is judged by `kvstore.tiers.records`. What that rejects is read again, by connections of their own.
 2. What has to go is the server's decision (its `maxmemory-policy`, and `ttl_seconds`). A server that is full and may
    not evict refuses blocks, which is no failure.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from kvstore.clock import Clock, Nanos
 from kvstore.errors import StoreNotStarted
@@ -19,7 +21,8 @@ from kvstore.tiers.records import HEAD_BYTES, Framed, Records, Standing
 from kvstore.tiers.redis.connections import Connections, Dial
 from kvstore.tiers.redis.resp import Pipe, Refusal, request, request_with
 from kvstore.tiers.redis.settings import RedisSettings
-from kvstore.tiers.remote import Given, RemoteTier, Wanted
+from kvstore.tiers.remote import Given, Health, RemoteTier, Wanted
+from kvstore.tiers.second_reading import Unlike, Verdict, judge
 from kvstore.tiers.tally import Tally
 
 FIND_BLOCKS = 256  # asked about in one round trip
@@ -82,12 +85,23 @@ class RedisShelf:
     def get(self, work: Mapping[int, Wanted], answers: dict[int, Fetched], deadline: Nanos) -> None:
         self._connections.turn(lambda pipe: self._get(pipe, list(work.items()), answers), deadline)
 
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> Verdict:
+        try:
+            return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
+        except _OtherKind:
+            with self._connections.fresh(deadline) as pipe:
+                pipe.send([request(b"TYPE", self._name(key))])
+                return Verdict.UNSURE if pipe.status() in (b"string", b"none") else Verdict.CORRUPT
+
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
         def delete(pipe: Pipe) -> None:
             pipe.send([request(b"DEL", *(self._name(key) for key in keys))])
             pipe.status()
 
         self._connections.turn(delete, deadline)
+
+    def health(self) -> Health:
+        return Health()
 
     def close(self) -> None:
         self._connections.close()
@@ -189,6 +203,19 @@ class RedisShelf:
             answers[index] = self._records.take(wanted.key, value, wanted.into)
             value.skip()  # after the answer: what is too large to be got out of the way in time is removed nevertheless
 
+    @contextmanager
+    def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ValueReading | None"]:
+        name = self._name(key)
+        with self._connections.fresh(deadline) as pipe:
+            pipe.send([request(b"EXISTS", name) + request(b"STRLEN", name)])
+            is_there = int(pipe.status()) > 0
+            try:
+                length = int(pipe.status())
+            except Refusal as error:
+                _require_only_wrong_type(error)
+                raise _OtherKind from error
+            yield ValueReading(pipe, name, length) if is_there else None
+
     def _name(self, key: BlockKey) -> bytes:
         return f"{self._settings.key_prefix}:{key.digest.hex()}:{key.name.hex()}".encode()
 
@@ -197,3 +224,26 @@ def _require_only_wrong_type(error: Refusal) -> None:
     """Something else than a value lies under the key; any other error is the server's state."""
     if error.code != "WRONGTYPE":
         raise error
+
+
+class _OtherKind(Exception):
+    """Something else than a string lies under a key."""
+
+
+class ValueReading:
+    """See `kvstore.tiers.second_reading.Reading`."""
+
+    def __init__(self, pipe: Pipe, name: bytes, length: int):
+        self._pipe = pipe
+        self._name = name
+        self.length = length
+
+    def read(self, start: int, stop: int) -> bytes:
+        self._pipe.send([request(b"GETRANGE", self._name, b"%d" % start, b"%d" % (stop - 1))])
+        value = self._pipe.value()
+        if value is None or value.left != stop - start:
+            raise Unlike(f"not the bytes {start} to {stop} that were asked for")
+        into = bytearray(stop - start)
+        value.fill(memoryview(into))
+        value.skip()
+        return bytes(into)

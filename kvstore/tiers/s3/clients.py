@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 from kvstore.clock import Clock, Nanos, seconds
@@ -93,6 +94,20 @@ class Clients:
         waits = [wait for wait in WAITS_SECONDS if wait <= left_seconds / 2]
         return self._client(waits[-1]) if waits else None
 
+    @contextmanager
+    def fresh(self, left_seconds: float) -> Iterator[Any | None]:
+        """Give a client as `within` does, whose connections nobody used before or will use."""
+        waits = [wait for wait in WAITS_SECONDS if wait <= left_seconds / 2]
+        if not waits:
+            yield None
+            return
+        with self._lock:
+            client = self._made(waits[-1])
+        try:
+            yield client
+        finally:
+            client.close()
+
     def close(self) -> None:
         with self._lock:
             for client in self._clients.values():
@@ -101,22 +116,25 @@ class Clients:
     def _client(self, wait_seconds: float) -> Any:
         with self._lock:
             if wait_seconds not in self._clients:
-                self._clients[wait_seconds] = self._session.client(
-                    "s3",
-                    endpoint_url=self._settings.endpoint_url or None,
-                    verify=self._settings.ca_file or None,
-                    config=self._config(
-                        connect_timeout=wait_seconds,
-                        read_timeout=wait_seconds,
-                        retries={"total_max_attempts": 1},
-                        max_pool_connections=self._settings.parallel,
-                        tcp_keepalive=True,
-                        request_checksum_calculation="when_required",  # values bring their own
-                        response_checksum_validation="when_required",
-                        s3={"addressing_style": self._settings.addressing, "payload_signing_enabled": False},
-                    ),
-                )
+                self._clients[wait_seconds] = self._made(wait_seconds)
             return self._clients[wait_seconds]
+
+    def _made(self, wait_seconds: float) -> Any:
+        return self._session.client(
+            "s3",
+            endpoint_url=self._settings.endpoint_url or None,
+            verify=self._settings.ca_file or None,
+            config=self._config(
+                connect_timeout=wait_seconds,
+                read_timeout=wait_seconds,
+                retries={"total_max_attempts": 1},
+                max_pool_connections=self._settings.parallel,
+                tcp_keepalive=True,
+                request_checksum_calculation="when_required",  # values bring their own
+                response_checksum_validation="when_required",
+                s3={"addressing_style": self._settings.addressing, "payload_signing_enabled": False},
+            ),
+        )
 
     def _not_yet(self, error: Exception) -> None:
         log.warning(

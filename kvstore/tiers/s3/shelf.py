@@ -5,7 +5,8 @@ Rules:
 1. A request moves one block, several are made at a time, and nothing is tried again behind the caller's back, but what met
    a kept connection that the store had closed: that once. Blocks are far below the size from which multipart uploads pay.
 2. An object is written whole or not at all, and only where there is none yet, as far as the store can do that
-   (``If-None-Match: *``). What is read is judged by `kvstore.tiers.records`; what it rejects is replaced.
+   (``If-None-Match: *``). What is read is judged by `kvstore.tiers.records`. What it rejects is read again, by connections of
+   their own, and removed only if it lies there like that.
 3. To find out how long a prefix is there costs requests. Chains are written from the start and no object store evicts
    from the start, so that it is searched for: `parallel` HEADs at a time narrow it down by that factor, three rounds for
    thousands of blocks, one for a chain that is there as a whole. A hole in it shows when the blocks are fetched.
@@ -13,8 +14,9 @@ Rules:
 4. What has to go is decided by the bucket's lifecycle rules, not here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,11 +25,12 @@ from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
 from kvstore.ports import Codec
 from kvstore.tiers.records import HEAD_BYTES, Records, Standing
-from kvstore.tiers.remote import Given, RemoteTier, Wanted
+from kvstore.tiers.remote import Given, Health, RemoteTier, Wanted
 from kvstore.tiers.s3.clients import Body, Clients, code_of
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.sightings import Sightings, leading
 from kvstore.tiers.s3.threads import Threads
+from kvstore.tiers.second_reading import Unlike, Verdict, judge
 from kvstore.tiers.tally import Tally
 
 MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
@@ -108,10 +111,21 @@ class S3Shelf:
     def get(self, work: Mapping[int, Wanted], answers: dict[int, Fetched], deadline: Nanos) -> None:
         self._each(work, partial(self._get, deadline=deadline), answers, deadline)
 
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> Verdict:
+        verdicts: dict[BlockKey, Verdict] = {}
+        self._each({key: key}, partial(self._judge, block_bytes=block_bytes, deadline=deadline), verdicts, deadline)
+        verdict = verdicts[key]
+        if verdict in (Verdict.SOUND, Verdict.GONE):
+            self._saw(key, is_there=verdict is Verdict.SOUND)
+        return verdict
+
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
         for key in keys:
             self._seen.doubt(key)
         self._each({key: key for key in keys}, self._delete, {}, deadline)
+
+    def health(self) -> Health:
+        return Health()
 
     def close(self) -> None:
         self._threads.close()
@@ -174,6 +188,8 @@ class S3Shelf:
             fetched = self._records.take(key, body, wanted.into)
         if fetched.outcome is BlockOutcome.MOVED:
             self._saw(key, is_there=True)
+        elif fetched.outcome is BlockOutcome.CORRUPT:
+            self._seen.forget(key)  # it may have been damaged on its way
         else:
             self._seen.doubt(key)
         return fetched
@@ -191,6 +207,25 @@ class S3Shelf:
             head = bytearray(min(body.left, HEAD_BYTES))
             body.fill(memoryview(head))
             return bytes(head)
+
+    def _judge(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> Verdict:
+        """Read a block twice, by clients of their own instead of the one that all share."""
+        return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
+
+    @contextmanager
+    def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ObjectReading | None"]:
+        with self._clients.fresh(seconds(deadline - self._clock.now())) as client:
+            if client is None:
+                raise TierFailed(f"{self._place}: too little time is left")
+            try:
+                head = client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
+            except self._clients.Refused as error:
+                if code_of(error) not in MISSING:
+                    raise
+                yield None
+                return
+            ask = partial(client.get_object, Bucket=self._settings.bucket, Key=self._name(key))
+            yield ObjectReading(ask, int(head["ContentLength"]), self._clock, deadline)
 
     def _delete(self, client: Any, key: BlockKey) -> bool:
         client.delete_object(Bucket=self._settings.bucket, Key=self._name(key))
@@ -268,3 +303,23 @@ class S3Shelf:
     @property
     def _place(self) -> str:
         return f"{self._settings.endpoint_url or 's3:/'}/{self._settings.bucket}"
+
+
+class ObjectReading:
+    """See `kvstore.tiers.second_reading.Reading`."""
+
+    def __init__(self, ask: Callable[..., Any], length: int, clock: Clock, deadline: Nanos):
+        self._ask = ask
+        self._clock = clock
+        self._deadline = deadline
+        self.length = length
+
+    def read(self, start: int, stop: int) -> bytes:
+        answer = self._ask(Range=f"bytes={start}-{stop - 1}")
+        with Body(answer, self._clock, self._deadline) as body:
+            expected = f"bytes {start}-{stop - 1}/{self.length}"
+            if body.left != stop - start or answer.get("ContentRange") != expected:
+                raise Unlike(f"{answer.get('ContentRange')} instead of {expected}")
+            into = bytearray(stop - start)
+            body.fill(memoryview(into))
+            return bytes(into)

@@ -32,6 +32,11 @@ class Sightings:
             self._seen.forget(key)
             self._doubtful.note(key, None)
 
+    def forget(self, key: BlockKey) -> None:
+        """Nothing is known of an object any more."""
+        with self._lock:
+            self._seen.forget(key)
+
     def recall(self, key: BlockKey, now: Nanos) -> bool | None:
         """Whether it is there; None when that has to be asked."""
         with self._lock:

@@ -1,11 +1,14 @@
 """Proofs of a secret."""
 
 import pytest
+from msgspec.structs import replace
 
-from kvstore.transports.authentication import SKEW_SECONDS, CallProof, Key, Purpose, Side, nonce
+from kvstore.transports.authentication import SKEW_SECONDS, CallProof, Key, OutdatedProof, Purpose, Side, nonce
 
 KEY = Key(b"a secret of some length", Purpose.CONTROL)
 METHOD = "/kvstore.v1.BlockStore/Match"
+BODY = b"the bytes of a request"
+NOW = 1_700_000_000
 
 
 def test_a_proof_is_for_its_secret_purpose_side_and_words_only():
@@ -23,31 +26,57 @@ def test_nonces_never_come_twice():
     assert len({nonce() for _ in range(1000)}) == 1000
 
 
+def a_proof() -> CallProof:
+    return CallProof.of(KEY, METHOD, BODY, unix_seconds=NOW, caller=nonce(), number=3)
+
+
 def test_a_calls_proof_survives_its_text():
-    proof = CallProof.of(KEY, METHOD, 1_700_000_000, nonce())
+    proof = a_proof()
 
     assert CallProof.parse(proof.text) == proof
-    assert proof.refusal(KEY, METHOD, 1_700_000_000) == ""
-    assert proof.is_answered_by(KEY, METHOD, proof.answer(KEY, METHOD))
+    assert proof.refusal(KEY, METHOD, BODY, NOW) == ""
+    assert proof.is_answered_by(KEY, METHOD, BODY, proof.answer(KEY, METHOD, BODY))
 
 
-@pytest.mark.parametrize("text", ["", "1.2", "a.b.c", "1.00.zz", "1.00.11.22"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "2.2",
+        "2.a.b.c.d",
+        "2.1.00.1.00",
+        f"2.1.{'0' * 32}.1.zz",
+        f"2.1.{'0' * 32}.-1.00",
+        f"2.1.{'0' * 32}.{1 << 64}.00",
+        f"3.1.{'0' * 32}.1.00",
+        f"2.1.{'0' * 32}.{'9' * 5000}.00",
+    ],
+)
 def test_other_text_is_no_proof(text):
-    with pytest.raises(ValueError, match=r"unpack|int|hex"):
+    with pytest.raises(ValueError, match=r"unpack|int|hex|no proof") as caught:
         CallProof.parse(text)
+    assert not isinstance(caught.value, OutdatedProof)
 
 
-def test_a_calls_proof_is_of_no_use_for_another_method_or_later():
-    proof = CallProof.of(KEY, METHOD, 1_700_000_000, nonce())
+def test_proof_without_the_request_is_told_to_be_outdated():
+    with pytest.raises(OutdatedProof):
+        CallProof.parse(f"{NOW}.{'0' * 32}.{'0' * 64}")
 
-    assert "secret" in proof.refusal(KEY, METHOD + "2", 1_700_000_000)
-    assert proof.refusal(KEY, METHOD, 1_700_000_000 + SKEW_SECONDS) == ""
-    assert "-301 s ahead" in proof.refusal(KEY, METHOD, 1_700_000_001 + SKEW_SECONDS)
-    assert "301 s ahead" in proof.refusal(KEY, METHOD, 1_699_999_999 - SKEW_SECONDS)
+
+def test_a_calls_proof_is_of_no_use_for_another_call_or_later():
+    proof = a_proof()
+
+    assert "secret" in proof.refusal(KEY, METHOD + "2", BODY, NOW)
+    assert "another call" in proof.refusal(KEY, METHOD, BODY + b"2", NOW)
+    assert "another call" in replace(proof, number=4).refusal(KEY, METHOD, BODY, NOW)
+    assert proof.refusal(KEY, METHOD, BODY, NOW + SKEW_SECONDS) == ""
+    assert "-301 s ahead" in proof.refusal(KEY, METHOD, BODY, NOW + 1 + SKEW_SECONDS)
+    assert "301 s ahead" in proof.refusal(KEY, METHOD, BODY, NOW - 1 - SKEW_SECONDS)
 
 
 def test_a_client_cannot_be_answered_with_its_own_proof():
-    proof = CallProof.of(KEY, METHOD, 1_700_000_000, nonce())
+    proof = a_proof()
 
-    assert not proof.is_answered_by(KEY, METHOD, proof.proof)
-    assert not proof.is_answered_by(KEY, METHOD + "2", proof.answer(KEY, METHOD))
+    assert not proof.is_answered_by(KEY, METHOD, BODY, proof.proof)
+    assert not proof.is_answered_by(KEY, METHOD + "2", BODY, proof.answer(KEY, METHOD, BODY))
+    assert not proof.is_answered_by(KEY, METHOD, BODY + b"2", proof.answer(KEY, METHOD, BODY))

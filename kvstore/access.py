@@ -35,6 +35,8 @@ class Access(Struct, frozen=True, kw_only=True):
     key: bytes = b""
     authority: bytes = b""
     insecure: bool = False
+    purpose: Purpose = Purpose.CONTROL
+    """Of the proofs on calls: a proof for one kind of port is of no use at another."""
 
     def __repr__(self) -> str:
         return "Access(…)"  # secrets are not for logs
@@ -47,7 +49,7 @@ class Access(Struct, frozen=True, kw_only=True):
     @property
     def control_key(self) -> Key | None:
         """What both ends of a call over TCP prove; None: nothing, or TLS does."""
-        return Key(self.secret, Purpose.CONTROL) if self.secret and not self._certified else None
+        return Key(self.secret, self.purpose) if self.secret and not self._certified else None
 
     @property
     def _certified(self) -> bool:
@@ -119,8 +121,8 @@ OPEN = Access()
 """Neither secret nor certificate."""
 
 
-def load(credentials: Credentials) -> Access:
-    """Read the files.
+def load(credentials: Credentials, purpose: Purpose = Purpose.CONTROL) -> Access:
+    """Read the files; `purpose` is that of the proofs on calls.
 
     Raises:
         BadCredentials: One cannot be read, or holds nothing that protects; names the field.
@@ -136,6 +138,7 @@ def load(credentials: Credentials) -> Access:
         key=_read("key", credentials.key),
         authority=_read("authority", credentials.authority),
         insecure=credentials.insecure,
+        purpose=purpose,
     )
 
 

@@ -21,7 +21,7 @@ from fleet.telemetry import configure_logging
 from kvstore.errors import NodeEnded, StoreUnreachable
 from kvstore.settings import StoreSettings
 from operators.settings import OperatorSettings
-from workers.ports import EngineDied
+from workers.ports import EngineDied, WorkerReplaced
 from workers.settings import WorkerSettings
 
 Part = str
@@ -42,6 +42,7 @@ def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, An
         EngineDied: The engine of a worker ended by itself.
         NodeEnded: The store node in a worker's process did.
         StoreUnreachable: A worker's store node does not answer.
+        WorkerReplaced: Another process has a worker's id.
     """
     running = _PARTS[part](config, announce, changes)
     configure_logging()
@@ -53,7 +54,7 @@ def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, An
 
 def _foremost(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What a task group wrapped, where it is one of the expected ends of a process; else the group."""
-    expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded, StoreUnreachable))
+    expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded, StoreUnreachable, WorkerReplaced))
     while expected is not None:
         first = expected.exceptions[0]
         if not isinstance(first, BaseExceptionGroup):

@@ -32,6 +32,7 @@ SKEW_SECONDS = 300
 class Purpose(StrEnum):
     DATA = "kvstore.v1 data plane"
     CONTROL = "kvstore.v1 control plane"
+    ROUTER_CONTROL = "fleet.v1 control port"
 
 
 class Side(StrEnum):

@@ -39,7 +39,6 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--control-address",
         type=_address,
-        default="",
         metavar="HOST:PORT",
         help="the router's control address, or unix:/path (default: as a router of this user on this machine has it)",
     )
@@ -64,7 +63,7 @@ def control_client(arguments: argparse.Namespace) -> Client:
         credentials = Credentials(**{name: getattr(arguments, f"control_{name}") for name in names})
     except ValueError as error:
         raise ConfigurationRefused("--control-key: --control-certificate and --control-key go together") from error
-    return Client(arguments.address, control=arguments.control_address, control_credentials=credentials)
+    return Client(arguments.address, control=arguments.control_address or "", control_credentials=credentials)
 
 
 def said_of_control(error: FleetError, arguments: argparse.Namespace) -> str:

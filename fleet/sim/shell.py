@@ -205,7 +205,10 @@ class _Process:
     def start(self) -> None:
         loop, server = self._loop, self._server
         loop.listen(self._path, lambda: FrameConnection(routers_of(server), limit=MAX_MESSAGE_BYTES))
-        self._tasks = [loop.begin(server.run()), loop.begin(self._registration.run())]
+        self._tasks = [loop.begin(server.run()), loop.begin(self._register())]
+
+    async def _register(self) -> None:
+        await self._registration.run()
 
     async def drain(self) -> None:
         """Take no more work, and end when there is none."""

@@ -211,7 +211,10 @@ class _Process:
         await self._registration.run()
 
     async def drain(self) -> None:
-        """Take no more work, and end when there is none."""
+        """Take no more work, and end when there is none; it says at once that others may have its name, as `workers.registration` does."""
+        _, registering = self._tasks
+        registering.cancel()
+        await self._registration.leave()
         await self._server.drain(Nanos(DRAIN))
 
     def hold(self) -> bool:

@@ -16,6 +16,7 @@ from fleet.ids import WorkerId
 from fleet.roles import Role
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import WorkerLeft
+from fleet.router.selection_settings import SelectionSettings
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.v1 import selection_pb2 as pb
@@ -61,12 +62,12 @@ class Brain:
 
 
 @asynccontextmanager
-async def a_brain(*workers, **settings):
+async def a_brain(*workers, limits=SelectionSettings(caller_share=1), **settings):  # noqa: B008 - frozen
     selecting = SelectingWorkers(Untouched())
     server = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, SystemClock())
     for worker_id, role, fields in workers:
         server.hear(a_joined_worker(worker_id, role, **fields))
-    service = SelectionService(server, selecting, tenant_secret=b"")
+    service = SelectionService(server, selecting, limits, tenant_secret=b"")
     port = grpc.aio.server()
     service.add(port)
     address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"

@@ -10,6 +10,7 @@ from fleet.adapters.clock import SystemClock, utc_now
 from operators.children.pods import Images
 from operators.cluster import open_api_server
 from operators.crds import KINDS, definition
+from operators.control_secrets import ControlSecrets
 from operators.leader import Leader
 from operators.resources.parts import GROUP, VERSION
 from operators.server import Operator
@@ -50,7 +51,10 @@ async def an_operator(
     async with open_api_server(asked.kubeconfig, f"fleet-operator/{identity}") as connected:
         cluster, clock = wrap(connected), SystemClock()
         leader = Leader(cluster, made.lease, asked.namespace, identity, clock, wall)
-        operator = Operator(made, cluster, routers, leader, clock, wall, Metrics(CollectorRegistry()), clients)
+        secrets = ControlSecrets(cluster, asked.namespace, made.control_secret)
+        operator = Operator(
+            made, cluster, routers, leader, clock, wall, Metrics(CollectorRegistry()), clients, secrets=secrets
+        )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(operator.run(stop))
             try:

@@ -262,7 +262,7 @@ async def test_ready_pods_that_no_router_knows_are_not_a_ready_deployment(asked,
     known = []
 
     class Routers:
-        async def workers(self, address):
+        async def workers(self, address, secret):
             return tuple(Registration(pod=pod) for pod in known)
 
     async with an_operator(asked, routers=Routers(), ask_routers_seconds=0.05):

@@ -26,7 +26,6 @@ from operators.seen import Refusal
 from operators.telemetry import Metrics
 from operators.views import OF_KIND, Custom, Named, Pod, Scaled
 
-
 MOST_SECRETS = 100_000  # that are remembered; one that is forgotten is asked to be made again
 
 

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 
 from msgspec import Struct
 
@@ -61,10 +62,8 @@ class ControlSecrets:
                 "immutable": True,
                 "data": {CONTROL_SECRET_KEY: drawn},
             }
-            try:
+            with suppress(Taken):  # another operator was faster
                 await self._cluster.create(kinds.SECRET, SecretData, self._namespace, made)
-            except Taken:  # another operator was faster
-                pass
             found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
         self._master = _read(found.data, f"{self._namespace}/{self._name}")
 
@@ -72,7 +71,7 @@ class ControlSecrets:
         """Return the control secret of a deployment; empty: it has none, or the operator's has not been read."""
         if not self._master:
             return b""
-        words = "/".join((namespace, name, uid)).encode()
+        words = f"{namespace}/{name}/{uid}".encode()
         return hmac.digest(self._master, words, hashlib.sha256).hex().encode()
 
 

@@ -13,7 +13,7 @@ GROUP_PORT = 50063
 PICKER = 9002
 """Where gateways ask for an endpoint, by custom."""
 
-CONTROL_SECRET_KEY = "secret"
+CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name
 """Of a Secret with a control secret in it, and the name of its file in pods."""
 
 NAME = "app.kubernetes.io/name"

@@ -25,8 +25,8 @@ async def test_workers_that_serve_are_registered_and_those_that_drain_are_not(mo
         pool = PoolSnapshot(model=ModelName("m"), role=Role.BOTH, workers=workers)
         status = structs.replace(fronts.router.status(), pools=(pool,))
         monkeypatch.setattr(fronts.router, "status", lambda: status)
-        assert await RouterRegistrations().workers(fronts.grpc.address) == (Registration(pod="a", warm_blocks=7),)
+        assert await RouterRegistrations().workers(fronts.control, b"") == (Registration(pod="a", warm_blocks=7),)
 
 
 async def test_a_router_that_does_not_answer_has_said_nothing():
-    assert await RouterRegistrations().workers("127.0.0.1:9") is None
+    assert await RouterRegistrations().workers("127.0.0.1:9", b"a secret of a deployment") is None

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 from fleet.adapters.clock import SystemClock, utc_now
 from operators.children.pods import Images
 from operators.cluster import open_api_server
-from operators.crds import KINDS, definition
 from operators.control_secrets import ControlSecrets
+from operators.crds import KINDS, definition
 from operators.leader import Leader
 from operators.resources.parts import GROUP, VERSION
 from operators.server import Operator

@@ -89,8 +89,8 @@ class Hand:
         self._permit("create")
         try:
             await self._cluster.create(kinds.SECRET, Named, metadata["namespace"], manifest)
-        except Taken:
-            pass
+        except Taken:  # not remembered: it may be that of a deployment of the same name, and go with that
+            return ()
         except Denied as error:
             return (Refusal(kinds.SECRET.name, metadata["name"], error.reason, str(error)),)
         self._secrets[key] = None

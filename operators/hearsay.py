@@ -32,12 +32,12 @@ class Hearsay:
         self,
         routers: Routers,
         pods: Callable[[Key], Iterable[Pod]],
-        secret: Callable[[str, str, str], bytes],
+        secret: Callable[[str, str], bytes],
         seconds: float,
         at_once: int,
         heard: Callable[[Key], None],
     ) -> None:
-        """`pods` are a deployment's routers; `secret` is its control secret, by namespace, name and uid; `seconds` pass between two rounds; `heard` is told whose workers are others than before."""
+        """`pods` are a deployment's routers; `secret` is its control secret, by namespace and name; `seconds` pass between two rounds; `heard` is told whose workers are others than before."""
         self._routers = routers
         self._pods = pods
         self._secret = secret
@@ -68,7 +68,7 @@ class Hearsay:
         key = key_of(custom.metadata.namespace, custom.metadata.name)
         routers = {pod.metadata.name: address_of(pod) for pod in self._pods(key) if pod.status.pod_ip}
         before = self._words.get(key, {})
-        secret = self._secret(key.namespace, key.name, custom.metadata.uid)
+        secret = self._secret(key.namespace, key.name)
         async with asyncio.TaskGroup() as tasks:
             asked = {
                 name: tasks.create_task(self._word(address, secret, before.get(name, Word())))

@@ -102,15 +102,19 @@ class Look:
             return LookOutcome.SETTLED
         await self._secrets.load()
         wish = Deployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
-        denied: tuple[Refusal, ...] = ()
-        if content := self._secrets.of(key.namespace, key.name, custom.metadata.uid):
-            secret = ControlSecret(content)
-            wish = msgspec.structs.replace(wish, control_secret=secret.name(key.name))
-            denied = await self._hand.make_secret(secret.manifest(wish), again=afresh)
+        secret = ControlSecret(self._secrets.of(key.namespace, key.name))
+        wish = msgspec.structs.replace(wish, control_secret=secret.name(key.name))
         shown = None if self._prober is None else self._prober.of(key)
         seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
         decided = reconcile(wish, msgspec.structs.replace(seen, afresh=afresh), self._images, self._now())
-        refusals = (*denied, *await self._hand.perform(decided.actions, key.namespace))
+        refusals = await self._hand.perform(decided.actions, key.namespace)
+        denied: tuple[Refusal, ...] = ()
+        if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
+            # After the rest, since nothing tells that it was made: pods wait for it, and those that are ready have it.
+            denied = await self._hand.make_secret(secret.manifest(wish), again=afresh)
+            refusals = (*refusals, *denied)
+            if not _is_ready(decided.status):  # one that was there may be its predecessor's, and about to go
+                self._again(key, TROUBLED)
         status, wanted = decided.status, decided.wanted
         if decided.actions or denied:  # what was ready before them need not be now
             seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
@@ -268,3 +272,7 @@ def _where(error: msgspec.ValidationError) -> str:
     if cause.startswith("Invalid enum value"):
         cause = "Invalid enum value"
     return f"spec{path.rstrip('`')}: {cause}"
+
+
+def _is_ready(status: DisaggDeploymentStatus) -> bool:
+    return any(each.type == "Ready" and each.status == TRUE for each in status.conditions)

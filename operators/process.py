@@ -59,7 +59,7 @@ async def serve_operator(
     try:
         async with open_api_server(settings.kubeconfig, f"{AGENT}/{settings.identity}") as cluster:
             leader = Leader(cluster, settings.lease, namespace, settings.identity, clock, wall)
-            secrets = ControlSecrets(cluster, namespace, settings.control_secret)
+            secrets = ControlSecrets(cluster, namespace, settings.control_secret, settings.lease.owner)
             operator = Operator(settings, cluster, routers, leader, clock, wall, metrics, clients, secrets=secrets)
             gauges = Gauges(
                 leads=leader.leads,

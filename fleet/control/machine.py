@@ -15,7 +15,8 @@ Rules:
    turns. The last `REMEMBERED` replaced incarnations of a worker are known.
 5. A worker that a directory has is a member as if it had registered, for as long as the directory's lease says. But who has
    registered here, and not deregistered, is alive: what a directory says of another incarnation is old news until that lease has ended,
-   and that the directory has it no more is no departure.
+   and that the directory has it no more is no departure. Of a member that was only found, the directory's word counts at once, unless this
+   router has a stream to it: directories hand their own leases on.
 6. A worker that another router tells of is a member for the rest of the lease that it has there. Of one that is a member already
    in another incarnation nothing is taken: the other router may not have heard of the change, and whoever is alive renews.
 7. A directory, or a router that passes a registration on, says it once in a while only. What it says of a name that another
@@ -154,10 +155,8 @@ class Membership:
             return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
         known = self._members.get(event.worker_id)
         lease_end = Nanos(now + event.lease)
-        if known is not None and known.joined != joined and known.registered(now):
-            self._remember_claim(Claim(joined=joined, lease_end=lease_end, registered=False))
-            return []
-        if self._occupied(joined, now) is not None:
+        alive = known is not None and known.joined != joined and known.registered(now)
+        if alive or self._connected.get(event.worker_id, event.incarnation) != event.incarnation:
             self._remember_claim(Claim(joined=joined, lease_end=lease_end, registered=False))
             return []
         return self._join(joined, lease_end, registered=False)

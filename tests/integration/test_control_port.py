@@ -153,13 +153,13 @@ def test_a_stranger_on_the_clients_port_finds_no_control(tmp_path):
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     topology.write_text(f"[router.tenants.acme]\napi_key_sha256 = ['{digest}']\n")
     with fleet_up(tmp_path, "--config", str(topology)) as up, Client(up.grpc, api_key=KEY) as client:
-        before = client.complete("Hello", max_tokens=4, temperature=0)
+        before = client.complete("Hello", max_tokens=4, temperature=0, timeout_seconds=30)
         thresholds = client.tune()
         for _ in range(4):
             assert codes(up.grpc) == dict.fromkeys(NAMES, grpc.StatusCode.UNIMPLEMENTED)
 
         assert client.tune() == thresholds
-        assert client.complete("Hello", max_tokens=4, temperature=0).token_ids == before.token_ids
+        assert client.complete("Hello", max_tokens=4, temperature=0, timeout_seconds=30).token_ids == before.token_ids
         assert states(client) == {"prefill-0": "serving", "decode-0": "serving"}
         assert up.endpoints["control"] == f"unix:{up.runtime_folder()}/control.sock"
         assert stat.S_IMODE(Path(unix_path(up.endpoints["control"])).stat().st_mode) == 0o600
@@ -173,7 +173,7 @@ def test_a_forged_registration_takes_no_name_from_a_live_worker(tmp_path):
 
         assert told["Register"] is grpc.StatusCode.ALREADY_EXISTS
         client.tune(max_queued=100)
-        assert client.complete("Hello", max_tokens=4).finish
+        assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
         assert states(client)["decode-0"] == "serving"
 
 
@@ -212,7 +212,7 @@ def test_a_tcp_control_port_asks_strangers_for_the_proof(tmp_path, model_dir, se
             worker = a_worker(tmp_path, address, registry_credentials=credentials)
             with a_process("worker", worker, tmp_path):
                 eventually(lambda: states(client) == {"w0": "serving"})
-                assert client.complete("Hello", max_tokens=4).finish
+                assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
             stranger = a_worker(tmp_path, address, "stranger", worker_id="stranger")
             with a_process("worker", stranger, tmp_path, "stranger") as (process, _):
                 eventually(lambda: "set registry_credentials" in process.log.read_text())
@@ -302,14 +302,14 @@ def test_a_second_worker_of_a_name_is_refused_and_the_first_serves_on(tmp_path, 
         with a_process("worker", second, tmp_path, "second") as (process, _):
             eventually(lambda: "waiting until it is gone" in process.log.read_text())
             assert not is_ready(second["control_listen"])
-            assert client.complete("Hello", max_tokens=4).finish
+            assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
             assert process.wait(60) == REPLACED
             told = process.log.read_text().splitlines()[-1]
 
         assert told.startswith("fleet: WorkerReplaced: worker_id: w0 is held by the process at ")
         assert "to which this router has a stream; every worker needs an id of its own" in told
         assert first.poll() is None
-        assert client.complete("Hello", max_tokens=4).finish
+        assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
 
 
 def test_a_worker_that_was_replaced_ends_with_an_error(tmp_path, model_dir):
@@ -324,7 +324,7 @@ def test_a_worker_that_was_replaced_ends_with_an_error(tmp_path, model_dir):
             assert first.wait(60) == REPLACED
             told = first.log.read_text().splitlines()[-1]
             assert told.startswith("fleet: WorkerReplaced: w0 has been replaced: worker_id: w0 is held by ")
-            assert client.complete("Hello", max_tokens=4).finish
+            assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
 
 
 def test_a_killed_worker_is_replaced_before_its_lease_ends(tmp_path, model_dir):

@@ -51,7 +51,7 @@ async def an_operator(
     async with open_api_server(asked.kubeconfig, f"fleet-operator/{identity}") as connected:
         cluster, clock = wrap(connected), SystemClock()
         leader = Leader(cluster, made.lease, asked.namespace, identity, clock, wall)
-        secrets = ControlSecrets(cluster, asked.namespace, made.control_secret)
+        secrets = ControlSecrets(cluster, asked.namespace, made.control_secret, owner)
         operator = Operator(
             made, cluster, routers, leader, clock, wall, Metrics(CollectorRegistry()), clients, secrets=secrets
         )

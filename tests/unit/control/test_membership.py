@@ -162,12 +162,25 @@ def test_what_a_directory_has_joins_when_the_holder_leaves():
     assert membership.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER), joined(other)]
 
 
+def test_a_directory_takes_no_name_from_a_live_stream():
+    membership = a_membership()
+    holder, other = a_registration(), a_registration(incarnation="two")
+    membership.handle(found(holder), START)
+    membership.handle(connected(holder), START)
+
+    assert membership.handle(found(other), START) == []
+    assert membership.handle(Disconnected(worker_id=WORKER), START) == []
+    assert membership.handle(unreachable(holder), START) == [MemberLeft(worker_id=WORKER), joined(other)]
+
+
 def test_a_claim_that_has_ended_or_was_withdrawn_does_not_join():
     holder, other = a_registration(), a_registration(incarnation="two")
     ended, withdrawn_one = a_membership(), a_membership()
     for membership in (ended, withdrawn_one):
         membership.handle(found(holder, Nanos(2 * LEASE)), START)
+        membership.handle(connected(holder), START)
         membership.handle(found(other), START)
+        membership.handle(Disconnected(worker_id=WORKER), START)
     withdrawn_one.handle(withdrawn(other), START)
 
     assert ended.handle(unreachable(holder), Nanos(START + LEASE)) == []
@@ -306,7 +319,6 @@ def test_who_is_found_and_withdrawn_leaves_at_once_unless_another_has_its_place(
     membership = a_membership()
     membership.handle(found(a_registration()), START)
     restarted = a_registration(incarnation="two")
-    membership.handle(unreachable(a_registration()), START)
     membership.handle(found(restarted), START)
 
     assert membership.handle(withdrawn(a_registration()), START) == []

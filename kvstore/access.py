@@ -40,6 +40,8 @@ class Access(Struct, frozen=True, kw_only=True):
     insecure: bool = False
     files: Credentials = Credentials()
     """Where all this was read from, for those who have to be told which file is wrong."""
+    purpose: Purpose = Purpose.CONTROL
+    """Of the proofs on calls: a proof for one kind of port is of no use at another."""
 
     def __repr__(self) -> str:
         return "Access(…)"  # secrets are not for logs
@@ -52,7 +54,7 @@ class Access(Struct, frozen=True, kw_only=True):
     @property
     def control_key(self) -> Key | None:
         """What both ends of a call over TCP prove; None: nothing, or TLS does."""
-        return Key(self.secret, Purpose.CONTROL) if self.secret and not self._certified else None
+        return Key(self.secret, self.purpose) if self.secret and not self._certified else None
 
     @property
     def _certified(self) -> bool:
@@ -132,8 +134,8 @@ OPEN = Access()
 """Neither secret nor certificate."""
 
 
-def load(credentials: Credentials) -> Access:
-    """Read the files.
+def load(credentials: Credentials, purpose: Purpose = Purpose.CONTROL) -> Access:
+    """Read the files; `purpose` is that of the proofs on calls.
 
     Raises:
         BadCredentials: One cannot be read, or holds nothing that protects; names the field.
@@ -150,6 +152,7 @@ def load(credentials: Credentials) -> Access:
         authority=_read("authority", credentials.authority),
         insecure=credentials.insecure,
         files=credentials,
+        purpose=purpose,
     )
 
 

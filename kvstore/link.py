@@ -160,7 +160,7 @@ class Link:
             None,
             call_timeout=call_timeout,
             prefer=prefer,
-            data_key=access.data_key,
+            access=access,
             clock=clock,
         )
         threading.Thread(target=link._join, name="kvstore-join", daemon=True).start()
@@ -241,7 +241,13 @@ class Link:
             deadline = Nanos(self._clock.now() + nanos(JOIN_SECONDS))
             try:
                 session = shake_hands(
-                    self.stub, self._address, self._namespace, self._prefer, self._data_key, self._clock, deadline
+                    self.stub,
+                    self._address,
+                    self._namespace,
+                    self._prefer,
+                    self._access.data_key,
+                    self._clock,
+                    deadline,
                 )
             except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
                 if type(error).__name__ != told and not self.closed.is_set():

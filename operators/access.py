@@ -5,7 +5,7 @@ Rules:
 1. The Role is made from this list, and a test holds the requests of a whole life of a deployment against it: nothing is granted that is
    not used, nothing used that is not granted.
 2. Server-side apply is `patch`, and `create` as well where the object is not there yet.
-3. No Secrets, no nodes, no reading of events, nothing of the whole cluster: in namespaces that are named, a Role is enough.
+3. Of Secrets only one is read, the operator's own in its own namespace; elsewhere they are made and never read. No nodes, no reading of events, nothing of the whole cluster: in namespaces that are named, a Role is enough.
 4. Children carry `blockOwnerDeletion: false`: whoever sets it needs `update` on finalizers of the owner.
 """
 
@@ -13,6 +13,9 @@ from msgspec import Struct
 
 from operators import kinds
 from operators.kinds import Kind
+
+OWN_SECRET = "fleet-operator-control"  # noqa: S105 - a name
+"""The Secret with the operator's own secret (`operators.control_secrets`)."""
 
 READ = ("list", "watch")
 CHILD = ("list", "watch", "create", "patch", "delete")
@@ -36,10 +39,15 @@ class Access(Struct, frozen=True, kw_only=True):
     own_namespace: bool = False
     """Needed where the operator runs, not where deployments are."""
 
+    names: tuple[str, ...] = ()
+    """Of the only objects that it is for; empty: all."""
 
-def _of(kind: Kind, verbs: tuple[str, ...], part: str = "", *, own_namespace: bool = False) -> Access:
+
+def _of(
+    kind: Kind, verbs: tuple[str, ...], part: str = "", *, own_namespace: bool = False, names: tuple[str, ...] = ()
+) -> Access:
     resource = f"{kind.plural}/{part}" if part else kind.plural
-    return Access(group=kind.group, resource=resource, verbs=verbs, own_namespace=own_namespace)
+    return Access(group=kind.group, resource=resource, verbs=verbs, own_namespace=own_namespace, names=names)
 
 
 ACCESS: tuple[Access, ...] = (
@@ -55,4 +63,7 @@ ACCESS: tuple[Access, ...] = (
     _of(kinds.LEASE, ("get", "create", "update"), own_namespace=True),
     _of(kinds.DEPLOYMENT, ("get",), own_namespace=True),
     _of(kinds.EVENT, ("create",)),
+    _of(kinds.SECRET, ("create",)),
+    _of(kinds.SECRET, ("create",), own_namespace=True),
+    _of(kinds.SECRET, ("get",), own_namespace=True, names=(OWN_SECRET,)),
 )

@@ -26,6 +26,8 @@ from operators.seen import Refusal
 from operators.telemetry import Metrics
 from operators.views import OF_KIND, Custom, Named, Pod, Scaled
 
+MOST_SECRETS = 100_000  # that are remembered; one that is forgotten is asked to be made again
+
 
 class NotLeading(Exception):
     """Somebody else acts, or may soon."""
@@ -42,6 +44,7 @@ class Hand:
         self._leads = leads
         self._metrics = metrics
         self._identity = identity
+        self._secrets: dict[tuple[str, str, str], None] = {}  # that were made, the latest last
 
     async def perform(self, actions: Sequence[Action], namespace: str) -> tuple[Refusal, ...]:
         """What was refused of it.
@@ -67,6 +70,33 @@ class Hand:
                 reason = "QuotaExceeded" if "exceeded quota" in str(error) else error.reason
                 refusals.append(Refusal(kind, name, reason, str(error)))
         return tuple(sorted(refusals))
+
+    async def make_secret(self, manifest: Manifest, *, again: bool = False) -> tuple[Refusal, ...]:
+        """Make a Secret that never changes, once; returns why it may not be made.
+
+        Args:
+            manifest: The Secret. Nothing is asked about one of that name that is there already, since we may not read Secrets.
+            again: Whether to make it again if it has been removed.
+
+        Raises:
+            ClusterError: The API server cannot be reached.
+            NotLeading: It must not be.
+        """
+        metadata = manifest["metadata"]
+        key = (metadata["namespace"], metadata["name"], metadata["ownerReferences"][0]["uid"])
+        if key in self._secrets and not again:
+            return ()
+        self._permit("create")
+        try:
+            await self._cluster.create(kinds.SECRET, Named, metadata["namespace"], manifest)
+        except Taken:  # not remembered: it may be that of a deployment of the same name, and go with that
+            return ()
+        except Denied as error:
+            return (Refusal(kinds.SECRET.name, metadata["name"], error.reason, str(error)),)
+        self._secrets[key] = None
+        while len(self._secrets) > MOST_SECRETS:
+            del self._secrets[next(iter(self._secrets))]
+        return ()
 
     async def write_status(self, kind: Kind, custom: Custom, status: Mapping[str, Any]) -> None:
         """Write it in place of what we have written there before.

@@ -32,13 +32,15 @@ class Hearsay:
         self,
         routers: Routers,
         pods: Callable[[Key], Iterable[Pod]],
+        secret: Callable[[str, str], bytes],
         seconds: float,
         at_once: int,
         heard: Callable[[Key], None],
     ) -> None:
-        """`pods` are a deployment's routers; `seconds` pass between two rounds; `heard` is told whose workers are others than before."""
+        """`pods` are a deployment's routers; `secret` is its control secret, by namespace and name; `seconds` pass between two rounds; `heard` is told whose workers are others than before."""
         self._routers = routers
         self._pods = pods
+        self._secret = secret
         self._seconds = seconds
         self._asking = asyncio.Semaphore(at_once)
         self._heard = heard
@@ -66,18 +68,19 @@ class Hearsay:
         key = key_of(custom.metadata.namespace, custom.metadata.name)
         routers = {pod.metadata.name: address_of(pod) for pod in self._pods(key) if pod.status.pod_ip}
         before = self._words.get(key, {})
+        secret = self._secret(key.namespace, key.name)
         async with asyncio.TaskGroup() as tasks:
             asked = {
-                name: tasks.create_task(self._word(address, before.get(name, Word())))
+                name: tasks.create_task(self._word(address, secret, before.get(name, Word())))
                 for name, address in routers.items()
             }
         after = self._words[key] = {name: task.result() for name, task in asked.items()}
         if _names(after) != _names(before):
             self._heard(key)
 
-    async def _word(self, address: str, before: Word) -> Word:
+    async def _word(self, address: str, secret: bytes, before: Word) -> Word:
         async with self._asking:
-            workers = await self._routers.workers(address)
+            workers = await self._routers.workers(address, secret)
         missed = 0 if workers is not None else before.missed + 1
         return Word(workers if workers is not None or missed >= MISSED_ANSWERS else before.workers, missed)
 

@@ -49,6 +49,7 @@ NAMED = (CONFIG_MAP, SERVICE, DISRUPTION_BUDGET, NETWORK_POLICY, POD_MONITOR, IN
 """Of which names, owners and digests are all that is looked at."""
 
 POD = Kind("", "v1", "pods", "Pod")
+SECRET = Kind("", "v1", "secrets", "Secret")
 LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 EVENT = Kind("events.k8s.io", "v1", "events", "Event")
 

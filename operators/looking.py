@@ -11,6 +11,7 @@ from operators import happenings, kinds, others, requested
 from operators.acting import Hand
 from operators.children.names import Deployment
 from operators.children.pods import Images
+from operators.control_secrets import ControlSecret, ControlSecrets
 from operators.keys import Key, key_of
 from operators.kinds import Kind, Served
 from operators.leader import rfc3339
@@ -25,6 +26,7 @@ from operators.registrations import SKEW_SECONDS, Told
 from operators.resources.deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
 from operators.resources.parts import Condition
 from operators.resources.request import ServingRequestSpec
+from operators.seen import Refusal
 from operators.status import PASSING, TRUE, misread
 from operators.telemetry import LookOutcome
 from operators.views import Custom, Lease
@@ -55,8 +57,11 @@ class Look:
         wall: Wall,
         again: Callable[[Key, Nanos], None],
         prober: Prober | None = None,
+        *,
+        secrets: ControlSecrets,
     ) -> None:
         """`again` has a key looked at after so long, at the latest. `prober` None: nothing is asked of deployments."""
+        self._secrets = secrets
         self._store = store
         self._hand = hand
         self._images = images
@@ -95,13 +100,23 @@ class Look:
         except msgspec.ValidationError as error:
             await self._misread(key, custom, error)
             return LookOutcome.SETTLED
+        await self._secrets.load()
         wish = Deployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
+        secret = ControlSecret(self._secrets.of(key.namespace, key.name))
+        wish = msgspec.structs.replace(wish, control_secret=secret.name(key.name))
         shown = None if self._prober is None else self._prober.of(key)
         seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
         decided = reconcile(wish, msgspec.structs.replace(seen, afresh=afresh), self._images, self._now())
         refusals = await self._hand.perform(decided.actions, key.namespace)
+        denied: tuple[Refusal, ...] = ()
+        if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
+            # After the rest, since nothing tells that it was made: pods wait for it, and those that are ready have it.
+            denied = await self._hand.make_secret(secret.manifest(wish), again=afresh)
+            refusals = (*refusals, *denied)
+            if not _is_ready(decided.status):  # one that was there may be its predecessor's, and about to go
+                self._again(key, TROUBLED)
         status, wanted = decided.status, decided.wanted
-        if decided.actions:  # what was ready before them need not be now
+        if decided.actions or denied:  # what was ready before them need not be now
             seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
             after = reconcile(wish, msgspec.structs.replace(seen, refusals=refusals), self._images, self._now())
             status, wanted = after.status, after.wanted
@@ -109,7 +124,7 @@ class Look:
             self._prober.want(key, wanted)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
         await self._at_others(key, wish, status)
-        acted = len(decided.actions) > len(refusals)
+        acted = len(decided.actions) > len(refusals) - len(denied)
         if not refusals:
             steps = tuple(happenings.steps(decided.actions, custom.metadata.generation))
             await self._hand.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
@@ -257,3 +272,7 @@ def _where(error: msgspec.ValidationError) -> str:
     if cause.startswith("Invalid enum value"):
         cause = "Invalid enum value"
     return f"spec{path.rstrip('`')}: {cause}"
+
+
+def _is_ready(status: DisaggDeploymentStatus) -> bool:
+    return any(each.type == "Ready" and each.status == TRUE for each in status.conditions)

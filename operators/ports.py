@@ -121,8 +121,13 @@ class Cluster(Protocol):
 class Routers(Protocol):
     """What the routers of deployments say of their workers."""
 
-    async def workers(self, address: str) -> tuple[Registration, ...] | None:
-        """Those that the router at a host:port gives requests to; None where it does not answer."""
+    async def workers(self, address: str, secret: bytes) -> tuple[Registration, ...] | None:
+        """Those that the router at a host:port gives requests to; None where it does not answer.
+
+        Args:
+            address: The router's control port.
+            secret: What proves there that the operator may ask; empty: nothing does.
+        """
         ...
 
 

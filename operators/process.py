@@ -11,6 +11,7 @@ from fleet.clock import Clock
 from fleet.errors import ConfigurationRefused
 from kvstore.addresses import host_port
 from operators.cluster import open_api_server
+from operators.control_secrets import ControlSecrets
 from operators.doors import open_doors
 from operators.leader import Leader
 from operators.ports import Clients, ClusterError, Routers, Wall
@@ -58,7 +59,8 @@ async def serve_operator(
     try:
         async with open_api_server(settings.kubeconfig, f"{AGENT}/{settings.identity}") as cluster:
             leader = Leader(cluster, settings.lease, namespace, settings.identity, clock, wall)
-            operator = Operator(settings, cluster, routers, leader, clock, wall, metrics, clients)
+            secrets = ControlSecrets(cluster, namespace, settings.control_secret, settings.lease.owner)
+            operator = Operator(settings, cluster, routers, leader, clock, wall, metrics, clients, secrets=secrets)
             gauges = Gauges(
                 leads=leader.leads,
                 waiting=operator.waiting,

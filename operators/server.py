@@ -21,6 +21,7 @@ import msgspec
 from fleet.clock import SECOND, Clock, Nanos
 from operators import kinds
 from operators.acting import Hand, NotLeading
+from operators.control_secrets import ControlSecrets
 from operators.hearsay import Hearsay
 from operators.informer import Informer
 from operators.keys import Key, concerned, everything, key_of
@@ -59,6 +60,8 @@ class Operator:
         wall: Wall,
         metrics: Metrics,
         clients: Clients | None = None,
+        *,
+        secrets: ControlSecrets,
     ) -> None:
         """`routers` None: only Leases of workers say which are registered. `clients` None: no probes are sent."""
         self.store = Store()
@@ -77,10 +80,10 @@ class Operator:
             if clients is not None and probe.enabled
             else None
         )
-        self._look = Look(self.store, hand, settings.images, clock, wall, self._add, self._prober)
+        self._look = Look(self.store, hand, settings.images, clock, wall, self._add, self._prober, secrets=secrets)
         asked = routers is not None and settings.ask_routers
         self._hearsay = (
-            Hearsay(routers, self._routers_of, settings.ask_routers_seconds, settings.at_once, self._add)
+            Hearsay(routers, self._routers_of, secrets.of, settings.ask_routers_seconds, settings.at_once, self._add)
             if routers is not None and asked
             else None
         )

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from operators.access import OWN_SECRET
 from operators.children.pods import Images
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
@@ -75,6 +76,11 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     kubeconfig: str = ""
     """File that says how to reach the API; empty: as a pod does, by its service account."""
+
+    control_secret: Annotated[str, Meta(max_length=253)] = OWN_SECRET
+    """Secret in the operator's own namespace (`lease.namespace`) from which the control secrets of all deployments follow: routers ask
+    for them at their control ports, workers and the operator prove them. The operator makes it where it is missing. Empty: control ports
+    of deployments ask for nothing, and only their NetworkPolicies say who gets there."""
 
     ask_routers: bool = True
     """Ask every router which workers it knows. Off: only Leases of workers say it."""

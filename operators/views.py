@@ -74,6 +74,12 @@ class Named(_View, frozen=True):
         return msgspec.structs.replace(self, metadata=_unversioned(self.metadata))
 
 
+class SecretData(Named, frozen=True):
+    """A Secret of our own, with what is in it."""
+
+    data: Mapping[str, str] = {}
+
+
 class ObjectCondition(_View, frozen=True):
     type: str
     status: str

@@ -17,6 +17,7 @@ from fleet.router.generation import Generation
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import WorkerJoined
 from fleet.router.picker_settings import EndpointPickerSettings
+from fleet.router.selection_settings import SelectionSettings
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.router.tenants import Tenants
@@ -97,7 +98,7 @@ async def a_world(model_dir, *workers, picker=None, standing=None, tenants=None,
         metrics=Metrics(CollectorRegistry()),
         threads=threads,
     )
-    selection = SelectionService(router, selecting, tenant_secret=b"")
+    selection = SelectionService(router, selecting, SelectionSettings(), tenant_secret=b"")
     limits = EndpointPickerSettings(**{"host": "127.0.0.1", "port": 0, **(picker or {})})
     made = EndpointPicker(limits, router, selection, RoutersPrompts(generation, None, known, clock), standing)
     async with (

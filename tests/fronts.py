@@ -8,6 +8,8 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock
+from fleet.adapters.control_access import ANYBODY
+from fleet.adapters.grpc_control import open_control_port
 from fleet.adapters.grpc_frontend import GrpcFrontend, open_grpc_frontend
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
 from fleet.adapters.text_codec import load_codec
@@ -27,6 +29,7 @@ class Fronts(Struct):
     generation: Generation
     http: HttpFrontend
     grpc: GrpcFrontend
+    control: str  # address
 
     @property
     def url(self) -> str:
@@ -64,7 +67,8 @@ async def open_fronts(
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
         open_http_frontend("127.0.0.1:0", limits, generation, registry, clock) as http,
-        open_grpc_frontend("127.0.0.1:0", generation, router, clock, max_held_bytes=grpc_max_held_bytes) as grpc,
+        open_grpc_frontend("127.0.0.1:0", generation, clock, max_held_bytes=grpc_max_held_bytes) as grpc,
+        open_control_port("", ANYBODY, router, grpc.door.ready, grpc_address=grpc.address) as control,
     ):
-        yield Fronts(router, codec, generation, http, grpc)
+        yield Fronts(router, codec, generation, http, grpc, control)
     threads.close()

@@ -196,6 +196,7 @@ class Registry(Protocol):
 
         Raises:
             RegistryUnreachable: Try again; serving goes on meanwhile.
+            NameHeld: Another process has this worker's id, and is there. Try again for a while if this process never had it.
             Superseded: Do not try again.
         """
         ...
@@ -205,6 +206,14 @@ class Registry(Protocol):
 
 class RegistryUnreachable(Exception):
     """The registry did not answer in time."""
+
+
+class NameHeld(Exception):
+    """Another process holds this worker's id, and its lease has not ended; the message says which one."""
+
+
+class WorkerReplaced(Exception):
+    """The worker process has to end, because another process has its id; its supervisor decides what follows."""
 
 
 class Superseded(Exception):

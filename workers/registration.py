@@ -6,28 +6,32 @@ Rules:
 2. A worker that is to drain deregisters first, so that nobody finds it who does not know it yet. Routers that have a stream to it
    keep that until it ends: work that runs there goes on, and the stream says that it takes no more.
 3. A registry that cannot be reached on the way out is no reason to stay: the lease ends by itself.
-4. Whoever was replaced by a newer process of the same id does not try again, or the two would take turns. Its streams
-   go on; nobody new will come.
-5. A worker is ready when every registry that it was told of has taken it once. One that is away later changes nothing about
-   that: the routers have their streams. Who was replaced, or has left, is not ready.
+4. A worker whose id another process holds waits for it, at most `name_wait_seconds`: the holder may be its own predecessor, of which
+   the router does not know yet that it is gone. It is not ready meanwhile.
+5. A worker that has been replaced by another process of the same id does not try again, or the two would take turns. It ends, with an
+   error, so that its supervisor acts. A worker that was registered and finds its id held by another process has been replaced.
+6. A worker is ready when every registry that it was told of has taken it once. One that is away later changes nothing about
+   that: the routers have their streams. A worker that was replaced, or has left, is not ready.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
 from fleet.clock import SECOND
 from fleet.ids import Incarnation, WorkerId
-from workers.ports import Registry, RegistryUnreachable, Superseded
+from workers.ports import NameHeld, Registry, RegistryUnreachable, Superseded
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 2.0  # a router that comes back is whole again within this
+HELD_PAUSE_SECONDS = 0.5  # between two attempts to get an id that another process holds
 GOODBYE_SECONDS = 2.0
+NAME_WAIT_SECONDS = 60.0  # as `WorkerSettings.name_wait_seconds`
 
 
 class Registration(Struct, kw_only=True):
@@ -37,13 +41,16 @@ class Registration(Struct, kw_only=True):
     worker_id: WorkerId
     incarnation: Incarnation
     address: str
+    name_wait_seconds: float = NAME_WAIT_SECONDS
     taken: bool = False
     """Whether the registry has it, as far as is known."""
 
-    async def run(self) -> None:
-        """Stay registered; until cancelled, or replaced."""
+    async def run(self) -> str:
+        """Stay registered until cancelled, or until another process has the id for good; returns why that is so."""
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None
+        registered = False  # once
+        waits_until: float | None = None  # for another process to give the id up
         while True:
             try:
                 lease = await self.registry.register(self.worker_id, self.incarnation, self.address)
@@ -54,15 +61,32 @@ class Registration(Struct, kw_only=True):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
+            except NameHeld as error:
+                now = asyncio.get_running_loop().time()
+                if registered:
+                    return self._replaced(f"{self.worker_id} has been replaced: {error}")
+                if waits_until is None:
+                    waits_until = now + self.name_wait_seconds
+                    log.warning(
+                        "another process holds this worker's id, waiting until it is gone",
+                        extra={"worker": self.worker_id, "cause": str(error), "seconds": self.name_wait_seconds},
+                    )
+                if now >= waits_until:
+                    return self._replaced(f"{error}; waited {self.name_wait_seconds:g} s for it to go")
+                await asyncio.sleep(HELD_PAUSE_SECONDS)
+                continue
             except Superseded as error:
-                log.error("registered no more", extra={"worker": self.worker_id, "cause": str(error)})  # noqa: TRY400 - nothing broke
-                self.taken = False
-                return
+                return self._replaced(f"{self.worker_id} has been replaced: {error}")
             if not reachable:
                 log.info("registered", extra={"worker": self.worker_id, "address": self.address})
-            reachable = self.taken = True
+            reachable = self.taken = registered = True
+            waits_until = None
             pause = FIRST_PAUSE_SECONDS
             await asyncio.sleep(lease / SECOND / 3)
+
+    def _replaced(self, why: str) -> str:
+        self.taken = False
+        return why
 
     async def leave(self) -> None:
         """Deregister; gives up after two seconds. Call it after `run` has been cancelled."""
@@ -81,10 +105,19 @@ class Presence:
         self._registrations = registrations
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
+        self._when_replaced: Callable[[], None] = lambda: None
+        self.replaced = ""
+        """Why another process has this worker's id for good; empty: none has."""
 
     @property
     def ready(self) -> bool:
         return not self._leaving.is_set() and all(each.taken for each in self._registrations)
+
+    def when_replaced(self, tell: Callable[[], None]) -> None:
+        """Call `tell` when another process has the worker's id for good; at once where that is so already."""
+        self._when_replaced = tell
+        if self.replaced:
+            tell()
 
     async def leave(self) -> None:
         """Deregister everywhere, within two seconds; once, however often it is asked."""
@@ -105,7 +138,7 @@ class Presence:
     async def _keep(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(each.run()) for each in self._registrations]
+                running = [tasks.create_task(self._run(each)) for each in self._registrations]
                 await self._leaving.wait()
                 for each in running:
                     each.cancel()
@@ -114,3 +147,7 @@ class Presence:
                     tasks.create_task(registration.leave())
         finally:
             self._left.set()
+
+    async def _run(self, registration: Registration) -> None:
+        self.replaced = await registration.run()
+        self._when_replaced()

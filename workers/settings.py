@@ -179,7 +179,16 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Address that routers dial, where it differs from `listen` (0.0.0.0, address translation)."""
 
     registry: str = ""
-    """gRPC address of the registry; a name that stands for several routers means all of them. Empty: the worker registers with none."""
+    """Control address of a router, whose registry takes the worker: host:port or unix:/path. A name that stands for several routers
+    means all of them. Empty: the worker registers with none."""
+
+    registry_credentials: Credentials = Credentials()
+    """Proof to the registry, where it is no Unix socket, that this is a worker of the cluster: the routers' secret, or a certificate. Where
+    there is a secret, `control_listen` asks for it as well."""
+
+    name_wait_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    """How long a worker waits for another process that holds its `worker_id` to go; then it ends with an error. A router takes a process
+    for gone within 10 s (its lease), so a minute is enough for a predecessor, and a second worker of the same name is soon seen."""
 
     discovery: Discovery | None = None
     """Where the worker publishes itself for all routers that look there, besides `registry` or in its place; absent: nowhere."""

@@ -1,7 +1,7 @@
-"""The gRPC port of a router: `fleet.v1.Inference`, `fleet.v1.Cluster`, health and reflection."""
+"""gRPC port of a router for clients: `fleet.v1.Inference`, health and reflection. All else is on the control port (`grpc_control`)."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -9,98 +9,56 @@ import grpc
 from google.protobuf.message import Message
 
 from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary_in_context, writing
-from fleet.adapters.grpc_cluster import AskStore, ClusterService, Others, Router, asking_store
 from fleet.adapters.grpc_door import Door
 from fleet.adapters.grpc_http2 import Http2Server
-from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
-from fleet.adapters.grpc_port import Server, open_port
+from fleet.adapters.grpc_port import open_port
 from fleet.clock import Clock
 from fleet.ids import RequestId
 from fleet.requests import Admitted
 from fleet.router.generation import Generation
 from fleet.v1 import inference_pb2
 from fleet.wire.public import decode_request, encode_event, encode_model
-from kvstore.v1 import blocks_pb2_grpc
 
 INFERENCE = "fleet.v1.Inference"
-CLUSTER = "fleet.v1.Cluster"
 
 
 @asynccontextmanager
 async def open_grpc_frontend(
     listen: str,
     generation: Generation,
-    router: Router,
     clock: Clock,
     *,
     max_held_bytes: int,
-    store: str = "",
     shared: bool = False,
     connection_seconds: float = 0,
-    control_listen: str = "",
-    services: Mapping[str, Callable[[Server], None]] | None = None,
-    others: Others | None = None,
 ) -> AsyncIterator["GrpcFrontend"]:
     """Listen and serve until the context ends; then running calls are cancelled.
 
     Args:
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         generation: Serves the requests.
-        router: Says how the cluster is.
         clock: For deadlines.
         max_held_bytes: Of the messages of all requests that run, beyond which long ones are refused.
-        store: gRPC address of the KV store node, asked how full it is; empty: there is none.
         shared: Whether other processes may listen on the same port.
         connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
-        control_listen: Where what is not for clients listens: `services` and `fleet.v1.Cluster`; empty: on the same port.
-        services: More services: what adds each to the server, by full name.
-        others: The other routers of the cluster, if there are any.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    services = services or {}
-    async with AsyncExitStack() as held:
-        ask_store = None
-        if store:
-            channel = await held.enter_async_context(grpc.aio.insecure_channel(store))
-            ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
-        server = Http2Server(shared=shared, connection_seconds=connection_seconds)
-        frontend = GrpcFrontend(generation, router, clock, max_held_bytes, ask_store, others)
-        server.add_generic_rpc_handlers((frontend.inference(),))
-        inner: Server = server
-        if control_listen:
-            inner = grpc.aio.server(options=SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS)
-        inner.add_generic_rpc_handlers((frontend.cluster(),))
-        for add in services.values():
-            add(inner)
-        names = (CLUSTER, *services)
-        if control_listen:
-            frontend.control = await held.enter_async_context(
-                open_port(inner, control_listen, names, frontend.door.ready)
-            )
-            names = ()
-        async with open_port(server, listen, (INFERENCE, *names), frontend.door.ready) as frontend.address:
-            yield frontend
+    server = Http2Server(shared=shared, connection_seconds=connection_seconds)
+    frontend = GrpcFrontend(generation, clock, max_held_bytes)
+    server.add_generic_rpc_handlers((frontend.inference(),))
+    async with open_port(server, listen, (INFERENCE,), frontend.door.ready) as frontend.address:
+        yield frontend
 
 
 class GrpcFrontend:
     """Made by `open_grpc_frontend`."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        router: Router,
-        clock: Clock,
-        max_held_bytes: int,
-        ask_store: AskStore | None,
-        others: Others | None = None,
-    ) -> None:
+    def __init__(self, generation: Generation, clock: Clock, max_held_bytes: int) -> None:
         self.address = ""  # as clients write it, with the port that was taken
-        self.control = ""  # of the port that is not for clients, where that is another one
         self.door = Door(generation, clock, max_held_bytes)
         self._generation = generation
-        self._cluster = ClusterService(router, ask_store, others)
 
     def inference(self) -> grpc.GenericRpcHandler:
         """`fleet.v1.Inference`, whose methods take bytes."""
@@ -110,10 +68,6 @@ class GrpcFrontend:
             "ListModels": unary_in_context(self._list_models),
         }
         return grpc.method_handlers_generic_handler(INFERENCE, inference)
-
-    def cluster(self) -> grpc.GenericRpcHandler:
-        """`fleet.v1.Cluster`, likewise."""
-        return grpc.method_handlers_generic_handler(CLUSTER, self._cluster.methods())
 
     async def _generate(self, content: bytes, context: Context) -> None:
         await answered(self._stream(content, context), context)

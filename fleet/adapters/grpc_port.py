@@ -40,6 +40,7 @@ async def open_port(
     serving: Callable[[], bool],
     *,
     alive: Mapping[str, Callable[[], bool]] | None = None,
+    bind: Callable[[Any, str], int] | None = None,
 ) -> AsyncIterator[str]:
     """Serve until the context ends; then running calls are cancelled. Yields the address, with the port that was taken.
 
@@ -49,6 +50,7 @@ async def open_port(
         services: Their full names, for health and reflection.
         serving: Whether they can serve now; asked at once by who asks for their health, and some times a second.
         alive: By the names under which health tells it: whether the process is sound, whatever it can serve.
+        bind: Has the server listen at the address, and returns the port; raises RuntimeError where it cannot. None: without TLS.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
@@ -56,7 +58,7 @@ async def open_port(
     healths = _Health(dict.fromkeys(("", *services), serving) | dict(alive or {}))
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
-    address = _bind(server, listen)
+    address = _bind(server, listen, bind)
     await healths.tell()
     await server.start()
     failure: Exception | None = None
@@ -74,9 +76,9 @@ async def open_port(
         raise failure
 
 
-def _bind(server: Server, listen: str) -> str:
+def _bind(server: Server, listen: str, bind: Callable[[Any, str], int] | None) -> str:
     try:
-        port = server.add_insecure_port(listen)
+        port = server.add_insecure_port(listen) if bind is None else bind(server, listen)
     except RuntimeError as error:
         why = error.__cause__ or "in use, or no address of this machine"  # which is all that grpc.aio says
         raise ConfigurationRefused(f"cannot listen on {listen}: {why}") from error

@@ -9,19 +9,20 @@ from typing import Self
 import grpc
 from google.protobuf.message import Message
 
+from fleet.adapters.control_access import ANYBODY, ControlAccess
 from fleet.adapters.grpc_calls import Context, parse, unary, unary_in_context
-from fleet.adapters.grpc_options import CHANNEL_OPTIONS
 from fleet.adapters.grpc_port import Server
 from fleet.adapters.replicas import Replicas
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.control.messages import Deregister, Register
+from fleet.control.messages import Deregister, Occupied, Register, Superseded
 from fleet.control.server import RegistryServer
 from fleet.errors import invalid
 from fleet.ids import Incarnation, WorkerId
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
 from kvstore.addresses import host_port, unix_path
-from workers.ports import RegistryUnreachable, Superseded
+from workers.ports import NameHeld, RegistryUnreachable
+from workers.ports import Superseded as WorkerSuperseded
 
 SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)
@@ -52,11 +53,15 @@ class GrpcRegistry:
             incarnation=Incarnation(request.incarnation),
             address=request.address,
         )
-        if not self._registry.register(event):
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"worker_id: {request.worker_id[:100]} is held by a newer process; every worker needs an id of its own",
-            )
+        name = request.worker_id[:100]
+        match self._registry.register(event):
+            case Superseded():
+                why = f"worker_id: {name} is held by a newer process; every worker needs an id of its own"
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+            case Occupied() as occupied:
+                await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"worker_id: {name} {_held(occupied)}")
+            case None:
+                pass
         if self._replicas is not None:
             self._replicas.registered(event)
         return pb.RegisterResponse(lease_ms=self._registry.lease_ms)
@@ -70,12 +75,22 @@ class GrpcRegistry:
         return pb.DeregisterResponse()
 
 
+def _held(occupied: Occupied) -> str:
+    """Say who holds a name and until when; every worker needs one of its own."""
+    holder = f"the process at {occupied.holder[:200]}" if occupied.holder else "another process"
+    if occupied.lease is None:
+        until = "to which this router has a stream"
+    else:
+        until = f"whose lease ends in {occupied.lease / SECOND:.1f} s"
+    return f"is held by {holder}, {until}; every worker needs an id of its own"
+
+
 class GrpcRegistryClient:
     """Implements `workers.ports.Registry`; an async context manager that owns its channel."""
 
-    def __init__(self, address: str, timeout: Nanos = TIMEOUT) -> None:
+    def __init__(self, address: str, timeout: Nanos = TIMEOUT, access: ControlAccess = ANYBODY) -> None:
         self._timeout_seconds = timeout / SECOND
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = access.aio_channel(address)
         self._stub = pb_grpc.RegistryStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -92,8 +107,10 @@ class GrpcRegistryClient:
             response = await self._stub.Register(request, timeout=self._timeout_seconds)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                raise Superseded(error.details()) from error
-            raise RegistryUnreachable(f"{error.code().name}: {error.details()}") from error
+                raise WorkerSuperseded(error.details()) from error
+            if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+                raise NameHeld(error.details()) from error
+            raise _unreachable(error) from error
         return Nanos(response.lease_ms * MILLISECOND)
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
@@ -101,7 +118,15 @@ class GrpcRegistryClient:
         try:
             await self._stub.Deregister(request, timeout=self._timeout_seconds)
         except grpc.aio.AioRpcError as error:
-            raise RegistryUnreachable(f"{error.code().name}: {error.details()}") from error
+            raise _unreachable(error) from error
+
+
+def _unreachable(error: grpc.aio.AioRpcError) -> RegistryUnreachable:
+    remedies = {
+        grpc.StatusCode.UNAUTHENTICATED: "; set registry_credentials to what the router's control_credentials ask for",
+        grpc.StatusCode.UNIMPLEMENTED: "; that is no router's control address: set registry to the router's control_listen",
+    }
+    return RegistryUnreachable(f"{error.code().name}: {error.details()}{remedies.get(error.code(), '')}")
 
 
 class GrpcRegistries:
@@ -111,17 +136,25 @@ class GrpcRegistries:
     of a lease. A worker is registered when one of them has taken it: another may be starting, or going.
     """
 
-    def __init__(self, address: str, timeout: Nanos = TIMEOUT, look_up: LookUp | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout: Nanos = TIMEOUT,
+        look_up: LookUp | None = None,
+        access: ControlAccess = ANYBODY,
+    ) -> None:
         """Nothing is dialled yet.
 
         Args:
             address: ``unix:/path``, or host:port.
             timeout: For a look-up, and then for all registries together.
             look_up: None: as this host looks names up.
+            access: What proves to the registries that this is a worker of the cluster.
         """
         self._address = address
         self._timeout = timeout
         self._look_up = look_up or _addresses
+        self._access = access
         self._clients: dict[str, GrpcRegistryClient] = {}
 
     async def __aenter__(self) -> Self:
@@ -136,21 +169,21 @@ class GrpcRegistries:
         await self._look()
         taken: list[Nanos] = []
         refused: list[RegistryUnreachable] = []
-        replaced: list[Superseded] = []
+        replaced: list[WorkerSuperseded | NameHeld] = []
 
         async def tell(client: GrpcRegistryClient) -> None:
             try:
                 taken.append(await client.register(worker_id, incarnation, address))
             except RegistryUnreachable as error:
                 refused.append(error)
-            except Superseded as error:
+            except (WorkerSuperseded, NameHeld) as error:
                 replaced.append(error)
 
         async with asyncio.TaskGroup() as tasks:
             for client in self._clients.values():
                 tasks.create_task(tell(client))
         if replaced:
-            raise replaced[0]
+            raise min(replaced, key=lambda error: isinstance(error, NameHeld))
         if not taken:
             raise refused[0]
         return min(taken)
@@ -199,7 +232,7 @@ class GrpcRegistries:
             await self._clients.pop(gone).__aexit__(None, None, None)
         for address in addresses:
             if address not in self._clients:
-                self._clients[address] = GrpcRegistryClient(address, self._timeout)
+                self._clients[address] = GrpcRegistryClient(address, self._timeout, self._access)
 
 
 async def _addresses(host: str, port: int) -> list[str]:

@@ -7,17 +7,22 @@ Rules:
 2. A booking is held by a lease. Whoever reports renews it; one that is not renewed ends as if its client had gone.
 3. When a worker of it is lost the booking ends: where the request really runs, only its proxy knows.
 4. A lease is of the router that gave it. Several of them are behind one port, so what is said here of another one's is passed on to them.
+5. Callers are trusted, but not to be without faults: leases last no longer than `SelectionSettings.max_lease_ms`, and all those of one
+   caller hold no more than its share of the workers' places. Beyond that it is refused (RESOURCE_EXHAUSTED) and may try again.
+6. `uncached_tokens` tells whether somebody has sent the same prompt in the tenant's name. So this service is on the control port only.
 """
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 import grpc
 from google.protobuf.message import Message
 
-from fleet.adapters.grpc_calls import parse, unary
+from fleet.adapters.control_access import caller_of
+from fleet.adapters.grpc_calls import Context, parse, unary, unary_in_context
 from fleet.adapters.grpc_port import Server
 from fleet.clock import MILLISECOND, SECOND
 from fleet.errors import Reason, Refused, invalid
@@ -28,6 +33,7 @@ from fleet.router.adapters import meant_by
 from fleet.router.messages import Arrived, Complete, Emit, Stepped, WorkerEvent, request_of
 from fleet.router.placement import Decision
 from fleet.router.ports import Workers
+from fleet.router.selection_settings import SelectionSettings
 from fleet.router.server import Listener
 from fleet.v1 import selection_pb2 as pb
 from fleet.validation import check_hints
@@ -37,9 +43,7 @@ from kvstore.block import salt_for
 SERVICE = "fleet.v1.Selection"
 
 DEFAULT_LEASE_MS = 30_000
-LONGEST_LEASE_MS = 600_000
 DEFAULT_WAIT_MS = 10_000
-MAX_LEASES = 65_536
 MAX_REPORTED = 65_536  # tokens at once
 RETRY_AFTER_MS = 1000
 TOKEN = 0  # stands for each of an answer, which only the proxy knows
@@ -60,6 +64,8 @@ class Router(Protocol):
 
     def address(self, worker_id: WorkerId) -> str: ...
 
+    def places(self, model: ModelName) -> int: ...
+
 
 class Others(Protocol):
     """What is needed of `fleet.adapters.replicas.Replicas`."""
@@ -69,11 +75,18 @@ class Others(Protocol):
     async def released(self, release: pb.ReleaseRequest) -> None: ...
 
 
+Holder = tuple[str, ModelName]
+"""Who holds leases, and of which model's workers."""
+
+
 class Booking:
     """One selected request. Implements `fleet.router.server.Listener`."""
 
-    def __init__(self, request_id: RequestId, lease_seconds: float, end: Callable[["Booking"], None]) -> None:
+    def __init__(
+        self, request_id: RequestId, lease_seconds: float, end: Callable[["Booking"], None], holder: "Holder | None"
+    ) -> None:
         self.request_id = request_id
+        self.holder = holder
         self.lease_seconds = lease_seconds
         self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.work: tuple[WorkerId, Start] | None = None
@@ -151,15 +164,19 @@ class SelectingWorkers:
 class SelectionService:
     """The service over one router."""
 
-    def __init__(self, router: Router, workers: SelectingWorkers, *, tenant_secret: bytes) -> None:
+    def __init__(
+        self, router: Router, workers: SelectingWorkers, settings: SelectionSettings, *, tenant_secret: bytes
+    ) -> None:
         self._router = router
+        self._settings = settings
         self._bookings = workers.bookings
+        self._held: Counter[Holder] = Counter()
         self._tenant_secret = tenant_secret
         self.others: Others | None = None  # routers of the cluster
 
     def add(self, server: Server) -> None:
         methods = {
-            "Select": unary(self._select),
+            "Select": unary_in_context(self._select),
             "Report": unary(self._report),
             "Release": unary(self._release),
         }
@@ -171,19 +188,22 @@ class SelectionService:
             if booking.placed.done():  # else its caller waits here
                 self.end(booking)
 
-    async def book(self, arrived: Arrived, *, lease_seconds: float, wait_seconds: float) -> tuple[Booking, Decision]:
+    async def book(
+        self, arrived: Arrived, *, lease_seconds: float, wait_seconds: float, caller: str = ""
+    ) -> tuple[Booking, Decision]:
         """Place a request and book it, in one step.
 
         Args:
             arrived: With `second_hand`.
             lease_seconds: After which the booking ends that nobody renews.
             wait_seconds: At most, while all workers are busy.
+            caller: Whose share of the workers' places it counts against; empty: nobody's.
 
         Raises:
             Refused: Nobody can serve it.
             TimeoutError: Nobody has had room for it in time.
         """
-        booking = self._opened(arrived, lease_seconds)
+        booking = self._opened(arrived, lease_seconds, (caller, arrived.model) if caller else None)
         try:
             async with asyncio.timeout(wait_seconds):
                 await booking.placed
@@ -206,12 +226,15 @@ class SelectionService:
         self._begun(booking)
         return booking
 
-    def _opened(self, arrived: Arrived, lease_seconds: float) -> Booking:
-        if len(self._bookings) >= MAX_LEASES:
+    def _opened(self, arrived: Arrived, lease_seconds: float, holder: Holder | None = None) -> Booking:
+        if len(self._bookings) >= self._settings.max_leases:
             raise Refused(
                 Reason.QUEUE_FULL, "too many requests are selected and not released", retry_after_ms=RETRY_AFTER_MS
             )
-        booking = Booking(arrived.request_id, lease_seconds, self.end)
+        if holder is not None:
+            self._check_share(holder)
+            self._held[holder] += 1
+        booking = Booking(arrived.request_id, lease_seconds, self.end, holder)
         self._bookings[arrived.request_id] = booking
         try:
             self._router.open(arrived, booking)
@@ -219,6 +242,16 @@ class SelectionService:
             self.end(booking)
             raise
         return booking
+
+    def _check_share(self, holder: Holder) -> None:
+        caller, model = holder
+        allowed = max(1, int(self._router.places(model) * self._settings.caller_share))
+        if self._held[holder] >= allowed:
+            message = (
+                f"{caller} holds {self._held[holder]} leases, its share of the places that workers of {model} have;"
+                " release some, or set the router's selection.caller_share"
+            )
+            raise Refused(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS)
 
     def _begun(self, booking: Booking) -> Decision:
         decision = self._router.decision(booking.request_id)
@@ -252,7 +285,12 @@ class SelectionService:
         """Give back what is booked; once more is no error."""
         booking.stop_lease()
         self._router.close(booking.request_id, booking)
-        self._bookings.pop(booking.request_id, None)
+        ended = self._bookings.pop(booking.request_id, None)
+        if ended is None or (holder := booking.holder) is None:
+            return
+        self._held[holder] -= 1
+        if not self._held[holder]:
+            del self._held[holder]
 
     def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None:
         """What is answered to a report; None where this router has no such lease, or it has ended."""
@@ -268,16 +306,25 @@ class SelectionService:
         self.end(booking)
         return True
 
-    async def _select(self, content: bytes) -> Message:
+    async def _select(self, content: bytes, context: Context) -> Message:
         asked = parse(pb.SelectRequest, content)
         arrived = self._arrived(asked)
-        lease_ms = asked.lease_ms or DEFAULT_LEASE_MS
-        if lease_ms > LONGEST_LEASE_MS:
-            raise invalid("lease_ms", f"must be at most {LONGEST_LEASE_MS}, not {lease_ms}")
-        wait_seconds = (asked.timeout_ms or DEFAULT_WAIT_MS) * MILLISECOND / SECOND
+        limits = self._settings
+        lease_ms = asked.lease_ms or min(DEFAULT_LEASE_MS, limits.max_lease_ms)
+        if lease_ms > limits.max_lease_ms:
+            raise invalid(
+                "lease_ms", f"must be at most {limits.max_lease_ms}, not {lease_ms}; each report renews the lease"
+            )
+        wait_ms = asked.timeout_ms or min(DEFAULT_WAIT_MS, limits.max_wait_ms)
+        if wait_ms > limits.max_wait_ms:
+            raise invalid("timeout_ms", f"must be at most {limits.max_wait_ms}, not {wait_ms}")
+        wait_seconds = wait_ms * MILLISECOND / SECOND
         try:
             _, decision = await self.book(
-                arrived, lease_seconds=lease_ms * MILLISECOND / SECOND, wait_seconds=wait_seconds
+                arrived,
+                lease_seconds=lease_ms * MILLISECOND / SECOND,
+                wait_seconds=wait_seconds,
+                caller=caller_of(context),
             )
         except TimeoutError:
             message = "timeout_ms: all workers have been busy for so long"

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import grpc
 from google.protobuf.message import Message
 
+from fleet.adapters.control_access import ANYBODY, ControlAccess
 from fleet.adapters.grpc_calls import parse, unary
 from fleet.adapters.grpc_options import SERVER_OPTIONS
 from fleet.adapters.grpc_port import LIVENESS, open_port
@@ -21,7 +22,9 @@ SERVICE = "fleet.v1.Worker"
 
 
 @asynccontextmanager
-async def serve_control(worker: WorkerServer, listen: str, presence: Presence) -> AsyncIterator[str]:
+async def serve_control(
+    worker: WorkerServer, listen: str, presence: Presence, access: ControlAccess = ANYBODY
+) -> AsyncIterator[str]:
     """Listen for operators until left; yields the address, with the port that was chosen.
 
     Health is SERVING while the worker serves and is registered wherever it was told to be: what a readiness probe asks. The service
@@ -31,6 +34,7 @@ async def serve_control(worker: WorkerServer, listen: str, presence: Presence) -
         worker: Its `run` is the caller's affair.
         listen: host:port (0: any) or unix:path.
         presence: Of the worker; ended before a drain.
+        access: What callers have to prove, except for health.
 
     Raises:
         ConfigurationRefused: The address is in use or none of this machine; nothing was started.
@@ -48,7 +52,7 @@ async def serve_control(worker: WorkerServer, listen: str, presence: Presence) -
         cancelled = draining.result()
         return pb.DrainResponse(cancelled=cancelled)
 
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = access.server()
     methods = {"Describe": unary(describe), "Drain": unary(drain)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
     async with open_port(

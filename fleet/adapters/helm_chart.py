@@ -96,13 +96,14 @@ def rules() -> dict[str, list[dict[str, list[str]]]]:
     """What the operator's Roles allow: where deployments are, and where it runs itself."""
     parts: dict[str, list[dict[str, list[str]]]] = {"deployments": [], "own": []}
     for name, own in (("deployments", False), ("own", True)):
-        alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        alike: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
         for each in ACCESS:
             if each.own_namespace is own:
-                alike.setdefault((each.group, each.verbs), []).append(each.resource)
+                alike.setdefault((each.group, each.verbs, each.names), []).append(each.resource)
         parts[name] = [
             {"apiGroups": [group], "resources": resources, "verbs": list(verbs)}
-            for (group, verbs), resources in alike.items()
+            | ({"resourceNames": list(names)} if names else {})
+            for (group, verbs, names), resources in alike.items()
         ]
     return parts
 

@@ -23,6 +23,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "http_listen",
         "grpc_listen",
         "control_listen",
+        "control_credentials",
         "drain_timeout_ms",
         "kserve_listen",
         "share_ports",
@@ -33,7 +34,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
     ),
     "EndpointPickerSettings": ("host", "port", "router_endpoint"),
     "PickerLease": ("name", "namespace", "identity", "kubeconfig", "owner", "service", "endpoint"),
-    "OperatorSettings": ("images", "identity", "namespaces", "listen", "kubeconfig"),
+    "OperatorSettings": ("images", "identity", "namespaces", "listen", "kubeconfig", "control_secret"),
     "LeaseSettings": ("name", "namespace", "owner"),
     "ProbeSettings": ("keys",),
 }
@@ -191,6 +192,11 @@ class Routers(_Values, frozen=True):
     secrets: tuple[SecretSetting, ...] = ()
     """Settings that are in Secrets: `{setting: tenant_secret, name: fleet, key: tenant-secret}`. A key that ends in `.json` holds JSON:
     `tenants` with their API keys say; any other is a text."""
+
+    control_secret: Name = ""
+    """Secret whose key `secret` (`openssl rand -hex 32`) workers and operators prove to the routers' control port, 50052. With `tls`, they show
+    certificates as well. Without both the control port is a Unix socket in the pod: workers are found in `discovery`, and
+    `kubectl exec` runs `fleet status`."""
 
     models_claim: Name = ""
     """A PersistentVolumeClaim with tokenizers, mounted read-only at /models, for folders in `settings.models`."""

@@ -23,6 +23,7 @@ from msgspec import Struct
 from fleet.adapters.connector_folder import REPORT
 from fleet.adapters.held_files import ALIVE, held, left, remove_around, taken
 from fleet.adapters.process_group import end_group, members
+from kvstore.credentials import Credentials
 
 PREFIX = "fleet-"
 PLANS = "plans"
@@ -35,11 +36,12 @@ LOGS = "logs"
 """A link to where a run keeps its logs, if that is not its runtime folder."""
 
 
-class _Addresses(Struct, frozen=True):
-    """Of a router's settings, those that commands are given."""
+class RouterAddresses(Struct, frozen=True):
+    """What commands need of a router's settings."""
 
     grpc_listen: str = ""
     control_listen: str = ""
+    control_credentials: Credentials = Credentials()
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -82,11 +84,15 @@ class LocalRun(Struct, frozen=True):
 
     def answers_at(self, address: str) -> bool:
         """Whether its router was told to listen there."""
+        told = self.addresses()
+        return told is not None and any(_same(listen, address) for listen in (told.grpc_listen, told.control_listen))
+
+    def addresses(self) -> RouterAddresses | None:
+        """Where its router was told to listen; None: that cannot be read."""
         try:
-            told = msgspec.json.decode((self.folder / ROUTER).read_bytes(), type=_Addresses)
+            return msgspec.json.decode((self.folder / ROUTER).read_bytes(), type=RouterAddresses)
         except (OSError, msgspec.DecodeError):
-            return False
-        return any(_same(listen, address) for listen in (told.grpc_listen, told.control_listen))
+            return None
 
     def clear(self) -> int | None:
         """End the processes that a killed run has left, and remove its folder; blocks, for some seconds at most.

@@ -34,6 +34,7 @@ from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
 from kvstore.addresses import unix_path
 from kvstore.clock import nanos
+from kvstore.credentials import Credentials
 from kvstore.settings import StoreSettings
 from workers.settings import VllmSettings, WorkerSettings
 
@@ -76,6 +77,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     http: str  # host:port
     grpc: str  # host:port
     control: str  # host:port or unix:/path: of the registry and `fleet.v1.Cluster`
+    control_credentials: Credentials  # that callers of the control port need, where it is no Unix socket
     kserve: str  # host:port; empty: not served
     pools: tuple[LocalPool, ...]
     disaggregates: bool  # whether there are prefill workers
@@ -102,8 +104,8 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     with ExitStack() as held:  # all at once, or two could be the same
         http = claim("router.http_listen", topology.router.http_listen, held)
         grpc = claim("router.grpc_listen", topology.router.grpc_listen, held)
-        control = topology.router.control_listen
-        if control and not unix_path(control):
+        control = topology.router.control_listen or f"unix:{folder / 'control.sock'}"
+        if not unix_path(control):
             control = claim("router.control_listen", control, held)
         kserve = topology.router.kserve_listen and claim("router.kserve_listen", topology.router.kserve_listen, held)
     node = _store(topology, folder) if KvPath.STORE in topology.cluster.kv_paths else None
@@ -140,7 +142,8 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         folder,
         model_dir=str(model_dir),
         model=model,
-        registry=_dialled(control or grpc),
+        registry=_dialled(control),
+        registry_credentials=Credentials() if unix_path(control) else topology.router.control_credentials,
         store="" if is_embedded else store,
         embedded_store=node if is_embedded else None,
     )
@@ -151,7 +154,8 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         model_dir=model_dir,
         http=_dialled(http),
         grpc=_dialled(grpc),
-        control=_dialled(control or grpc),
+        control=_dialled(control),
+        control_credentials=topology.router.control_credentials,
         kserve=_dialled(kserve),
         pools=tuple(pools),
         disaggregates=topology.replicas(Role.PREFILL) > 0,
@@ -311,9 +315,7 @@ def _dialled(listen: str) -> str:
 
 def addresses(plan_: Plan) -> Sequence[str]:
     """Lines for a person: how the cluster is reached."""
-    lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
-    if plan_.control != plan_.grpc:
-        lines.append(f"control  {plan_.control}")
+    lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}", f"control  {plan_.control}"]
     if plan_.kserve:
         lines.append(f"kserve  {plan_.kserve}")
     return lines

@@ -49,7 +49,12 @@ def decode_registered(told: control_pb2.RegisterRequest) -> Register:
     """
     if not (told.worker_id and told.incarnation and told.address):
         raise ConnectionError("another router tells of a worker without an id, an incarnation or an address")
-    return Register(worker_id=WorkerId(told.worker_id), incarnation=Incarnation(told.incarnation), address=told.address)
+    return Register(
+        worker_id=WorkerId(told.worker_id),
+        incarnation=Incarnation(told.incarnation),
+        address=told.address,
+        forwarded=True,
+    )
 
 
 def encode_members(members: Sequence[Told]) -> Iterable[pb.ReplicaMessage]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
+from fleet.adapters.control_address import control_socket, private_folder
 from fleet.adapters.local_processes import LocalProcess
 from fleet.adapters.local_topology import READY_WITHIN, ROUTER, STOP_WITHIN, claim, limits_of
 from fleet.clock import MILLISECOND, Nanos
@@ -15,6 +16,7 @@ from fleet.control.settings import SupervisionSettings
 from fleet.control.supervision import Child
 from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.settings import RouterSettings
+from kvstore.addresses import unix_path
 
 
 class RouterProcesses(Struct, frozen=True, kw_only=True):
@@ -23,6 +25,8 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     processes: tuple[LocalProcess, ...]
     http: str
     grpc: str
+    control: str
+    control_sockets: tuple[str, ...]  # of the processes, which `control` stands for; empty: they share its port
     kserve: str  # empty: not served
     picker: str  # likewise
 
@@ -41,9 +45,12 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     with ExitStack() as held:
         http = claim("http_listen", settings.http_listen, held)
         grpc = claim("grpc_listen", settings.grpc_listen, held)
+        control = _control(settings, grpc, held)
         kserve = settings.kserve_listen and claim("kserve_listen", settings.kserve_listen, held)
         picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
+    alone = bool(unix_path(control))  # a Unix socket cannot be shared
+    controls = tuple(f"unix:{folder / f'control-{number}.sock'}" for number in range(count)) if alone else ()
     prompt_secret = settings.prompt_secret or settings.tenant_secret or secrets.token_hex(32)
     stop_within = Nanos(settings.drain_timeout_ms * MILLISECOND + STOP_WITHIN)
     limits = limits_of(SupervisionSettings(), ROUTER)
@@ -55,6 +62,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             router_id=name,
             http_listen=http,
             grpc_listen=grpc,
+            control_listen=controls[number] if alone else control,
             kserve_listen=kserve,
             endpoint_picker=picker,
             share_ports=True,
@@ -69,8 +77,23 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
         processes.append(LocalProcess(child=child, command=command, limits=limits))
     return RouterProcesses(
-        processes=tuple(processes), http=http, grpc=grpc, kserve=kserve, picker=picker.listen if picker else ""
+        processes=tuple(processes),
+        http=http,
+        grpc=grpc,
+        control=control,
+        control_sockets=controls,
+        kserve=kserve,
+        picker=picker.listen if picker else "",
     )
+
+
+def _control(settings: RouterSettings, grpc: str, held: ExitStack) -> str:
+    """The control address that all processes have together."""
+    if settings.control_listen:
+        listen = settings.control_listen
+        return listen if unix_path(listen) else claim("control_listen", listen, held)
+    private_folder()
+    return control_socket(grpc)
 
 
 def _claimed(settings: EndpointPickerSettings, held: ExitStack) -> EndpointPickerSettings:

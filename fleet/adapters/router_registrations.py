@@ -2,8 +2,10 @@
 
 import grpc
 
-from fleet.adapters.grpc_options import CHANNEL_OPTIONS
+from fleet.adapters.control_access import ControlAccess
 from fleet.v1 import control_pb2, control_pb2_grpc
+from kvstore.access import Access
+from kvstore.transports.authentication import Purpose
 from operators.registrations import Registration
 
 CALL_SECONDS = 2.0
@@ -13,8 +15,9 @@ SERVING = "serving"
 class RouterRegistrations:
     """Implements `operators.ports.Routers`."""
 
-    async def workers(self, address: str) -> tuple[Registration, ...] | None:
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async def workers(self, address: str, secret: bytes) -> tuple[Registration, ...] | None:
+        access = ControlAccess(Access(secret=secret, purpose=Purpose.ROUTER_CONTROL))
+        async with access.aio_channel(address) as channel:
             stub = control_pb2_grpc.ClusterStub(channel)
             try:
                 answer = await stub.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS)

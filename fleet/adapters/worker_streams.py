@@ -11,7 +11,8 @@ Rules:
 3. A member that leaves the registry keeps its stream: work may still run there, and a stream that is alive says more
    than a registry that cannot be reached. It is not dialled again once the stream has ended.
 4. Sending never waits: what a worker has not taken is kept up to a bound, and a stream that meets it counts as broken.
-5. What is read is heard at once, before anything else is read. So a router that does not keep up reads less, which
+5. The membership hears whether workers can be reached (`Reachability`): a name is not given to another process while its holder is there.
+6. What is read is heard at once, before anything else is read. So a router that does not keep up reads less, which
    slows the workers down, and nothing lies about unheard.
 """
 
@@ -26,7 +27,15 @@ from msgspec import structs
 from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
 from fleet.adapters.grpc_store_watch import GrpcStoreWatch
 from fleet.adapters.stream_tls import of_router
-from fleet.control.messages import MemberJoined, MemberLeft, MembershipChange
+from fleet.control.messages import (
+    Connected,
+    Disconnected,
+    MemberJoined,
+    MemberLeft,
+    MembershipChange,
+    Reachability,
+    Unreachable,
+)
 from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import (
     KvChanged,
@@ -71,7 +80,15 @@ Hear = Callable[[WorkerEvent], None]
 
 
 class StreamBroken(Exception):
-    """A stream to a worker is of no use any more; the message says why."""
+    """A stream to a worker is of no use any more; the message says why.
+
+    Attributes:
+        absent: Whether the worker is taken to be gone: it could not be reached, or was silent for too long.
+    """
+
+    def __init__(self, why: str, *, absent: bool = False) -> None:
+        super().__init__(why)
+        self.absent = absent
 
 
 class _Member:
@@ -99,6 +116,8 @@ class WorkerStreams:
         settings: RouterSettings,
         membership: AsyncIterator[MembershipChange] | None = None,
         addresses: Sequence[str] = (),
+        *,
+        reachability: Callable[[Reachability], None] = lambda _: None,
     ):
         """Nothing is dialled before `run`.
 
@@ -106,6 +125,7 @@ class WorkerStreams:
             settings: Deadlines, and the store node to watch.
             membership: Members as the registry knows them.
             addresses: Workers that are members for ever.
+            reachability: Told at once which workers can be reached.
 
         Raises:
             ConfigurationRefused: A file of `worker_credentials` cannot be used.
@@ -114,6 +134,7 @@ class WorkerStreams:
         self._settings = settings
         self._membership = membership
         self._addresses = addresses
+        self._reachability = reachability
         self._members: dict[WorkerId, _Member] = {}
         self._links: dict[WorkerId, _Link] = {}
 
@@ -197,6 +218,9 @@ class WorkerStreams:
                 await self._converse(member, hear)
             except StreamBroken as broken:
                 member.tried = True
+                if broken.absent and member.joined is not None:
+                    joined = member.joined
+                    self._reachability(Unreachable(worker_id=joined.worker_id, incarnation=joined.incarnation))
                 was_up = loop.time() - began > self._settings.max_reconnect_seconds
                 if was_up or str(broken) != cause:  # not at every attempt
                     cause = str(broken)
@@ -212,7 +236,7 @@ class WorkerStreams:
         """One stream, from dialling to its end, which raises `StreamBroken`."""
 
         def accept(connection: FrameConnection) -> _Link:
-            member.link = _Link(connection, member, self._links, self._settings, hear)
+            member.link = _Link(connection, member, self._links, self._settings, hear, self._reachability)
             return member.link
 
         try:
@@ -222,11 +246,11 @@ class WorkerStreams:
                 await member.link.begun.wait()
                 member.tried = True
             await member.link.ended.wait()
-            raise StreamBroken(member.link.why)
+            raise StreamBroken(member.link.why, absent=member.link.silent)
         except TimeoutError:
-            raise StreamBroken("it did not answer in time") from None
+            raise StreamBroken("it did not answer in time", absent=True) from None
         except (OSError, ValueError) as error:
-            raise StreamBroken(str(error)) from error
+            raise StreamBroken(str(error), absent=True) from error
         finally:
             if member.link is not None:
                 member.link.end("it is not wanted any more")
@@ -247,15 +271,18 @@ class _Link:
         links: "dict[WorkerId, _Link]",
         settings: RouterSettings,
         hear: Hear,
+        reachability: Callable[[Reachability], None],
     ):
         self.description: Description | None = None  # once it has joined
         self.begun = asyncio.Event()  # it has joined, or has ended
         self.ended = asyncio.Event()
         self.why = ""  # it has ended
+        self.silent = False  # it has ended because nothing was heard
         self._connection = connection
         self._member = member
         self._links = links
         self._hear = hear
+        self._reachability = reachability
         self._sequence = 0  # of the next KV events
         self._patience_seconds = settings.heartbeat_timeout_seconds
         self._silence: _Silence | None = None  # once it has joined
@@ -282,7 +309,12 @@ class _Link:
         self._connection.abort()
         if self.description is not None:
             del self._links[self.description.worker_id]
+            self._reachability(Disconnected(worker_id=self.description.worker_id))
             self._hear(WorkerLeft(worker_id=self.description.worker_id))
+
+    def _fell_silent(self, why: str) -> None:
+        self.silent = True
+        self.end(why)
 
     # For the connection.
 
@@ -318,7 +350,8 @@ class _Link:
             raise StreamBroken(f"another worker is called {first.worker_id}; every worker needs an id of its own")
         self.description = first
         self._links[first.worker_id] = self
-        self._silence = _Silence(self._patience_seconds, self.end)
+        self._silence = _Silence(self._patience_seconds, self._fell_silent)
+        self._reachability(Connected(worker_id=first.worker_id, incarnation=first.incarnation))
         self.begun.set()
         log.info("worker connected", extra={"worker": first.worker_id, "address": self._member.address})
         self._hear(WorkerJoined(description=first, address=self._member.address))

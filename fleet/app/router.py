@@ -22,6 +22,7 @@ from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from fleet.adapters.control_access import ControlAccess
     from fleet.adapters.endpoint_picker import EndpointPicker
     from fleet.adapters.expected_workers import LiveExpectations
     from fleet.adapters.flight_recorder import FlightRecorder
@@ -115,6 +116,7 @@ class _RouterParts(Struct, frozen=True, kw_only=True):
     clock: SystemClock
     metrics: "Metrics"
     tenants: "Tenants"
+    control_access: "ControlAccess"
     members: "RegistryServer"
     own_workers: "WorkerStreams"
     foreign_workers: "OpenAiWorkers"
@@ -167,6 +169,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     """
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - each process loads its own part only
 
+    from fleet.adapters.control_access import control_access  # noqa: PLC0415
     from fleet.adapters.golden import GoldenCheck  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
@@ -192,7 +195,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     threads = TokenisingThreads()
 
     members = RegistryServer(ControlSettings(), clock)
-    own_workers = WorkerStreams(settings, members.membership())
+    own_workers = WorkerStreams(settings, members.membership(), reachability=members.hear)
     foreign_codecs = _foreign_codecs(settings)
     foreign_workers = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock, foreign_codecs)
     codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
@@ -231,7 +234,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     if settings.tenants_redis:
         limits = _shared_limits(settings.tenants_redis, tenants, clock)
         metrics.registry.register(limits)
-    selection = SelectionService(router, selecting, tenant_secret=tenant_secret)
+    selection = SelectionService(router, selecting, settings.selection, tenant_secret=tenant_secret)
     replicas = None
     if settings.replicas_listen:
         replicas = Replicas(
@@ -247,6 +250,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
         clock=clock,
         metrics=metrics,
         tenants=tenants,
+        control_access=control_access("control_credentials", settings.control_credentials),
         members=members,
         own_workers=own_workers,
         foreign_workers=foreign_workers,
@@ -303,14 +307,13 @@ class _Fronts(Struct, frozen=True, kw_only=True):
 
     http: "HttpFrontend"
     grpc: "GrpcFrontend"
+    control: str  # address
     kserve: "KserveFrontend | None"
     picker: "EndpointPicker | None"
 
     def endpoints(self) -> dict[str, str]:
         """Where they are, by protocol."""
-        endpoints = {"http": self.http.address, "grpc": self.grpc.address}
-        if self.grpc.control:
-            endpoints["control"] = self.grpc.control
+        endpoints = {"http": self.http.address, "grpc": self.grpc.address, "control": self.control}
         if self.kserve is not None:
             endpoints["kserve"] = self.kserve.address
         if self.picker is not None:
@@ -334,7 +337,8 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
     Raises:
         ConfigurationRefused: An address is in use.
     """
-    from fleet.adapters.grpc_frontend import open_grpc_frontend  # noqa: PLC0415 - each process loads its own part only
+    from fleet.adapters.grpc_control import open_control_port  # noqa: PLC0415 - each process loads its own part only
+    from fleet.adapters.grpc_frontend import open_grpc_frontend  # noqa: PLC0415
     from fleet.adapters.grpc_registry import SERVICE, GrpcRegistry  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SERVICE as SELECTION  # noqa: PLC0415
     from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
@@ -355,20 +359,26 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
         open_grpc_frontend(
             settings.grpc_listen,
             parts.generation,
-            parts.router,
             parts.clock,
-            store=settings.store,
             shared=settings.share_ports,
             connection_seconds=settings.connection_seconds,
             max_held_bytes=settings.grpc_max_held_bytes,
-            control_listen=settings.control_listen,
-            services={SERVICE: registry.add, SELECTION: parts.selection.add},
-            others=parts.replicas,
         ) as grpc,
+        open_control_port(
+            settings.control_listen,
+            parts.control_access,
+            parts.router,
+            grpc.door.ready,
+            grpc_address=grpc.address,
+            services={SERVICE: registry.add, SELECTION: parts.selection.add},
+            store=settings.store,
+            shared=settings.share_ports,
+            others=parts.replicas,
+        ) as control,
         _kserve(settings, parts.generation, parts.clock) as kserve,
         _endpoint_picker(settings, parts) as picker,
     ):
-        yield _Fronts(http=http, grpc=grpc, kserve=kserve, picker=picker)
+        yield _Fronts(http=http, grpc=grpc, control=control, kserve=kserve, picker=picker)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from fleet.telemetry import configure_logging
 from kvstore.errors import NodeEnded
 from kvstore.settings import StoreSettings
 from operators.settings import OperatorSettings
-from workers.ports import EngineDied
+from workers.ports import EngineDied, WorkerReplaced
 from workers.settings import WorkerSettings
 
 Part = str
@@ -41,6 +41,7 @@ def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, An
         ConfigurationRefused: The settings cannot be obeyed; nothing is left running.
         EngineDied: The engine of a worker ended by itself.
         NodeEnded: The store node in a worker's process did.
+        WorkerReplaced: Another process has a worker's id.
     """
     running = _PARTS[part](config, announce, changes)
     configure_logging()
@@ -52,7 +53,7 @@ def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, An
 
 def _foremost(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What a task group wrapped, where it is one of the expected ends of a process; else the group."""
-    expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded))
+    expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded, WorkerReplaced))
     while expected is not None:
         first = expected.exceptions[0]
         if not isinstance(first, BaseExceptionGroup):

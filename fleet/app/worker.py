@@ -20,10 +20,11 @@ from fleet.ids import Incarnation
 from kvstore.errors import LayoutMismatch
 from workers.groups import common_of
 from workers.machine import GRACE
-from workers.ports import Engine, EngineFacts, EngineHung
+from workers.ports import Engine, EngineFacts, EngineHung, WorkerReplaced
 from workers.settings import GroupSettings, WorkerSettings
 
 if TYPE_CHECKING:
+    from fleet.adapters.control_access import ControlAccess
     from fleet.adapters.worker_groups import Lead
     from workers.evacuation import StoreEvacuator
     from workers.ports import Registry
@@ -39,7 +40,9 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         EngineDied: The engine ended by itself.
         EngineHung: The engine made no progress, and was killed. The process ends within `END_SECONDS` from then on.
         NodeEnded: The store node in this process did.
+        WorkerReplaced: Another process has its id.
     """
+    from fleet.adapters.control_access import control_access  # noqa: PLC0415
     from fleet.adapters.golden import golden_of_folder  # noqa: PLC0415 - each process loads its own part only
     from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
     from fleet.adapters.hub import worker_model  # noqa: PLC0415
@@ -53,6 +56,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         await _run_rank(settings, settings.group, announce)
         return
     tls = of_worker("credentials", settings.credentials)
+    access = control_access("registry_credentials", settings.registry_credentials)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
         await held.enter_async_context(giving_up_when_asked())
@@ -96,17 +100,21 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
                     worker_id=settings.worker_id,
                     incarnation=incarnation,
                     address=settings.advertise or listening,
+                    name_wait_seconds=settings.name_wait_seconds,
                 )
-                for registry in _registries(settings, lambda: worker.warm_blocks)
+                for registry in _registries(settings, access, lambda: worker.warm_blocks)
             ]
         )
         if settings.control_listen:
-            endpoints["grpc"] = await held.enter_async_context(serve_control(worker, settings.control_listen, presence))
+            endpoints["grpc"] = await held.enter_async_context(
+                serve_control(worker, settings.control_listen, presence, access)
+            )
         await held.enter_async_context(presence.kept())
         async with asyncio.TaskGroup() as tasks, stop_requested() as stop:
             serving = tasks.create_task(worker.run())  # ends with a drain, by whomever, or with the engine
             serving.add_done_callback(lambda _: stop.set())
             serving.add_done_callback(lambda ended: _end_for_certain(ended, END_SECONDS))
+            presence.when_replaced(stop.set)
             announce(endpoints)
             if lead is not None:
                 lead.when_asked_to_end(stop.set)
@@ -116,6 +124,8 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             await worker.drain(Nanos(settings.drain_timeout_ms * MILLISECOND))
             if lead is not None:
                 lead.end()
+        if presence.replaced:
+            raise WorkerReplaced(presence.replaced)
 
 
 def _end_for_certain(served: "asyncio.Task[None]", seconds: float) -> None:
@@ -160,7 +170,7 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
 
 
 def _registries(
-    settings: WorkerSettings, warm_blocks: Callable[[], int]
+    settings: WorkerSettings, access: "ControlAccess", warm_blocks: Callable[[], int]
 ) -> "list[AbstractAsyncContextManager[Registry]]":
     """Where a worker is to say that it is here, and, where that can be told, how many blocks it would take along.
 
@@ -171,7 +181,7 @@ def _registries(
     if settings.registry:
         from fleet.adapters.grpc_registry import GrpcRegistries  # noqa: PLC0415 - each process loads its own part only
 
-        registries.append(GrpcRegistries(settings.registry))
+        registries.append(GrpcRegistries(settings.registry, access=access))
     if settings.discovery is not None:
         from fleet.adapters.discovery import directory_of  # noqa: PLC0415
 

@@ -3,8 +3,11 @@
 import argparse
 
 from fleet.adapters.local_runs import run_at
-from fleet.client import DeadlineExceeded, FleetError, Unavailable
+from fleet.client import Client, DeadlineExceeded, FleetError, Unauthenticated, Unavailable
+from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
 from fleet.config import Topology
+from fleet.errors import ConfigurationRefused
+from kvstore.credentials import Credentials
 
 MOST_PORT = 65535
 
@@ -28,6 +31,56 @@ def add_address(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"a router's gRPC address (default: {default})",
     )
+
+
+def add_control(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which cluster, for commands that ask at a router's control port."""
+    add_address(parser)
+    parser.add_argument(
+        "--control-address",
+        type=_address,
+        metavar="HOST:PORT",
+        help="the router's control address, or unix:/path (default: as a router of this user on this machine has it)",
+    )
+    files = {
+        "secret-file": "file with the secret that the control port asks for",
+        "authority": "certificates (PEM) that the control port's must be signed by",
+        "certificate": "certificate (PEM) to show to the control port",
+        "key": "private key (PEM) of that certificate",
+    }
+    for name, text in files.items():
+        parser.add_argument(f"--control-{name}", default="", metavar="FILE", help=text)
+
+
+def control_client(arguments: argparse.Namespace) -> Client:
+    """Return a client for the options of `add_control`.
+
+    Raises:
+        ConfigurationRefused: A file that they name cannot be used.
+    """
+    names = ("secret_file", "authority", "certificate", "key")
+    try:
+        credentials = Credentials(**{name: getattr(arguments, f"control_{name}") for name in names})
+    except ValueError as error:
+        raise ConfigurationRefused("--control-key: --control-certificate and --control-key go together") from error
+    return Client(arguments.address, control=arguments.control_address or "", control_credentials=credentials)
+
+
+def said_of_control(error: FleetError, arguments: argparse.Namespace) -> str:
+    """Say why a call to a control port failed, and what to do."""
+    if error.reason is None and isinstance(error, Unauthenticated):
+        return (
+            f"{arguments.control_address or arguments.address}: {error.message}; --control-secret-file names the file that the"
+            " router has in control_credentials.secret_file"
+        )
+    if error.reason is None and isinstance(error, Unavailable) and error.message == CLIENTS_PORT:
+        return f"{arguments.control_address or arguments.address}: {error.message}; --control-address names it"
+    if error.reason is None and isinstance(error, Unavailable) and error.message.endswith(NOT_KNOWN):
+        run = run_at(arguments.address)
+        if run is not None and run.killed:
+            return said(error, arguments.address)
+        return f"{error.message}, or start a cluster on this machine with fleet up"
+    return said(error, arguments.control_address or arguments.address)
 
 
 def said(error: FleetError, address: str) -> str:

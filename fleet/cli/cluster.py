@@ -52,7 +52,7 @@ class Cluster(Struct, frozen=True):
         content = {
             "http": f"http://{self.plan.http}",
             "grpc": self.plan.grpc,
-            **({"control": self.plan.control} if self.plan.control != self.plan.grpc else {}),
+            "control": self.plan.control,
             **({"kserve": self.plan.kserve} if self.plan.kserve else {}),
             "model": self.plan.model,
             "plans": str(self.pools.folder),
@@ -153,7 +153,7 @@ async def _wait_until_serving(planned: Plan) -> None:
     """Return when the router counts every worker as serving."""
     missing = set(planned.workers)
     try:
-        async with asyncio.timeout(SEEN_WITHIN), AsyncClient(planned.control) as client:
+        async with asyncio.timeout(SEEN_WITHIN), asking(planned) as client:
             while missing:
                 status = await client.status()
                 workers = [worker for pool in status.pools for worker in pool.workers]
@@ -164,6 +164,11 @@ async def _wait_until_serving(planned: Plan) -> None:
         raise ClusterFailed(f"the router does not see {names} within {SEEN_WITHIN:.0f} s") from error
     except FleetError as error:
         raise ClusterFailed(f"the router does not answer: {error.message}") from error
+
+
+def asking(planned: Plan) -> AsyncClient:
+    """Return a client of a planned cluster's router, which reaches its control port."""
+    return AsyncClient(planned.grpc, control=planned.control, control_credentials=planned.control_credentials)
 
 
 def _on_signal(processes: LocalProcesses) -> None:

@@ -6,25 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from fleet.cli.address import add_address, said
+from fleet.cli.address import add_control, control_client, said_of_control
 from fleet.cli.exits import DONE, FAILED
-from fleet.client import CandidateCost, Client, FleetError, PlacementExplained
+from fleet.client import CandidateCost, FleetError, PlacementExplained
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request", metavar="REQUEST", help="id of a request that was placed lately: x-request-id, --json"
     )
-    add_address(parser)
+    add_control(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        with Client(arguments.address) as client:
+        with control_client(arguments) as client:
             placements = client.explain(arguments.request)
     except FleetError as error:
-        print(f"fleet: {said(error, arguments.address)}", file=sys.stderr)
+        print(f"fleet: {said_of_control(error, arguments)}", file=sys.stderr)
         return FAILED
     if arguments.json:
         print(msgspec.json.encode({"request_id": arguments.request, "placements": placements}).decode())

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from fleet.cli.address import add_address, said
+from fleet.cli.address import add_control, control_client, said_of_control
 from fleet.cli.exits import DONE, FAILED
-from fleet.client import Client, FleetError, RemotePrefill
+from fleet.client import FleetError, RemotePrefill
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "another worker had better compute a prompt.",
     )
     thresholds.add_argument("changes", nargs="*", type=_change, metavar="NAME=NUMBER", help="as in max_queued=100")
-    add_address(thresholds)
+    add_control(thresholds)
     thresholds.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -65,11 +65,11 @@ def _change(text: str) -> tuple[str, float]:
 
 def _tune(arguments: argparse.Namespace) -> int:
     try:
-        with Client(arguments.address) as client:
+        with control_client(arguments) as client:
             in_force = client.tune(**dict(arguments.changes))
             measured = client.remote_prefill()
     except FleetError as error:
-        print(f"fleet: {said(error, arguments.address)}", file=sys.stderr)
+        print(f"fleet: {said_of_control(error, arguments)}", file=sys.stderr)
         return FAILED
     if arguments.json:
         print(msgspec.json.encode({**in_force, "remote_prefill": measured}).decode())

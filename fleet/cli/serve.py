@@ -7,11 +7,12 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from fleet.adapters.process_group import die_with_parent
-from fleet.cli.exits import DONE, FAILED, HUNG
+from fleet.cli.exits import DONE, FAILED, HUNG, REPLACED
 from fleet.config import changes_of, files_of
 from fleet.errors import ConfigurationRefused
 
@@ -80,13 +81,16 @@ def run(arguments: argparse.Namespace) -> int:
         return _serve_routers(arguments)
     from fleet.app.serving import serve  # noqa: PLC0415 - after the parent's death would be noticed, because it takes a second
     from kvstore.errors import NodeEnded  # noqa: PLC0415
-    from workers.ports import EngineDied, EngineHung  # noqa: PLC0415
+    from workers.ports import EngineDied, EngineHung, WorkerReplaced  # noqa: PLC0415
 
     try:
         serve(arguments.part, arguments.config, _announcer(arguments), _changes(arguments))
     except (EngineDied, NodeEnded) as error:
         print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
         return HUNG if isinstance(error, EngineHung) else FAILED
+    except WorkerReplaced as error:
+        print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
+        return REPLACED
     return DONE
 
 
@@ -95,6 +99,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
     import asyncio  # noqa: PLC0415 - for this alone
 
     from fleet.adapters.clock import SystemClock  # noqa: PLC0415
+    from fleet.adapters.control_relay import relayed  # noqa: PLC0415
     from fleet.adapters.local_processes import ClusterFailed, LocalProcesses  # noqa: PLC0415
     from fleet.adapters.local_runs import runtime_folder  # noqa: PLC0415
     from fleet.adapters.router_processes import plan_routers  # noqa: PLC0415
@@ -121,8 +126,11 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
             async def stay() -> None:
                 others = {"kserve": planned.kserve, "endpoint_picker": planned.picker}
                 asked_for = {name: address for name, address in others.items() if address}
-                announce({"http": planned.http, "grpc": planned.grpc, **asked_for})
-                await asyncio.Event().wait()
+                async with (
+                    relayed(planned.control, planned.control_sockets) if planned.control_sockets else nullcontext()
+                ):
+                    announce({"http": planned.http, "grpc": planned.grpc, "control": planned.control, **asked_for})
+                    await asyncio.Event().wait()
 
             asyncio.run(hold(processes, stay))
     except ClusterFailed as error:

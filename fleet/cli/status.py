@@ -9,10 +9,10 @@ import msgspec
 
 from fleet.adapters.connectors import connector_of
 from fleet.adapters.local_runs import run_at
-from fleet.cli.address import add_address, said
+from fleet.cli.address import add_control, control_client, said_of_control
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.pools import unfinished
-from fleet.client import Client, ClusterStatus, FleetError
+from fleet.client import ClusterStatus, FleetError
 from fleet.planner.messages import Writer
 from fleet.planner.ports import ConnectorError
 from fleet.planner.settings import FolderTarget
@@ -21,17 +21,17 @@ MIB = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_address(parser)
+    add_control(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     failing = list(_failing(arguments.address))
     try:
-        with Client(arguments.address) as client:
+        with control_client(arguments) as client:
             status = client.status()
     except FleetError as error:
-        for line in (said(error, arguments.address), *failing):
+        for line in (said_of_control(error, arguments), *failing):
             print(f"fleet: {line}", file=sys.stderr)
         return FAILED
     print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(_lines(status)))

@@ -8,6 +8,7 @@ import grpc
 
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
 from fleet.client.asking import Options, PromptLike, build_message, proof_of, tuning
+from fleet.client.control import ControlPort, control_error
 from fleet.client.errors import error_of
 from fleet.client.results import (
     ClusterStatus,
@@ -23,6 +24,7 @@ from fleet.client.results import (
 from fleet.requests import Delta, ModelCard
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from fleet.wire.public import decode_model
+from kvstore.credentials import Credentials
 
 CALL_SECONDS = 10.0  # for calls that are answered at once
 
@@ -36,12 +38,31 @@ class Client:
     Connecting happens with the first call. All methods raise `FleetError`s.
     """
 
-    def __init__(self, address: str, *, api_key: str = "") -> None:
-        """Connect to a router's gRPC address, ``host:port`` or ``unix:/path``; a cluster with tenants wants a key."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        control: str = "",
+        control_credentials: Credentials = Credentials(),  # noqa: B008 - frozen
+    ) -> None:
+        """Connect to a router.
+
+        Args:
+            address: Its gRPC address for clients, ``host:port`` or ``unix:/path``.
+            api_key: A cluster with tenants wants one.
+            control: Its control address, where `status`, `explain`, `tune` and `remote_prefill` are asked; empty: as a router of this
+                user on this machine has it.
+            control_credentials: What proves to a control port over TCP that this client may use it.
+
+        Raises:
+            ConfigurationRefused: A file of the credentials cannot be used.
+        """
         self._metadata = proof_of(api_key)
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
-        self._cluster = control_pb2_grpc.ClusterStub(self._channel)
+        self._control_port = ControlPort(address, control, control_credentials)
+        self._control_channel: grpc.Channel | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -54,6 +75,8 @@ class Client:
     def close(self) -> None:
         """End the connection, and with it every stream that still runs."""
         self._channel.close()
+        if self._control_channel is not None:
+            self._control_channel.close()
 
     def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> "Stream":
         """Ask for an answer that streams.
@@ -111,7 +134,7 @@ class Client:
         try:
             return decode_status(self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise control_error(error) from error
 
     def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
         """Why a request went where it went, placement by placement.
@@ -124,7 +147,7 @@ class Client:
             request = control_pb2.ExplainRequest(request_id=request_id)
             return decode_explanation(self._cluster.Explain(request, timeout=CALL_SECONDS))
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise control_error(error) from error
 
     def tune(self, **thresholds: float) -> dict[str, float]:
         """Set thresholds of the router, from the next request on; returns all that are in force.
@@ -140,7 +163,7 @@ class Client:
         try:
             return thresholds_of(self._cluster.Tune(request, timeout=CALL_SECONDS))
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise control_error(error) from error
 
     def remote_prefill(self) -> RemotePrefill:
         """What the router has measured of its threshold `remote_prefill_min_tokens`, and would decide by it.
@@ -151,8 +174,14 @@ class Client:
         try:
             answer = self._cluster.Tune(control_pb2.TuneRequest(), timeout=CALL_SECONDS)
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise control_error(error) from error
         return remote_prefill_of(answer.remote_prefill)
+
+    @property
+    def _cluster(self) -> control_pb2_grpc.ClusterStub:
+        if self._control_channel is None:
+            self._control_channel = self._control_port.channel()
+        return control_pb2_grpc.ClusterStub(self._control_channel)
 
 
 class Stream:

@@ -3,17 +3,24 @@
 Rules:
 
 1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation of it
-   registers. Registering again renews the lease.
-2. A new incarnation, or a new address, takes the place of the old at once: what was known of the old one is void, so
-   the change is announced as a departure and an arrival.
-3. Whoever has been replaced stays replaced: an old incarnation that registers again is told so and changes nothing,
+   takes its place. Registering again renews the lease.
+2. A name belongs to the incarnation that holds it. While this router has a stream to a worker, the incarnation at the other end
+   holds the name. Without a stream the member holds it until its lease ends. Another incarnation that registers is refused
+   (`Occupied`), and nothing changes.
+3. A lease ends early for a name that is wanted by another incarnation: when this router cannot reach the member (`Unreachable`). So
+   a process that was killed is replaced at once. A new incarnation, or a new address of the same one, makes void what was known
+   of the old one, so the change is announced as a departure and an arrival.
+4. Whoever has been replaced stays replaced: an old incarnation that registers again is told so (`Superseded`) and changes nothing,
    and neither does its deregistration. Two processes that were given the same name by mistake would otherwise take
    turns. The last `REMEMBERED` replaced incarnations of a worker are known.
-4. A worker that a directory has is a member as if it had registered, for as long as the directory's lease says. But who has
-   registered here, and not deregistered, is alive: what a directory says of another incarnation is old news, and that the
-   directory has it no more is no departure.
-5. A worker that another router tells of is a member for the rest of the lease that it has there. Of one that is a member already
+5. A worker that a directory has is a member as if it had registered, for as long as the directory's lease says. But who has
+   registered here, and not deregistered, is alive: what a directory says of another incarnation is old news until that lease has ended,
+   and that the directory has it no more is no departure. Of a member that was only found, the directory's word counts at once, unless this
+   router has a stream to it: directories hand their own leases on.
+6. A worker that another router tells of is a member for the rest of the lease that it has there. Of one that is a member already
    in another incarnation nothing is taken: the other router may not have heard of the change, and whoever is alive renews.
+7. A directory, or a router that passes a registration on, says it once in a while only. What it says of a name that another
+   incarnation holds is remembered as a claim until the claim's own lease ends. The latest claim joins when the name is free.
 """
 
 from collections import deque
@@ -24,22 +31,35 @@ from msgspec import Struct
 
 from fleet.clock import MILLISECOND, Nanos
 from fleet.control.messages import (
+    Connected,
     ControlCommand,
     ControlEvent,
     Deregister,
+    Disconnected,
     Found,
     MemberJoined,
     MemberLeft,
+    Occupied,
     Register,
     Superseded,
     Ticked,
     Told,
+    Unreachable,
     Withdrawn,
 )
 from fleet.control.settings import ControlSettings
 from fleet.ids import Incarnation, WorkerId
 
 REMEMBERED = 8  # restarts of one worker that can be confused; a supervisor starts one at a time
+
+
+class Claim(Struct, frozen=True, kw_only=True):
+    """An incarnation that waits for a name."""
+
+    joined: MemberJoined
+    lease_end: Nanos
+    registered: bool
+    """Whether it has registered with another router; else a directory has it."""
 
 
 class Member(Struct, kw_only=True):
@@ -49,6 +69,11 @@ class Member(Struct, kw_only=True):
     lease_end: Nanos
     registered_until: Nanos | None = None
     """When the lease ends that it has from here; None: it was only found."""
+
+    unreachable: bool = False
+    """Whether this router could not reach it when it tried last."""
+
+    claim: Claim | None = None
 
     def registered(self, now: Nanos) -> bool:
         return self.registered_until is not None and now < self.registered_until
@@ -61,19 +86,27 @@ class Membership:
         self.lease = Nanos(settings.lease_ms * MILLISECOND)
         self._members: dict[WorkerId, Member] = {}
         self._replaced: dict[WorkerId, deque[Incarnation]] = {}
+        self._connected: dict[WorkerId, Incarnation] = {}  # a stream may outlast the lease of its worker
 
     def handle(self, event: ControlEvent, now: Nanos) -> list[ControlCommand]:
         match event:
             case Register():
                 return self._register(event, now)
             case Deregister():
-                return self._deregister(event)
+                return self._deregister(event, now)
             case Found():
                 return self._find(event, now)
             case Told():
                 return self._hear_of(event, now)
             case Withdrawn():
                 return self._withdraw(event, now)
+            case Connected():
+                return self._connect(event)
+            case Disconnected():
+                self._connected.pop(event.worker_id, None)
+                return []
+            case Unreachable():
+                return self._lose(event, now)
             case Ticked():
                 return self._expire(now)
             case _:
@@ -100,71 +133,137 @@ class Membership:
     def check(self) -> None:
         """Assert what must hold between any two events."""
         for worker_id, member in self._members.items():
+            replaced = self._replaced.get(worker_id, ())
             assert member.joined.worker_id == worker_id, member
-            assert member.joined.incarnation not in self._replaced.get(worker_id, ()), member
+            assert member.joined.incarnation not in replaced, member
+            assert member.claim is None or member.claim.joined.incarnation != member.joined.incarnation, member
 
     def _register(self, event: Register, now: Nanos) -> list[ControlCommand]:
         lease_end = Nanos(now + self.lease)
         joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
-        commands = self._join(joined, lease_end)
-        known = self._members.get(event.worker_id)
-        if known is not None and known.joined == joined:
-            known.registered_until = lease_end
-        return commands
+        if self._is_replaced(joined):
+            return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
+        if (occupied := self._occupied(joined, now)) is not None:
+            if event.forwarded:
+                self._remember_claim(Claim(joined=joined, lease_end=lease_end, registered=True))
+            return [occupied]
+        return self._join(joined, lease_end, registered=True)
 
     def _find(self, event: Found, now: Nanos) -> list[ControlCommand]:
         joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+        if self._is_replaced(joined):
+            return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
         known = self._members.get(event.worker_id)
-        if known is not None and known.joined != joined and known.registered(now):
+        lease_end = Nanos(now + event.lease)
+        alive = known is not None and known.joined != joined and known.registered(now)
+        if alive or self._connected.get(event.worker_id, event.incarnation) != event.incarnation:
+            self._remember_claim(Claim(joined=joined, lease_end=lease_end, registered=False))
             return []
-        return self._join(joined, Nanos(now + event.lease))
+        return self._join(joined, lease_end, registered=False)
 
     def _hear_of(self, event: Told, now: Nanos) -> list[ControlCommand]:
         joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+        if self._is_replaced(joined):
+            return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
         known = self._members.get(event.worker_id)
-        if known is not None and known.joined != joined:
+        if (known is not None and known.joined != joined) or self._occupied(joined, now) is not None:
             return []
-        return self._join(joined, Nanos(now + min(event.lease, self.lease)))
+        return self._join(joined, Nanos(now + min(event.lease, self.lease)), registered=False)
 
-    def _join(self, joined: MemberJoined, lease_end: Nanos) -> list[ControlCommand]:
-        """Take or renew a membership until `lease_end`."""
+    def _is_replaced(self, joined: MemberJoined) -> bool:
+        return joined.incarnation in self._replaced.get(joined.worker_id, ())
+
+    def _occupied(self, joined: MemberJoined, now: Nanos) -> Occupied | None:
+        """The refusal of who wants a name that another incarnation holds (rules 2 and 3); None: nobody else holds it."""
         worker_id, incarnation = joined.worker_id, joined.incarnation
-        if incarnation in self._replaced.get(worker_id, ()):
-            return [Superseded(worker_id=worker_id, incarnation=incarnation)]
         known = self._members.get(worker_id)
-        if known is not None and known.joined == joined:
-            known.lease_end = max(known.lease_end, lease_end)
-            return []
+        connected = self._connected.get(worker_id)
+        if connected == incarnation:
+            return None
+        if connected is not None:
+            of_stream = known is not None and known.joined.incarnation == connected
+            holder = known.joined.address if known is not None and of_stream else ""
+            return Occupied(worker_id=worker_id, incarnation=incarnation, holder=holder, lease=None)
+        if known is None or known.joined.incarnation == incarnation or known.unreachable or now >= known.lease_end:
+            return None
+        left = Nanos(known.lease_end - now)
+        return Occupied(worker_id=worker_id, incarnation=incarnation, holder=known.joined.address, lease=left)
+
+    def _remember_claim(self, claim: Claim) -> None:
+        known = self._members.get(claim.joined.worker_id)
+        if known is not None and known.joined.incarnation != claim.joined.incarnation:
+            known.claim = claim
+
+    def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[ControlCommand]:
+        """Take or renew a membership until `lease_end`; nobody else holds the name."""
+        worker_id = joined.worker_id
+        known = self._members.get(worker_id)
         changes: list[ControlCommand] = []
-        if known is not None:
-            changes.append(MemberLeft(worker_id=worker_id))
-            if known.joined.incarnation != incarnation:
-                self._remember(worker_id, known.joined.incarnation)
-            del self._members[worker_id]
-        self._members[worker_id] = Member(joined=joined, lease_end=lease_end)
-        return [*changes, joined]
+        if known is None or known.joined != joined:
+            if known is not None:
+                changes.append(MemberLeft(worker_id=worker_id))
+                if known.joined.incarnation != joined.incarnation:
+                    self._remember(worker_id, known.joined.incarnation)
+                del self._members[worker_id]
+            known = self._members[worker_id] = Member(joined=joined, lease_end=lease_end)
+            changes.append(joined)
+        known.lease_end = max(known.lease_end, lease_end)
+        if registered:
+            known.registered_until = lease_end
+        return changes
 
     def _remember(self, worker_id: WorkerId, replaced: Incarnation) -> None:
         self._replaced.setdefault(worker_id, deque(maxlen=REMEMBERED)).append(replaced)
 
-    def _deregister(self, event: Deregister) -> list[ControlCommand]:
+    def _deregister(self, event: Deregister, now: Nanos) -> list[ControlCommand]:
         known = self._members.get(event.worker_id)
-        if known is None or known.joined.incarnation != event.incarnation:
+        if known is None:
             return []
-        return [self._leave(event.worker_id)]
+        self._drop_claim(known, event.incarnation)
+        if known.joined.incarnation != event.incarnation:
+            return []
+        self._connected.pop(event.worker_id, None)  # it gives its name up, although its stream may go on
+        return self._leave(event.worker_id, now)
 
     def _withdraw(self, event: Withdrawn, now: Nanos) -> list[ControlCommand]:
         known = self._members.get(event.worker_id)
-        if known is None or known.joined.incarnation != event.incarnation or known.registered(now):
+        if known is None:
             return []
-        return [self._leave(event.worker_id)]
+        self._drop_claim(known, event.incarnation)
+        if known.joined.incarnation != event.incarnation or known.registered(now):
+            return []
+        return self._leave(event.worker_id, now)
+
+    def _drop_claim(self, known: Member, incarnation: Incarnation) -> None:
+        if known.claim is not None and known.claim.joined.incarnation == incarnation:
+            known.claim = None
+
+    def _connect(self, event: Connected) -> list[ControlCommand]:
+        self._connected[event.worker_id] = event.incarnation
+        known = self._members.get(event.worker_id)
+        if known is not None:  # at its address another process may answer
+            known.unreachable = known.joined.incarnation != event.incarnation
+        return []
+
+    def _lose(self, event: Unreachable, now: Nanos) -> list[ControlCommand]:
+        known = self._members.get(event.worker_id)
+        if known is None or known.joined.incarnation != event.incarnation:
+            return []
+        known.unreachable = True
+        claim = known.claim
+        if claim is None or claim.lease_end <= now or not (claim.registered or not known.registered(now)):
+            return []
+        return self._join(claim.joined, claim.lease_end, registered=claim.registered)
 
     def _expire(self, now: Nanos) -> list[ControlCommand]:
         ended = [worker_id for worker_id, member in self._members.items() if now >= member.lease_end]
-        return [self._leave(worker_id) for worker_id in ended]
+        return [change for worker_id in ended for change in self._leave(worker_id, now)]
 
-    def _leave(self, worker_id: WorkerId) -> MemberLeft:
-        """Forget the worker, and whom it replaced: memory is bounded by the members."""
-        del self._members[worker_id]
+    def _leave(self, worker_id: WorkerId, now: Nanos) -> list[ControlCommand]:
+        """Forget the worker, and whom it replaced: memory is bounded by the members. Who waits for the name joins."""
+        claim = self._members.pop(worker_id).claim
         self._replaced.pop(worker_id, None)
-        return MemberLeft(worker_id=worker_id)
+        left: list[ControlCommand] = [MemberLeft(worker_id=worker_id)]
+        if claim is None or claim.lease_end <= now or self._occupied(claim.joined, now) is not None:
+            return left
+        return [*left, *self._join(claim.joined, claim.lease_end, registered=claim.registered)]

@@ -13,6 +13,8 @@ class Register(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     incarnation: Incarnation
     address: str
+    forwarded: bool = False
+    """Whether another router has taken this registration and passes it on; then nobody asks again soon if it is refused here."""
 
 
 class Deregister(Struct, frozen=True, kw_only=True):
@@ -45,11 +47,32 @@ class Withdrawn(Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
 
 
+class Connected(Struct, frozen=True, kw_only=True):
+    """This router has a stream to a worker, which has said which incarnation it is."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+class Disconnected(Struct, frozen=True, kw_only=True):
+    """The stream has ended; whether the worker is still there is not known yet."""
+
+    worker_id: WorkerId
+
+
+class Unreachable(Struct, frozen=True, kw_only=True):
+    """This router could not reach a member: nobody answered at its address, or it was silent for longer than the heartbeat timeout."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
 class Ticked(Struct, frozen=True, kw_only=True):
     """Time passed: leases may have ended."""
 
 
-ControlEvent = Register | Deregister | Found | Told | Withdrawn | Ticked
+Reachability = Connected | Disconnected | Unreachable
+ControlEvent = Register | Deregister | Found | Told | Withdrawn | Reachability | Ticked
 
 
 class MemberJoined(Struct, frozen=True, kw_only=True):
@@ -69,8 +92,21 @@ class Superseded(Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
 
 
+class Occupied(Struct, frozen=True, kw_only=True):
+    """Answer to a `Register` of a name that another incarnation holds; nothing changed."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    holder: str
+    """Address of the process that holds the name; empty: it is not known."""
+
+    lease: Nanos | None
+    """What is left of its lease; None: the router has a stream to it, and it keeps the name as long as that lasts."""
+
+
 MembershipChange = MemberJoined | MemberLeft
-ControlCommand = MembershipChange | Superseded
+Refusal = Superseded | Occupied
+ControlCommand = MembershipChange | Refusal
 
 
 class Seen(Struct, frozen=True, kw_only=True):

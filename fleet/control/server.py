@@ -14,6 +14,9 @@ from fleet.control.messages import (
     MemberJoined,
     MemberLeft,
     MembershipChange,
+    Occupied,
+    Reachability,
+    Refusal,
     Register,
     Superseded,
     Ticked,
@@ -52,11 +55,15 @@ class RegistryServer:
     def lease_ms(self) -> int:
         return self._machine.lease // MILLISECOND
 
-    def register(self, event: Register) -> bool:
-        """Take or renew a membership; False when a newer incarnation has taken it."""
+    def register(self, event: Register) -> Refusal | None:
+        """Take or renew a membership; returns why it is refused, None where it is not."""
         commands = self._machine.handle(event, self._clock.now())
         self._announce(commands)
-        return not any(isinstance(command, Superseded) for command in commands)
+        return next((command for command in commands if isinstance(command, Refusal)), None)
+
+    def hear(self, event: Reachability) -> None:
+        """Take in what this router's own streams say of a worker: whether it is there."""
+        self._announce(self._machine.handle(event, self._clock.now()))
 
     def deregister(self, event: Deregister) -> None:
         self._announce(self._machine.handle(event, self._clock.now()))
@@ -133,6 +140,11 @@ class RegistryServer:
                     log.info("worker left", extra={"worker": command.worker_id})
                 case Superseded():
                     log.warning("a replaced worker registers", extra={"worker": command.worker_id})
-        if any(not isinstance(command, Superseded) for command in commands):
+                case Occupied():
+                    log.warning(
+                        "registration refused, another process holds the name",
+                        extra={"worker": command.worker_id, "holder": command.holder},
+                    )
+        if any(not isinstance(command, Refusal) for command in commands):
             self._changed.set()
             self._changed = asyncio.Event()

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from fleet.clock import Nanos
 from fleet.errors import Reason
-from fleet.ids import RequestId, WorkerId
+from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, ModelCard
 from fleet.roles import Phase
 from fleet.router.account import Account
@@ -576,6 +576,12 @@ class RouterMachine:
         """Where a worker is; empty for one that has left."""
         worker = self._roster.get(worker_id)
         return "" if worker is None else worker.address
+
+    def places(self, model: ModelName) -> int:
+        """Return how many requests the workers that answer for a model may have at once: their limits, added up."""
+        return sum(
+            worker.request_limit for worker in self._roster.serving(model) if worker.decodes and not worker.draining
+        )
 
     def addresses(self) -> dict[WorkerId, str]:
         """Where all workers are."""

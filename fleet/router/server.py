@@ -16,7 +16,7 @@ from msgspec import structs
 
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.errors import Reason, Refused
-from fleet.ids import RequestId, WorkerId
+from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import KvPhase, ModelCard
 from fleet.router.foretold import PlacedPrompts
 from fleet.router.machine import RouterMachine
@@ -178,6 +178,9 @@ class RouterServer:
 
     def address(self, worker_id: WorkerId) -> str:
         return self._machine.address(worker_id)
+
+    def places(self, model: ModelName) -> int:
+        return self._machine.places(model)
 
     def addresses(self) -> dict[WorkerId, str]:
         return self._machine.addresses()

@@ -11,7 +11,9 @@ from fleet.ids import ModelName
 from fleet.router.http_settings import KIB, MIB, HttpSettings
 from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.profile_settings import ProfileSettings
+from fleet.router.selection_settings import SelectionSettings
 from fleet.router.tenants import TenantSettings
+from kvstore.addresses import unix_path
 from kvstore.credentials import Credentials
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -155,7 +157,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """`replicas_listen` of the others."""
 
     grpc_listen: str = "127.0.0.1:50051"
-    """host:port of the gRPC API, and of the registry where workers announce themselves."""
+    """host:port of the gRPC API for clients."""
 
     grpc_max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
     """Of the messages of all requests that run at `grpc_listen`, and as much again of those at `kserve_listen`; `http.max_held_bytes` is
@@ -170,8 +172,16 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """How long answers that are being streamed may go on after SIGTERM."""
 
     control_listen: str = ""
-    """host:port or ``unix:/path`` of what is not for clients: the registry, `fleet.v1.Cluster` and `fleet.v1.Selection`, which ask
-    for no key. Empty: beside the API on `grpc_listen`, for networks where everybody is trusted."""
+    """Control port: ``unix:/path``, or host:port with `control_credentials`. Here workers register and operators ask (the registry,
+    `fleet.v1.Cluster` and `fleet.v1.Selection`), which no API key covers; it is never the clients' port. Empty: a Unix socket that only
+    the router's own user can reach, and whose path follows from `grpc_listen`, so that commands find it (`fleet status --address`)."""
+
+    control_credentials: Credentials = Credentials()
+    """What callers of a `control_listen` over TCP have to prove: the secret in `secret_file`, or a certificate signed by `authority`
+    (with `certificate` and `key` of this router). `insecure`: nothing, for networks where everybody is trusted."""
+
+    selection: SelectionSettings = SelectionSettings()
+    """Limits of what callers of `fleet.v1.Selection` may hold."""
 
     discovery: Discovery | None = None
     """Where workers are found besides those that register here; absent: nowhere."""
@@ -313,6 +323,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself; the message begins with the field."""
+        self._check_control()
         first: dict[str, int] = {}
         tokenizers: dict[str, tuple[str, bool]] = {}
         for index, worker in enumerate(self.openai_workers):
@@ -326,3 +337,14 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
             reading = (worker.tokenizer, bool(worker.kv_events))
             if tokenizers.setdefault(worker.model, reading) != reading:
                 raise ValueError(f"{where}: workers of one model need the same tokenizer, and all or none kv_events")
+
+    def _check_control(self) -> None:
+        """Refuse a control port at which nobody is asked who he is; loopback too, which all users of the machine reach."""
+        proof = self.control_credentials
+        asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
+        if self.control_listen and not unix_path(self.control_listen) and not asks:
+            raise ValueError(
+                f"control_listen: whoever reaches {self.control_listen} could register workers and change thresholds: set"
+                " control_credentials.secret_file, or certificate, key and authority, or listen at unix:/path;"
+                " control_credentials.insecure = true is for networks that nobody else is on"
+            )

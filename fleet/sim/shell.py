@@ -24,7 +24,7 @@ from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
 from fleet.adapters.router_streams import routers_of
 from fleet.adapters.worker_streams import WorkerStreams
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.control.messages import Deregister, Register
+from fleet.control.messages import Deregister, Occupied, Register, Superseded
 from fleet.control.server import RegistryServer
 from fleet.control.settings import ControlSettings
 from fleet.errors import Refused
@@ -50,7 +50,8 @@ from fleet.sim.worker import Worker
 from fleet.sim.world import World
 from fleet.work import Description, Load
 from kvstore.frames import FrameConnection
-from workers.ports import Superseded
+from workers.ports import NameHeld
+from workers.ports import Superseded as WorkerSuperseded
 from workers.registration import Registration
 from workers.server import WorkerServer
 from workers.settings import WorkerSettings
@@ -81,7 +82,7 @@ class ShellWorld(World):
         kernel, _, settings = arguments
         self._loop = VirtualLoop(kernel, message_delay)  # type: ignore[abstract]  # its rule 5
         self._registry = RegistryServer(ControlSettings(), kernel)
-        self._streams = WorkerStreams(settings, self._registry.membership())
+        self._streams = WorkerStreams(settings, self._registry.membership(), reachability=self._registry.hear)
         self._router = RouterServer(machine, self._streams, kernel)
         self._processes: dict[WorkerId, _Process] = {}
         self._asking: dict[RequestId, asyncio.Task[None]] = {}
@@ -204,10 +205,16 @@ class _Process:
     def start(self) -> None:
         loop, server = self._loop, self._server
         loop.listen(self._path, lambda: FrameConnection(routers_of(server), limit=MAX_MESSAGE_BYTES))
-        self._tasks = [loop.begin(server.run()), loop.begin(self._registration.run())]
+        self._tasks = [loop.begin(server.run()), loop.begin(self._register())]
+
+    async def _register(self) -> None:
+        await self._registration.run()
 
     async def drain(self) -> None:
-        """Take no more work, and end when there is none."""
+        """Take no more work, and end when there is none; it says at once that others may have its name, as `workers.registration` does."""
+        _, registering = self._tasks
+        registering.cancel()
+        await self._registration.leave()
         await self._server.drain(Nanos(DRAIN))
 
     def hold(self) -> bool:
@@ -245,8 +252,13 @@ class _NearRegistry:
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
         await asyncio.sleep(2 * self._delay / SECOND)
-        if not self._registry.register(Register(worker_id=worker_id, incarnation=incarnation, address=address)):
-            raise Superseded(worker_id)
+        match self._registry.register(Register(worker_id=worker_id, incarnation=incarnation, address=address)):
+            case Superseded():
+                raise WorkerSuperseded(worker_id)
+            case Occupied():
+                raise NameHeld(worker_id)
+            case None:
+                pass
         return Nanos(self._registry.lease_ms * MILLISECOND)
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:

@@ -46,9 +46,9 @@ class SelectRequest(_message.Message):
     expected_tokens: _builtins.int
     """of the answer, as the caller believes; 0: it does not say"""
     lease_ms: _builtins.int
-    """0: 30 s"""
+    """0: 30 s; at most `max_lease_ms` of the router's settings"""
     timeout_ms: _builtins.int
-    """0: 10 s"""
+    """0: 10 s; at most `max_wait_ms`"""
     pin: _builtins.str
     """the only worker that may answer"""
     placement: _builtins.str

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class SelectionStub:
-    """Whichever router of a cluster is told of a lease, the one that has it hears of it.
+    """Served on the router's control port only: `uncached_tokens` tells whether somebody has sent the same prompt in the tenant's name.
+    Whichever router of a cluster is told of a lease, the one that has it hears of it.
     """
 
     def __init__(self, channel):
@@ -53,7 +54,8 @@ class SelectionStub:
 
 
 class SelectionServicer:
-    """Whichever router of a cluster is told of a lease, the one that has it hears of it.
+    """Served on the router's control port only: `uncached_tokens` tells whether somebody has sent the same prompt in the tenant's name.
+    Whichever router of a cluster is told of a lease, the one that has it hears of it.
     """
 
     def Select(self, request, context):
@@ -105,7 +107,8 @@ def add_SelectionServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Selection:
-    """Whichever router of a cluster is told of a lease, the one that has it hears of it.
+    """Served on the router's control port only: `uncached_tokens` tells whether somebody has sent the same prompt in the tenant's name.
+    Whichever router of a cluster is told of a lease, the one that has it hears of it.
     """
 
     @staticmethod

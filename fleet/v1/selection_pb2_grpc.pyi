@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SelectionStub:
-    """Whichever router of a cluster is told of a lease, the one that has it hears of it."""
+    """Served on the router's control port only: `uncached_tokens` tells whether somebody has sent the same prompt in the tenant's name.
+    Whichever router of a cluster is told of a lease, the one that has it hears of it.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,7 +46,9 @@ class SelectionStub:
 
 @_typing.type_check_only
 class SelectionAsyncStub(SelectionStub):
-    """Whichever router of a cluster is told of a lease, the one that has it hears of it."""
+    """Served on the router's control port only: `uncached_tokens` tells whether somebody has sent the same prompt in the tenant's name.
+    Whichever router of a cluster is told of a lease, the one that has it hears of it.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Select: _aio.UnaryUnaryMultiCallable[_selection_pb2.SelectRequest, _selection_pb2.SelectResponse]  # type: ignore[assignment]
@@ -57,7 +61,9 @@ class SelectionAsyncStub(SelectionStub):
     """The request is over, however it went. Releasing twice is no error."""
 
 class SelectionServicer(metaclass=_abc_1.ABCMeta):
-    """Whichever router of a cluster is told of a lease, the one that has it hears of it."""
+    """Served on the router's control port only: `uncached_tokens` tells whether somebody has sent the same prompt in the tenant's name.
+    Whichever router of a cluster is told of a lease, the one that has it hears of it.
+    """
 
     @_abc_1.abstractmethod
     def Select(

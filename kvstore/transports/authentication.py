@@ -37,6 +37,7 @@ CALL_PROOF_VERSION = "2"
 class Purpose(StrEnum):
     DATA = "kvstore.v1 data plane"
     CONTROL = "kvstore.v1 control plane"
+    ROUTER_CONTROL = "fleet.v1 control port"
 
 
 class Side(StrEnum):

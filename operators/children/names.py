@@ -13,6 +13,9 @@ GROUP_PORT = 50063
 PICKER = 9002
 """Where gateways ask for an endpoint, by custom."""
 
+CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name
+"""Of a Secret with a control secret in it, and the name of its file in pods."""
+
 NAME = "app.kubernetes.io/name"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
@@ -40,6 +43,9 @@ class Deployment(Struct, frozen=True, kw_only=True):
     spec: DisaggDeploymentSpec
     uid: str = ""
     """Empty: it is not on a server, so nothing can be owned by it."""
+
+    control_secret: str = ""
+    """Name of the Secret with what its routers ask for at their control ports; empty: they ask for nothing."""
 
     @property
     def workers(self) -> tuple[Role, ...]:

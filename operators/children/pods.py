@@ -20,7 +20,7 @@ from operators.children.names import (
     labels_of,
     selected,
 )
-from operators.children.settings import HUB_CACHE, HUB_SECRET, MODELS, REDIS_FOLDER, SCRATCH, is_fetched
+from operators.children.settings import CONTROL_FOLDER, HUB_CACHE, HUB_SECRET, MODELS, REDIS_FOLDER, SCRATCH, is_fetched
 from operators.resources.deployment import DisaggDeploymentSpec, KvPath, Role, RoleType
 from operators.resources.parts import GpuVendor
 
@@ -196,6 +196,9 @@ def _mounted(deployment: Deployment, role: Role, of_revision: str) -> Iterator[t
         # Ranks of an engine talk to each other there, and a container's own is 64 MiB.
         memory = {"medium": "Memory", "sizeLimit": SHARED_MEMORY}
         yield "shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}  # noqa: S108 - likewise
+    if deployment.control_secret:
+        control = {"secretName": deployment.control_secret}
+        yield "control", {"secret": control}, {"mountPath": CONTROL_FOLDER, "readOnly": True}
     if model.claim:
         claim = {"claimName": model.claim, "readOnly": True}
         yield "models", {"persistentVolumeClaim": claim}, {"mountPath": MODELS, "readOnly": True}

@@ -8,6 +8,7 @@ from fleet.hub import repository_of
 from operators.children.manifests import Manifest, object_of
 from operators.children.names import (
     CONTROL,
+    CONTROL_SECRET_KEY,
     GROUP_PORT,
     GRPC,
     HTTP,
@@ -26,6 +27,9 @@ MODELS = "/models"
 HUB_CACHE = "/hub"
 HUB_SECRET = "/etc/fleet-hub"  # noqa: S105 - the folder of one
 REDIS_FOLDER = "/etc/fleet-redis"
+CONTROL_FOLDER = "/etc/fleet-control"
+
+_CONTROL_FILE = f"{CONTROL_FOLDER}/{CONTROL_SECRET_KEY}"
 
 CONNECTION_SECONDS = 4
 """How long connections to a router last, give or take a tenth: less than `operators.children.pods.GOODBYE_SECONDS`, so that none of before
@@ -47,6 +51,7 @@ def worker_settings(deployment: Deployment, role: Role) -> Manifest:
         "model_dir": _model_dir(deployment),
         **_hub(deployment),
         "registry": f"{host_of(f'{router_service(deployment)}-control', deployment.namespace)}:{CONTROL}",
+        **({"registry_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
         "listen": f"0.0.0.0:{WORKER}",
         "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
         "drain_timeout_ms": role.drain.timeout_seconds * 1000,
@@ -91,6 +96,8 @@ def router_settings(deployment: Deployment) -> Manifest:
         "http_listen": f"0.0.0.0:{HTTP}",
         "grpc_listen": f"0.0.0.0:{GRPC}",
         "control_listen": f"0.0.0.0:{CONTROL}",
+        # Without a secret only the deployment's NetworkPolicy says who gets there.
+        "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
         "connection_seconds": CONNECTION_SECONDS,
         "models": {spec.model.name: _model_dir(deployment)},
         **_hub(deployment, patience_seconds=PATIENCE_SECONDS),

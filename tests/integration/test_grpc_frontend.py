@@ -348,11 +348,12 @@ async def test_a_draining_front_takes_nothing_new(fronts, stub):
     assert details_of(raised.value)[0].reason == "draining"
 
 
-async def test_models_and_status_are_told(fronts, channel, stub):
+async def test_models_and_status_are_told(fronts, stub):
     fronts.router.cards = (a_card(), a_card(name="big", max_model_len=9))
 
     models = await stub.ListModels(pb.ListModelsRequest())
-    status = await control_pb2_grpc.ClusterStub(channel).Status(control_pb2.StatusRequest())
+    async with grpc.aio.insecure_channel(fronts.control) as control:
+        status = await control_pb2_grpc.ClusterStub(control).Status(control_pb2.StatusRequest())
 
     assert [(model.name, model.max_model_len) for model in models.models] == [("tiny", 4096), ("big", 9)]
     assert [pool.model for pool in status.pools] == ["tiny", "big"]
@@ -400,13 +401,14 @@ async def test_reflection_lists_the_services(channel):
     (response,) = [response async for response in call]
 
     names = {service.name for service in response.list_services_response.service}
-    assert {"fleet.v1.Inference", "fleet.v1.Cluster", "grpc.health.v1.Health"} <= names
+    assert {"fleet.v1.Inference", "grpc.health.v1.Health"} <= names
+    assert "fleet.v1.Cluster" not in names
 
 
 async def test_a_port_in_use_is_refused_with_its_address(fronts):
     with pytest.raises(ConfigurationRefused, match=fronts.grpc.address):
         async with open_grpc_frontend(
-            fronts.grpc.address, fronts.generation, fronts.router, fronts.generation._clock, max_held_bytes=1
+            fronts.grpc.address, fronts.generation, fronts.generation._clock, max_held_bytes=1
         ):
             pass
 
@@ -414,17 +416,14 @@ async def test_a_port_in_use_is_refused_with_its_address(fronts):
 @pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999"])
 async def test_what_is_no_address_is_refused_with_what_one_looks_like(fronts, listen):
     with pytest.raises(ConfigurationRefused, match=f"^cannot listen on {listen}: must be host:port$"):
-        async with open_grpc_frontend(listen, fronts.generation, fronts.router, SystemClock(), max_held_bytes=1):
+        async with open_grpc_frontend(listen, fronts.generation, SystemClock(), max_held_bytes=1):
             pass
 
 
-async def test_what_is_not_for_clients_can_have_a_port_of_its_own(fronts):
-    generation, router = fronts.generation, fronts.router
-    listen = "127.0.0.1:0"
+async def test_clients_and_operators_have_ports_of_their_own(fronts):
     async with (
-        open_grpc_frontend(listen, generation, router, SystemClock(), max_held_bytes=1, control_listen=listen) as front,
-        grpc.aio.insecure_channel(front.address) as public,
-        grpc.aio.insecure_channel(front.control) as inner,
+        grpc.aio.insecure_channel(fronts.grpc.address) as public,
+        grpc.aio.insecure_channel(fronts.control) as inner,
     ):
         asked = control_pb2.StatusRequest()
         assert (await control_pb2_grpc.ClusterStub(inner).Status(asked)).router.models == ["tiny"]

@@ -140,7 +140,7 @@ async def test_a_router_and_a_worker_that_are_told_a_repository_answer_a_request
     router, _ = settings_of(hub, tmp_path)
     async with a_process(tmp_path, "router", router) as routing:
         found = await endpoints(routing)
-        _, worker = settings_of(hub, tmp_path, registry=found["grpc"])
+        _, worker = settings_of(hub, tmp_path, registry=found["control"])
         async with a_process(tmp_path, "worker", worker) as working:
             stream = (await endpoints(working))["stream"]
             async with a_stream(stream) as asking:

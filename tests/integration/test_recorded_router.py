@@ -7,6 +7,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from fleet.adapters.control_address import control_socket
 from fleet.cli.main import run
 from fleet.client import Client
 from tests.fleet_processes import serve
@@ -46,7 +47,7 @@ class Cluster:
             "engine": "simulated",
             "model": "tiny",
             "listen": f"unix:{self.folder / name}.sock",
-            "registry": self.grpc,
+            "registry": control_socket(self.grpc),
             "simulated": {"speedup": 0.25, "eos_probability": 0.0, "vocab_size": 500},
         }
 

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fleet.adapters.control_address import control_socket
 from fleet.client import Client, FleetError
 from fleet.v1.selection_pb2 import ReleaseRequest, ReportRequest, SelectRequest
 from fleet.v1.selection_pb2_grpc import SelectionStub
@@ -51,7 +52,7 @@ class Routers:
             "model": "tiny",
             "listen": f"unix:{self.folder / name}.sock",
             "control_listen": f"unix:{self.folder / name}-c.sock",
-            "registry": self.grpc,
+            "registry": control_socket(self.grpc),
             "simulated": {"speedup": 0.05},  # an answer of 3,000 tokens takes minutes
         }
         self.workers.append(self.start("worker", config))
@@ -134,17 +135,17 @@ def test_whoever_is_asked_explains_what_any_router_has_placed(routers):
 
 
 def test_whoever_is_told_of_a_lease_the_router_that_gave_it_hears_of_it(routers):
-    with grpc.insecure_channel(routers.grpc) as channel:
+    with grpc.insecure_channel(control_socket(routers.grpc)) as channel:
         lease = SelectionStub(channel).Select(
             SelectRequest(model="tiny", tokens=bytes(40), lease_ms=20_000), timeout=10
         )
     for _ in range(16):
         options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own, and so either router
-        with grpc.insecure_channel(routers.grpc, options) as channel:
+        with grpc.insecure_channel(control_socket(routers.grpc), options) as channel:
             stub = SelectionStub(channel)
             told = stub.Report(ReportRequest(lease_id=lease.lease_id, answer_tokens=1), timeout=10)
             assert told.lease_ms == 20_000
-    with grpc.insecure_channel(routers.grpc) as channel:
+    with grpc.insecure_channel(control_socket(routers.grpc)) as channel:
         SelectionStub(channel).Release(ReleaseRequest(lease_id=lease.lease_id), timeout=10)
     eventually(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {0})
 

@@ -20,6 +20,7 @@ from fleet.ids import Incarnation, WorkerId
 from fleet.roles import Role
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import ReplicaBooked
+from fleet.router.selection_settings import SelectionSettings
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.v1 import selection_pb2 as pb
@@ -110,7 +111,7 @@ class One:
         self.server = Told(RouterMachine(settings, random.Random(number)), selecting, SystemClock())
         for worker_id in WORKERS:
             self.server.hear(a_joined_worker(worker_id, Role.BOTH))
-        self.selection = SelectionService(self.server, selecting, tenant_secret=b"")
+        self.selection = SelectionService(self.server, selecting, SelectionSettings(), tenant_secret=b"")
         self.members = RegistryServer(ControlSettings(lease_ms=60_000), SystemClock())
         self.replicas = Replicas(settings, self.server, self.members, self.selection, lambda: "")
         self.selection.others = self.replicas

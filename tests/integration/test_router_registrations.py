@@ -3,14 +3,19 @@
 import pytest
 from msgspec import structs
 
+from fleet.adapters.control_access import control_access
+from fleet.adapters.grpc_control import open_control_port
 from fleet.adapters.router_registrations import RouterRegistrations
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import Role
 from fleet.router.snapshot import PoolSnapshot, WorkerSnapshot
+from kvstore.credentials import Credentials
 from operators.registrations import Registration
 from tests.fronts import open_fronts
 
 pytestmark = pytest.mark.integration
+
+SECRET = b"the secret of a deployment"
 
 
 def a_worker(worker_id, state="serving", cached_blocks=0):
@@ -25,8 +30,20 @@ async def test_workers_that_serve_are_registered_and_those_that_drain_are_not(mo
         pool = PoolSnapshot(model=ModelName("m"), role=Role.BOTH, workers=workers)
         status = structs.replace(fronts.router.status(), pools=(pool,))
         monkeypatch.setattr(fronts.router, "status", lambda: status)
-        assert await RouterRegistrations().workers(fronts.grpc.address) == (Registration(pod="a", warm_blocks=7),)
+        assert await RouterRegistrations().workers(fronts.control, b"") == (Registration(pod="a", warm_blocks=7),)
 
 
 async def test_a_router_that_does_not_answer_has_said_nothing():
-    assert await RouterRegistrations().workers("127.0.0.1:9") is None
+    assert await RouterRegistrations().workers("127.0.0.1:9", b"a secret of a deployment") is None
+
+
+async def test_a_router_that_asks_for_a_secret_is_told_the_deployments(model_dir, tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    access = control_access("test", Credentials(secret_file=str(tmp_path / "secret")))
+    async with (
+        open_fronts(model_dir) as fronts,
+        open_control_port("127.0.0.1:0", access, fronts.router, lambda: True, grpc_address="") as address,
+    ):
+        assert await RouterRegistrations().workers(address, SECRET) == ()
+        assert await RouterRegistrations().workers(address, b"that of another deployment") is None
+        assert await RouterRegistrations().workers(address, b"") is None

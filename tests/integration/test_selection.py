@@ -16,6 +16,7 @@ from fleet.ids import WorkerId
 from fleet.roles import Role
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import WorkerLeft
+from fleet.router.selection_settings import SelectionSettings
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.v1 import selection_pb2 as pb
@@ -61,12 +62,12 @@ class Brain:
 
 
 @asynccontextmanager
-async def a_brain(*workers, **settings):
+async def a_brain(*workers, limits=SelectionSettings(caller_share=1), **settings):  # noqa: B008 - frozen
     selecting = SelectingWorkers(Untouched())
     server = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, SystemClock())
     for worker_id, role, fields in workers:
         server.hear(a_joined_worker(worker_id, role, **fields))
-    service = SelectionService(server, selecting, tenant_secret=b"")
+    service = SelectionService(server, selecting, limits, tenant_secret=b"")
     port = grpc.aio.server()
     service.add(port)
     address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"
@@ -196,12 +197,46 @@ async def test_leases_do_not_hold_up_the_end_of_a_router():
 
 
 async def test_a_caller_that_stops_waiting_has_booked_nothing():
-    async with a_brain(decode("d1", max_running=1), oversubscribe=1.0) as brain:
-        await brain.select()
-        late = await brain.refused(brain.select(tokens=a_prompt(9, first=700), timeout_ms=100))
+    workers = [decode(name, max_running=1) for name in ("d1", "d2")]
+    async with a_brain(*workers, oversubscribe=1.0) as brain:
+        await brain.select(pin="d1")
+        late = await brain.refused(brain.select(tokens=a_prompt(9, first=700), timeout_ms=100, pin="d1"))
         assert late.reason is Reason.DEADLINE_PASSED
         assert brain.server.status().queued == 0
-        assert brain.booked() == {"d1": (1, 100)}
+        assert brain.booked() == {"d1": (1, 100), "d2": (0, 0)}
+
+
+async def test_leases_of_one_caller_hold_no_more_than_its_share():
+    workers = [decode(name, max_running=4) for name in ("d1", "d2")]
+    async with a_brain(*workers, oversubscribe=2.0, limits=SelectionSettings(caller_share=0.5)) as brain:
+        leases = [(await brain.select(tokens=a_prompt(9, first=100 * number))).lease_id for number in range(8)]
+
+        over = await brain.refused(brain.select(timeout_ms=50))
+
+        assert (over.reason, over.retry_after_seconds) == (Reason.QUEUE_FULL, 1.0)
+        assert "selection.caller_share" in over.message
+        await brain.release(leases[0])
+        assert (await brain.select()).lease_id
+        assert sum(requests for requests, _ in brain.booked().values()) == 8
+
+
+async def test_a_lease_that_ends_by_itself_gives_its_share_back():
+    limits = SelectionSettings(caller_share=0.01)
+    async with a_brain(decode("d1"), limits=limits) as brain:
+        await brain.select(lease_ms=50)
+        assert (await brain.refused(brain.select())).reason is Reason.QUEUE_FULL
+
+        await until(lambda: brain.booked() == {"d1": (0, 0)})
+
+        assert (await brain.select()).lease_id
+
+
+async def test_longer_leases_and_waits_than_the_ceilings_are_refused():
+    async with a_brain(decode("d1"), limits=SelectionSettings(max_lease_ms=5000, max_wait_ms=2000)) as brain:
+        assert (await brain.select()).lease_ms == 5000
+        for field in ("lease_ms", "timeout_ms"):
+            refused = await brain.refused(brain.select(**{field: 5001}))
+            assert (refused.reason, refused.field) == (Reason.INVALID_ARGUMENT, field)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +246,8 @@ async def test_a_caller_that_stops_waiting_has_booked_nothing():
         ({"tokens": b"12345"}, "tokens"),
         ({"placement": "nowhere"}, "placement"),
         ({"model": "other"}, "model"),
-        ({"lease_ms": 10**7}, "lease_ms"),
+        ({"lease_ms": 60_001}, "lease_ms"),
+        ({"timeout_ms": 60_001}, "timeout_ms"),
         ({"session": "s" * 300}, "session"),
         ({"labels": ["l"] * 20}, "labels"),
         ({"priority": 1000}, "priority"),

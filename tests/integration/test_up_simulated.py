@@ -18,6 +18,7 @@ from fleet.client import Client, Placement, Source
 from fleet.requests import Finish
 from fleet.roles import KvPath, Phase
 from fleet.router.crossover import LEAST_TOKENS, MOST_TOKENS
+from kvstore.credentials import Credentials
 from tests.fleet_processes import alive, fleet_up, listens, run_fleet
 from tests.shared_memory import left_of
 from tests.waiting import eventually
@@ -333,9 +334,15 @@ def test_the_smallest_cluster_has_its_store_in_the_only_worker(tmp_path):
 
 def test_workers_register_where_control_has_a_port_of_its_own(tmp_path):
     path = tmp_path / "topology.toml"
-    path.write_text("[router]\ncontrol_listen = '127.0.0.1:0'\n[[pools]]\nrole = 'both'\n")
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of this cluster")
+    path.write_text(
+        "[router]\ncontrol_listen = '127.0.0.1:0'\n[[pools]]\nrole = 'both'\n"
+        f"[router.control_credentials]\nsecret_file = '{secret}'\n"
+    )
     with fleet_up(tmp_path, "--config", str(path)) as up:
-        with Client(up.endpoints["control"]) as control:
+        credentials = Credentials(secret_file=str(secret))
+        with Client(up.grpc, control=up.endpoints["control"], control_credentials=credentials) as control:
             assert [worker.state for pool in control.status().pools for worker in pool.workers] == ["serving"]
         with Client(up.grpc) as client:
             assert client.complete(PROMPT, max_tokens=1).finish

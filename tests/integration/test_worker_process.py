@@ -16,7 +16,7 @@ from fleet.adapters.grpc_registry import GrpcRegistries, GrpcRegistry, GrpcRegis
 from fleet.adapters.router_streams import serve_routers
 from fleet.adapters.worker_streams import WorkerStreams
 from fleet.clock import SECOND
-from fleet.control.messages import MemberJoined, MemberLeft
+from fleet.control.messages import MemberJoined, MemberLeft, Unreachable
 from fleet.control.server import RegistryServer
 from fleet.control.settings import ControlSettings
 from fleet.errors import Reason
@@ -39,7 +39,7 @@ from tests.stream_peers import Heard
 from tests.waiting import until
 from tests.worker_processes import StreamEnded, a_mute_stream, a_stream, a_worker_process, raw
 from workers.engines.simulated import open_engine
-from workers.ports import EngineDied, EngineHung, RegistryUnreachable, Superseded
+from workers.ports import EngineDied, EngineHung, NameHeld, RegistryUnreachable, Superseded
 from workers.server import WorkerServer
 from workers.settings import SimulatedSettings, WorkerSettings
 from workers.watchdog import WatchdogSettings
@@ -475,6 +475,7 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
             with pytest.raises(StreamEnded):
                 await stream.end_of("never")
             assert await worker.ended() == -9
+            registry.server.hear(Unreachable(worker_id=WorkerId("w1"), incarnation=first.incarnation))
 
             await worker.start()
 
@@ -507,6 +508,9 @@ async def test_an_older_process_of_the_same_name_is_told_so():
     async with a_registry() as registry, GrpcRegistryClient(registry.address) as client:
         older, newer = Incarnation("older"), Incarnation("newer")
         assert await client.register(WorkerId("w"), older, "127.0.0.1:1") == 30 * SECOND
+        with pytest.raises(NameHeld, match=r"held by the process at 127\.0\.0\.1:1, whose lease ends in 30\.0 s"):
+            await client.register(WorkerId("w"), newer, "127.0.0.1:2")
+        registry.server.hear(Unreachable(worker_id=WorkerId("w"), incarnation=older))
         await client.register(WorkerId("w"), newer, "127.0.0.1:2")
 
         with pytest.raises(Superseded, match="an id of its own"):
@@ -585,6 +589,7 @@ async def test_a_slow_observer_of_the_membership_hears_what_is_so_in_the_end():
             worker_id=WorkerId("a"), incarnation=Incarnation("1"), address="x:1"
         )
         for number in range(2, 50):
+            registry.server.hear(Unreachable(worker_id=WorkerId("a"), incarnation=Incarnation(str(number - 1))))
             await client.register(WorkerId("a"), Incarnation(str(number)), "x:1")
 
         assert await next_change(changes) == MemberLeft(worker_id=WorkerId("a"))

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from fleet.adapters.clock import SystemClock, utc_now
 from operators.children.pods import Images
 from operators.cluster import open_api_server
+from operators.control_secrets import ControlSecrets
 from operators.crds import KINDS, definition
 from operators.leader import Leader
 from operators.resources.parts import GROUP, VERSION
@@ -50,7 +51,10 @@ async def an_operator(
     async with open_api_server(asked.kubeconfig, f"fleet-operator/{identity}") as connected:
         cluster, clock = wrap(connected), SystemClock()
         leader = Leader(cluster, made.lease, asked.namespace, identity, clock, wall)
-        operator = Operator(made, cluster, routers, leader, clock, wall, Metrics(CollectorRegistry()), clients)
+        secrets = ControlSecrets(cluster, asked.namespace, made.control_secret, owner)
+        operator = Operator(
+            made, cluster, routers, leader, clock, wall, Metrics(CollectorRegistry()), clients, secrets=secrets
+        )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(operator.run(stop))
             try:

@@ -12,6 +12,7 @@ from fleet.adapters.metric_catalogue import of_router
 from fleet.config import load
 from fleet.discovery import EtcdDiscovery, KubernetesDiscovery
 from fleet.router.settings import RouterSettings
+from kvstore.credentials import Credentials
 from operators.access import ACCESS
 from operators.crds import KINDS, definition
 from operators.settings import LeaseSettings, OperatorSettings
@@ -257,11 +258,35 @@ def test_a_router_that_may_have_no_worker_yet_is_ready_when_it_listens():
 
 
 def test_a_worker_registers_with_every_router_since_the_control_service_names_all_their_pods():
-    for name, release in (("default", "fleet"), ("everything", "fleet-llm")):
-        service = by_name(rendered(name))["Service", f"{release}-routers-control"]["spec"]
+    named = by_name(documents(helm_3_render({"routers": {"controlSecret": "fleet-control"}})))
+    for found, release in ((named, "fleet"), (by_name(rendered("everything")), "fleet-llm")):
+        service = found["Service", f"{release}-routers-control"]["spec"]
         assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
         # Nothing translates ports of a Service without an address.
         assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [(50052, "control")]
+
+
+def test_routers_have_a_control_port_where_callers_can_prove_who_they_are(tmp_path):
+    def told(values):
+        found = by_name(documents(helm_3_render(values)))
+        path = tmp_path / "settings.json"
+        path.write_text(found["ConfigMap", "fleet-routers"]["data"]["settings.json"])
+        pod = found["Deployment", "fleet-routers"]["spec"]["template"]["spec"]
+        ports = {port["name"] for port in pod["containers"][0]["ports"]}
+        mounts = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        settings = load(path, RouterSettings)
+        has_service = ("Service", "fleet-routers-control") in found
+        assert ("control" in ports) is has_service is bool(settings.control_listen)
+        return settings, mounts
+
+    private, _ = told({})
+    assert (private.control_listen, private.control_credentials) == ("", Credentials())
+    secret, mounts = told({"routers": {"controlSecret": "fleet-control"}})
+    assert secret.control_credentials == Credentials(secret_file="/etc/fleet/control/secret")
+    assert "/etc/fleet/control" in mounts
+    tls, _ = told({"tls": {"source": "Secret", "secret": "fleet-tls"}})
+    assert tls.control_credentials == tls.worker_credentials
+    assert tls.control_credentials.authority
 
 
 def test_a_router_finishes_its_answers_within_its_pods_grace_and_its_connections_end_before_it_does(tmp_path):

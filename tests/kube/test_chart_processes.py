@@ -18,6 +18,7 @@ from tests.waiting import eventually
 VALUES = {
     "routers": {
         "kserve": True,
+        "controlSecret": "fleet-control",
         "settings": {"openai_workers": [{"worker_id": "gpu-0", "url": "http://127.0.0.1:9", "model": "llama"}]},
         "secrets": [
             {"setting": "tenants", "name": "fleet", "key": "tenants.json"},
@@ -52,6 +53,7 @@ def mounted(found, tmp_path) -> Path:
         "settings/settings.json": found["ConfigMap", "fleet-routers"]["data"]["settings.json"],
         "secrets/0/tenants.json": json.dumps(tenants),
         "secrets/1/tenant-secret": "hush",
+        "control/secret": "hush, as they all know",
     }
     for name, content in contents.items():
         path = tmp_path / name
@@ -64,6 +66,7 @@ def mounted(found, tmp_path) -> Path:
 def endpoints(container, mounted):
     """Of a router that runs as its pod says, but on free ports."""
     free = [f"--set={port}=127.0.0.1:0" for port in PORTS]
+    free.append(f"--set=control_credentials.secret_file={mounted}/control/secret")
     words = [*container["command"][1:], *container["args"], *free]
     here = [word.replace("/etc/fleet", str(mounted)).replace("$(POD_NAME)", "fleet-routers-abc") for word in words]
     with subprocess.Popen([*FLEET, *here], stdout=subprocess.PIPE, text=True) as router:
@@ -89,9 +92,17 @@ def test_a_router_runs_as_its_pod_says(found, container, endpoints):
         assert known.status_code == 503, known.text
 
     asked = found["Pod", "fleet-test"]["spec"]["containers"][0]["command"][1:]
-    command = [word.replace("fleet-routers-control:50052", endpoints["control"]) for word in asked]
-    answer = subprocess.run([*FLEET, *command], capture_output=True, text=True, timeout=30, check=True)
-    assert "router  requests" in answer.stdout
+    command = [word.replace("fleet-routers:8000", endpoints["http"]) for word in asked]
+    subprocess.run([sys.executable, *command], timeout=30, check=True)
+
+
+def test_a_routers_control_port_asks_for_the_secret_that_is_mounted(mounted, endpoints):
+    def status(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [*FLEET, "status", "--control-address", endpoints["control"], *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+    assert "set the client's secret" in status().stderr
+    assert "router  requests" in status("--control-secret-file", str(mounted / "control" / "secret")).stdout
 
 
 def test_the_charts_test_sends_its_key_by_a_file_that_is_mounted(mounted, endpoints):

@@ -218,7 +218,7 @@ async def test_a_worker_that_one_of_two_routers_does_not_know_is_named_with_that
     lost = []
 
     class Routers:
-        async def workers(self, where):
+        async def workers(self, where, secret):
             deaf = lost and where == f"{address(lost[0])}:{CONTROL}"
             return tuple(Registration(pod=pod) for pod in asked.workers() if not (deaf and pod == lost[1]))
 

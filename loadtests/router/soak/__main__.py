@@ -114,7 +114,7 @@ class Soak:
             endpoints = await router.start()
             self._http = endpoints["http"]
             self.crowd = Crowd(
-                self._folder, endpoints["grpc"], self._node.address, random.Random(self._chance.getrandbits(32))
+                self._folder, endpoints["control"], self._node.address, random.Random(self._chance.getrandbits(32))
             )
             stack.push_async_callback(self.crowd.abandon)
             await self.crowd.gather()

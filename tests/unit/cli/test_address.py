@@ -8,7 +8,7 @@ import pytest
 
 from fleet.cli.main import run
 
-ASKING = (["status"], ["generate", "hi"], ["explain", "x"], ["router", "thresholds"])
+OPERATING = (["status"], ["explain", "x"], ["router", "thresholds"])
 
 
 @pytest.fixture
@@ -19,9 +19,34 @@ def nobody():
         yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("command", ASKING, ids=lambda command: command[0])
-def test_where_nobody_listens_it_is_said_what_to_do(command, nobody, capsys):
+@pytest.mark.parametrize("command", OPERATING, ids=lambda command: command[0])
+def test_an_unknown_control_address_is_said_with_what_to_do(command, nobody, capsys):
     assert run([*command, "--address", nobody]) == 1
+
+    out, error = capsys.readouterr()
+    assert not out
+    assert error.startswith(f"fleet: {nobody}: the control address of the router is not known: ")
+    assert "--control-address" in error
+    assert "fleet up" in error
+
+
+@pytest.mark.parametrize("command", OPERATING, ids=lambda command: command[0])
+def test_a_control_address_without_a_listener_is_named(command, nobody, capsys):
+    assert run([*command, "--control-address", nobody]) == 1
+
+    assert f"fleet: {nobody}: nobody listens there; " in capsys.readouterr().err
+
+
+def test_an_unreadable_control_secret_is_refused(tmp_path, capsys):
+    gone = tmp_path / "gone"
+
+    assert run(["status", "--control-address", "127.0.0.1:9", "--control-secret-file", str(gone)]) == 3
+
+    assert f"control_credentials.secret_file: {gone} cannot be read" in capsys.readouterr().err
+
+
+def test_where_nobody_listens_it_is_said_what_to_do(nobody, capsys):
+    assert run(["generate", "hi", "--address", nobody]) == 1
 
     assert capsys.readouterr() == (
         "",
@@ -39,7 +64,7 @@ def test_what_is_no_address_is_misuse(address, capsys):
 
 
 def test_a_name_that_nobody_has_is_said_to_be_none(capsys):
-    assert run(["status", "--address", "nobody.invalid:1"]) == 1
+    assert run(["generate", "hi", "--address", "nobody.invalid:1"]) == 1
     assert "nobody.invalid:1: there is no host of that name; " in capsys.readouterr().err
 
 

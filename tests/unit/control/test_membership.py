@@ -2,18 +2,23 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fleet.clock import MILLISECOND, Nanos
 from fleet.control.machine import REMEMBERED, Membership
 from fleet.control.messages import (
+    Connected,
     Deregister,
+    Disconnected,
     Found,
     MemberJoined,
     MemberLeft,
+    Occupied,
     Register,
     Superseded,
     Ticked,
     Told,
+    Unreachable,
     Withdrawn,
 )
 from fleet.control.settings import ControlSettings
@@ -30,6 +35,18 @@ def a_membership() -> Membership:
 
 def a_registration(worker: str = WORKER, incarnation: str = "one", address: str = "127.0.0.1:1") -> Register:
     return Register(worker_id=WorkerId(worker), incarnation=Incarnation(incarnation), address=address)
+
+
+def unreachable(event: Register) -> Unreachable:
+    return Unreachable(worker_id=event.worker_id, incarnation=event.incarnation)
+
+
+def connected(event: Register) -> Connected:
+    return Connected(worker_id=event.worker_id, incarnation=event.incarnation)
+
+
+def occupied(wants: Register, holder: Register, lease: Nanos | None) -> Occupied:
+    return Occupied(worker_id=wants.worker_id, incarnation=wants.incarnation, holder=holder.address, lease=lease)
 
 
 def joined(event: Register) -> MemberJoined:
@@ -60,17 +77,120 @@ def test_a_renewal_extends_the_lease():
     assert membership.handle(Ticked(), Nanos(START + LEASE)) == []
 
 
-def test_a_new_incarnation_replaces_the_old_at_once():
+def test_a_name_is_refused_while_the_lease_of_its_holder_lasts():
+    membership = a_membership()
+    holder, other = a_registration(), a_registration(incarnation="two", address="127.0.0.1:2")
+    membership.handle(holder, START)
+    later = Nanos(START + LEASE - 1)
+
+    assert membership.handle(other, START) == [occupied(other, holder, LEASE)]
+    assert membership.handle(other, later) == [occupied(other, holder, Nanos(1))]
+    assert membership.members == {WORKER: joined(holder)}
+    assert membership.handle(other, Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER), joined(other)]
+
+
+def test_a_new_incarnation_replaces_an_unreachable_one_at_once():
     membership = a_membership()
     membership.handle(a_registration(), START)
     restarted = a_registration(incarnation="two", address="127.0.0.1:2")
+    membership.handle(unreachable(a_registration()), START)
 
     assert membership.handle(restarted, START) == [MemberLeft(worker_id=WORKER), joined(restarted)]
+
+
+def test_a_live_stream_keeps_the_name_even_after_the_lease():
+    membership = a_membership()
+    holder, other = a_registration(), a_registration(incarnation="two")
+    membership.handle(holder, START)
+    membership.handle(connected(holder), START)
+    after = Nanos(START + LEASE)
+
+    assert membership.handle(Ticked(), after) == [MemberLeft(worker_id=WORKER)]
+    assert membership.handle(other, after) == [occupied(other, a_registration(address=""), None)]
+    assert membership.handle(Disconnected(worker_id=WORKER), after) == []
+    assert membership.handle(other, after) == [joined(other)]
+
+
+def test_a_member_that_is_reached_again_holds_its_name_again():
+    membership = a_membership()
+    holder, other = a_registration(), a_registration(incarnation="two")
+    membership.handle(holder, START)
+    membership.handle(unreachable(holder), START)
+    membership.handle(connected(holder), START)
+
+    assert membership.handle(other, START) == [occupied(other, holder, None)]
+
+
+def test_another_process_at_the_members_address_may_have_the_name():
+    """The socket of a killed worker is its successor's, and the router dials that before the successor registers."""
+    membership = a_membership()
+    membership.handle(a_registration(), START)
+    restarted = a_registration(incarnation="two")
+    membership.handle(connected(restarted), START)
+
+    assert membership.handle(restarted, START) == [MemberLeft(worker_id=WORKER), joined(restarted)]
+
+
+def test_news_of_a_former_incarnations_end_free_no_name():
+    membership = a_membership()
+    holder, other = a_registration(incarnation="two"), a_registration(incarnation="three")
+    membership.handle(holder, START)
+    membership.handle(unreachable(a_registration()), START)
+
+    assert membership.handle(other, START) == [occupied(other, holder, LEASE)]
+
+
+def test_a_forwarded_registration_joins_when_the_name_is_free():
+    membership = a_membership()
+    holder, other = a_registration(), structs.replace(a_registration(incarnation="two"), forwarded=True)
+    membership.handle(holder, START)
+
+    assert membership.handle(other, START) == [occupied(other, holder, LEASE)]
+    assert membership.handle(unreachable(holder), START) == [MemberLeft(worker_id=WORKER), joined(other)]
+    assert membership.handle(holder, START) == [Superseded(worker_id=WORKER, incarnation=Incarnation("one"))]
+
+
+def test_what_a_directory_has_joins_when_the_holder_leaves():
+    membership = a_membership()
+    holder, other = a_registration(), a_registration(incarnation="two")
+    membership.handle(holder, START)
+
+    assert membership.handle(found(other, Nanos(2 * LEASE)), START) == []
+    assert membership.handle(unreachable(holder), START) == [], (
+        "it has registered here, and the directory's may be old news"
+    )
+    assert membership.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER), joined(other)]
+
+
+def test_a_directory_takes_no_name_from_a_live_stream():
+    membership = a_membership()
+    holder, other = a_registration(), a_registration(incarnation="two")
+    membership.handle(found(holder), START)
+    membership.handle(connected(holder), START)
+
+    assert membership.handle(found(other), START) == []
+    assert membership.handle(Disconnected(worker_id=WORKER), START) == []
+    assert membership.handle(unreachable(holder), START) == [MemberLeft(worker_id=WORKER), joined(other)]
+
+
+def test_a_claim_that_has_ended_or_was_withdrawn_does_not_join():
+    holder, other = a_registration(), a_registration(incarnation="two")
+    ended, withdrawn_one = a_membership(), a_membership()
+    for membership in (ended, withdrawn_one):
+        membership.handle(found(holder, Nanos(2 * LEASE)), START)
+        membership.handle(connected(holder), START)
+        membership.handle(found(other), START)
+        membership.handle(Disconnected(worker_id=WORKER), START)
+    withdrawn_one.handle(withdrawn(other), START)
+
+    assert ended.handle(unreachable(holder), Nanos(START + LEASE)) == []
+    assert withdrawn_one.handle(unreachable(holder), START) == []
 
 
 def test_a_replaced_incarnation_can_neither_return_nor_remove_its_successor():
     membership = a_membership()
     membership.handle(a_registration(), START)
+    membership.handle(unreachable(a_registration()), START)
     membership.handle(a_registration(incarnation="two"), START)
 
     assert membership.handle(a_registration(), START) == [Superseded(worker_id=WORKER, incarnation=Incarnation("one"))]
@@ -166,6 +286,8 @@ def test_who_registers_takes_the_place_of_what_another_router_told():
     old, new = a_registration(incarnation="one"), a_registration(incarnation="two")
     membership = a_membership()
     membership.handle(told(old), START)
+    assert membership.handle(new, START) == [occupied(new, old, LEASE)]
+    membership.handle(unreachable(old), START)
 
     assert membership.handle(new, START) == [MemberLeft(worker_id=WORKER), joined(new)]
 
@@ -212,6 +334,10 @@ steps = st.lists(
         | st.builds(a_registration, workers, incarnations, st.sampled_from(["x", "y"])).map(told)
         | st.builds(a_registration, workers, incarnations).map(withdrawn)
         | st.builds(Deregister, worker_id=workers.map(WorkerId), incarnation=incarnations.map(Incarnation))
+        | st.builds(a_registration, workers, incarnations).map(unreachable)
+        | st.builds(a_registration, workers, incarnations).map(connected)
+        | st.builds(a_registration, workers, incarnations).map(lambda each: structs.replace(each, forwarded=True))
+        | st.builds(Disconnected, worker_id=workers.map(WorkerId))
         | st.just(Ticked()),
         st.integers(0, 2 * LEASE),
     ),
@@ -235,10 +361,13 @@ def test_the_announcements_always_add_up_to_the_members(steps):
                     del announced[change.worker_id]
                 case Superseded():
                     assert announced[change.worker_id].incarnation != change.incarnation
+                case Occupied():
+                    assert change.worker_id not in announced or change.lease is None or change.lease > 0
         membership.check()
         assert membership.members == announced
 
-    membership.handle(Ticked(), Nanos(now + LEASE))
+    for late in (now + LEASE, now + 2 * LEASE):  # who has a claim joins for the rest of its own lease
+        membership.handle(Ticked(), Nanos(late))
     assert membership.members == {}
 
 
@@ -246,6 +375,7 @@ def test_many_restarts_are_remembered_within_bounds():
     membership = a_membership()
     for number in range(REMEMBERED + 2):
         membership.handle(a_registration(incarnation=str(number)), START)
+        membership.handle(unreachable(a_registration(incarnation=str(number))), START)
 
     assert membership.handle(a_registration(incarnation="1"), START)[0] == Superseded(
         worker_id=WORKER, incarnation=Incarnation("1")

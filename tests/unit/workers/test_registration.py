@@ -2,17 +2,22 @@
 
 import asyncio
 
+from msgspec import structs
+
 from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, WorkerId
-from workers.ports import RegistryUnreachable, Superseded
+from workers import registration
+from workers.ports import NameHeld, RegistryUnreachable, Superseded
 from workers.registration import Presence, Registration
 
 
 class Answers:
     """A registry that answers as it is told, and at last takes the worker for a long time."""
 
-    def __init__(self, *failures: Exception):
+    def __init__(self, *failures: Exception, lease: Nanos = Nanos(3600 * SECOND)):  # noqa: B008 - a number
         self.failures = list(failures)
+        self.then: Exception | None = None  # once it has taken the worker
+        self.lease = lease
         self.asked = 0
         self.taken = asyncio.Event()
         self.left = 0
@@ -21,8 +26,10 @@ class Answers:
         self.asked += 1
         if self.failures:
             raise self.failures.pop(0)
+        if self.then is not None and self.taken.is_set():
+            raise self.then
         self.taken.set()
-        return Nanos(3600 * SECOND)
+        return self.lease
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self.left += 1
@@ -51,6 +58,39 @@ async def test_whoever_was_replaced_does_not_ask_again():
         await a_registration(registry).run()
 
     assert registry.asked == 1
+
+
+async def test_a_worker_waits_for_a_name_that_another_process_holds(monkeypatch):
+    monkeypatch.setattr(registration, "HELD_PAUSE_SECONDS", 0.001)
+    registry = Answers(NameHeld("w1 is held by the process at x"), NameHeld("w1 is held by the process at x"))
+    presence = Presence([a_registration(registry)])
+    async with asyncio.timeout(60), presence.kept():
+        assert not presence.ready
+        await registry.taken.wait()
+
+    assert (registry.asked, presence.replaced) == (3, "")
+
+
+async def test_a_worker_that_waited_too_long_for_a_name_says_so(monkeypatch):
+    monkeypatch.setattr(registration, "HELD_PAUSE_SECONDS", 0.001)
+    registry = Answers(*[NameHeld("w1 is held by the process at x")] * 10_000)
+    presence = Presence([structs.replace(a_registration(registry), name_wait_seconds=0.01)])
+    told = asyncio.Event()
+    presence.when_replaced(told.set)
+    async with asyncio.timeout(60), presence.kept():
+        await told.wait()
+
+    assert "held by the process at x; waited 0.01 s" in presence.replaced
+
+
+async def test_a_registered_worker_whose_name_another_holds_has_been_replaced():
+    registry = Answers(lease=Nanos(0))
+    registry.then = NameHeld("w1 is held by the process at x")
+
+    async with asyncio.timeout(60):
+        why = await a_registration(registry).run()
+
+    assert why == "w1 has been replaced: w1 is held by the process at x"
 
 
 async def test_a_worker_is_ready_when_all_registries_have_taken_it_and_not_when_it_leaves():

@@ -127,9 +127,21 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if and $of.enabled $of.pickerLease (hasKey $of.settings "endpoint_picker") (not $of.settings.models) -}}true{{- end -}}
 {{- end -}}
 
+{{/* Whether routers have a control port, at which everybody has to prove who he is; else it is a Unix socket in the pod. */}}
+{{- define "fleet.controlPort" -}}
+{{- if or .Values.routers.controlSecret (ne .Values.tls.source "None") -}}true{{- end -}}
+{{- end -}}
+
 {{/* What routers are told: the values' settings, and over them what follows from the chart's other values. */}}
 {{- define "fleet.routerSettings" -}}
-{{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" "control_listen" "0.0.0.0:50052" -}}
+{{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" -}}
+{{- if include "fleet.controlPort" . -}}
+{{- $proof := dict -}}
+{{- if ne .Values.tls.source "None" }}{{- $proof = include "fleet.tlsFiles" . | fromJson }}{{ end -}}
+{{- if .Values.routers.controlSecret }}{{- $_ := set $proof "secret_file" "/etc/fleet/control/secret" }}{{ end -}}
+{{- $_ := set $own "control_listen" "0.0.0.0:50052" -}}
+{{- $_ := set $own "control_credentials" $proof -}}
+{{- end -}}
 {{- /* The time before the SIGTERM, and some to close. */}}
 {{- $_ := set $own "drain_timeout_ms" (mul 1000 (sub (int .Values.routers.terminationSeconds) 10)) -}}
 {{- if not (hasKey .Values.routers.settings "connection_seconds") }}{{- $_ := set $own "connection_seconds" 4 }}{{ end -}}

@@ -1,0 +1,75 @@
+"""Where a client asks for what is not for everybody: the router's control port, and what proves that the client may use it."""
+
+from typing import TYPE_CHECKING
+
+import grpc
+
+from fleet.client.errors import FleetError, Unauthenticated, Unavailable, error_of
+from kvstore.call_proofs import UNPROVEN, Unproven
+from kvstore.credentials import Credentials
+
+if TYPE_CHECKING:
+    from fleet.adapters.control_access import ControlAccess
+
+NOT_KNOWN = (
+    "the control address of the router is not known: it is no router of this user on this machine; name the router's"
+    " control_listen, as in --control-address"
+)
+CLIENTS_PORT = "that is an address for clients; status, explain and thresholds are asked at the router's control_listen"
+
+
+class ControlPort:
+    """The control port of one router; nothing is looked up or dialled before the first call."""
+
+    def __init__(self, address: str, control: str, credentials: Credentials) -> None:
+        """Say which.
+
+        Args:
+            address: At which clients reach the router.
+            control: The router's control address; empty: as a router on this machine has it.
+            credentials: What proves to a control port over TCP that the client may use it.
+
+        Raises:
+            ConfigurationRefused: A file of the credentials cannot be used.
+        """
+        from fleet.adapters.control_access import control_access  # noqa: PLC0415 - most clients only generate
+
+        self._address = address
+        self._control = control
+        self._access = control_access("control_credentials", credentials) if credentials != Credentials() else None
+
+    def channel(self) -> grpc.Channel:
+        """Return a channel for synchronous calls.
+
+        Raises:
+            Unavailable: The control address is not known.
+            ConfigurationRefused: A file of the credentials cannot be used.
+        """
+        access, address = self._resolved()
+        return access.channel(address)
+
+    def aio_channel(self) -> grpc.aio.Channel:
+        """Return a channel for calls on an event loop; raises as `channel` does."""
+        access, address = self._resolved()
+        return access.aio_channel(address)
+
+    def _resolved(self) -> "tuple[ControlAccess, str]":
+        from fleet.adapters.control_access import ANYBODY, control_access  # noqa: PLC0415 - most clients only generate
+        from fleet.adapters.known_control import known_control  # noqa: PLC0415 - likewise
+
+        if self._control:
+            return self._access or ANYBODY, self._control
+        known = known_control(self._address)
+        if known is None:
+            raise Unavailable(f"{self._address}: {NOT_KNOWN}")
+        return self._access or control_access("control_credentials", known.credentials), known.address
+
+
+def control_error(error: grpc.RpcError) -> FleetError:
+    """Return the error that a failed call to a control port stands for."""
+    if isinstance(error, Unproven):
+        return Unauthenticated(UNPROVEN)
+    assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError)), error
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return Unavailable(CLIENTS_PORT)
+    return error_of(error)

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from fleet.discovery import Discovery
 from fleet.hub import HubSettings
 from fleet.ids import ModelName
-from fleet.router.http_settings import KIB, MIB, HttpSettings
+from fleet.router.http_settings import KIB, MIB, GrpcSettings, HttpSettings
 from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.profile_settings import ProfileSettings
 from fleet.router.tenants import TenantSettings
@@ -142,6 +142,14 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     http: HttpSettings = HttpSettings()
     """Limits of the HTTP front."""
+
+    health_listen: str = ""
+    """host:port of a listener of its own for probes and metrics (``/health``, ``/live``, ``/metrics``), with limits of its own, so that no
+    number of clients at `http_listen` can shut out those who look after the router. It asks for no key: keep it off the public
+    side. Empty: health and metrics are on `http_listen` only, where they are in any case."""
+
+    grpc: GrpcSettings = GrpcSettings()
+    """Limits of connections at `grpc_listen`, and as many again at `kserve_listen`."""
 
     share_ports: bool = False
     """Whether other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.

@@ -12,7 +12,7 @@ from fleet.adapters.grpc_frontend import GrpcFrontend, open_grpc_frontend
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
 from fleet.adapters.text_codec import load_codec
 from fleet.router.generation import Generation
-from fleet.router.http_settings import HttpSettings
+from fleet.router.http_settings import GrpcSettings, HttpSettings
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import TokenisingThreads
@@ -45,6 +45,8 @@ async def open_fronts(
     tenants: Mapping[str, TenantSettings] | None = None,
     *,
     grpc_max_held_bytes: int = 1 << 30,
+    grpc: GrpcSettings = GrpcSettings(),
+    health_listen: str = "",
     **settings: float,
 ) -> AsyncIterator[Fronts]:
     router = FakeRouter()
@@ -63,8 +65,10 @@ async def open_fronts(
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
-        open_http_frontend("127.0.0.1:0", limits, generation, registry, clock) as http,
-        open_grpc_frontend("127.0.0.1:0", generation, router, clock, max_held_bytes=grpc_max_held_bytes) as grpc,
+        open_http_frontend("127.0.0.1:0", limits, generation, registry, clock, health_listen=health_listen) as http,
+        open_grpc_frontend(
+            "127.0.0.1:0", generation, router, clock, max_held_bytes=grpc_max_held_bytes, limits=grpc
+        ) as grpc_front,
     ):
-        yield Fronts(router, codec, generation, http, grpc)
+        yield Fronts(router, codec, generation, http, grpc_front)
     threads.close()

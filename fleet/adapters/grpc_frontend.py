@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary_in_context, writing
 from fleet.adapters.grpc_cluster import AskStore, ClusterService, Others, Router, asking_store
-from fleet.adapters.grpc_door import Door
+from fleet.adapters.grpc_door import Door, Holding
 from fleet.adapters.grpc_http2 import Http2Server
 from fleet.adapters.grpc_options import SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from fleet.adapters.grpc_port import Server, open_port
@@ -18,6 +18,7 @@ from fleet.clock import Clock
 from fleet.ids import RequestId
 from fleet.requests import Admitted
 from fleet.router.generation import Generation
+from fleet.router.http_settings import GrpcSettings
 from fleet.v1 import inference_pb2
 from fleet.wire.public import decode_request, encode_event, encode_model
 from kvstore.v1 import blocks_pb2_grpc
@@ -34,6 +35,7 @@ async def open_grpc_frontend(
     clock: Clock,
     *,
     max_held_bytes: int,
+    limits: GrpcSettings = GrpcSettings(),
     store: str = "",
     shared: bool = False,
     connection_seconds: float = 0,
@@ -48,7 +50,8 @@ async def open_grpc_frontend(
         generation: Serves the requests.
         router: Says how the cluster is.
         clock: For deadlines.
-        max_held_bytes: Of the messages of all requests that run, beyond which long ones are refused.
+        max_held_bytes: Limit of the messages of all requests that arrive or run, beyond which long ones are refused.
+        limits: Limits of connections.
         store: gRPC address of the KV store node, asked how full it is; empty: there is none.
         shared: Whether other processes may listen on the same port.
         connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
@@ -65,8 +68,10 @@ async def open_grpc_frontend(
         if store:
             channel = await held.enter_async_context(grpc.aio.insecure_channel(store))
             ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
-        server = Http2Server(shared=shared, connection_seconds=connection_seconds)
-        frontend = GrpcFrontend(generation, router, clock, max_held_bytes, ask_store, others)
+        server = Http2Server(
+            shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
+        )
+        frontend = GrpcFrontend(generation, router, clock, server, ask_store, others)
         server.add_generic_rpc_handlers((frontend.inference(),))
         inner: Server = server
         if control_listen:
@@ -92,13 +97,13 @@ class GrpcFrontend:
         generation: Generation,
         router: Router,
         clock: Clock,
-        max_held_bytes: int,
+        server: Holding,
         ask_store: AskStore | None,
         others: Others | None = None,
     ) -> None:
         self.address = ""  # as clients write it, with the port that was taken
         self.control = ""  # of the port that is not for clients, where that is another one
-        self.door = Door(generation, clock, max_held_bytes)
+        self.door = Door(generation, clock, server)
         self._generation = generation
         self._cluster = ClusterService(router, ask_store, others)
 

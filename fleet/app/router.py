@@ -309,6 +309,8 @@ class _Fronts(Struct, frozen=True, kw_only=True):
     def endpoints(self) -> dict[str, str]:
         """Where they are, by protocol."""
         endpoints = {"http": self.http.address, "grpc": self.grpc.address}
+        if self.http.health_address:
+            endpoints["health"] = self.http.health_address
         if self.grpc.control:
             endpoints["control"] = self.grpc.control
         if self.kserve is not None:
@@ -351,6 +353,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             shared=settings.share_ports,
             processes=parts.replicas if parts.replicas is not None and parts.replicas.share_a_port else None,
             connection_seconds=settings.connection_seconds,
+            health_listen=settings.health_listen,
         ) as http,
         open_grpc_frontend(
             settings.grpc_listen,
@@ -361,6 +364,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             shared=settings.share_ports,
             connection_seconds=settings.connection_seconds,
             max_held_bytes=settings.grpc_max_held_bytes,
+            limits=settings.grpc,
             control_listen=settings.control_listen,
             services={SERVICE: registry.add, SELECTION: parts.selection.add},
             others=parts.replicas,
@@ -392,6 +396,7 @@ async def _kserve(
         shared=settings.share_ports,
         connection_seconds=settings.connection_seconds,
         max_held_bytes=settings.grpc_max_held_bytes,
+        limits=settings.grpc,
     ) as frontend:
         yield frontend
 

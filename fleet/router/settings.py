@@ -166,8 +166,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """host:port of the gRPC API, and of the registry where workers announce themselves."""
 
     grpc_max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
-    """Of the messages of all requests that run at `grpc_listen`, and as much again of those at `kserve_listen`; `http.max_held_bytes` is
-    its like. Beyond that long ones are refused; ordinary ones, up to 64 KiB, are always taken."""
+    """Bytes that the messages of all requests at `grpc_listen` may take, from the first byte to the end of the answer, and as many again
+    those at `kserve_listen`; `http.max_held_bytes` is the same over HTTP. Beyond that messages above 64 KiB are refused; shorter ones
+    have 256 MiB of their own."""
 
     connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
     """How long a client's connection lasts before the client is asked to make another; what runs on it goes on, and clients do it

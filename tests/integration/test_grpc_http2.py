@@ -14,6 +14,7 @@ from ngh2.events import DataReceived, ResponseReceived, StreamClosed, TrailersRe
 
 from fleet.adapters import grpc_http2, grpc_http2_call
 from fleet.adapters.grpc_http2 import Http2Server
+from fleet.router.http_settings import GrpcSettings
 from tests.integration.test_http2_floods import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
 from tests.waiting import until, until_answered
 
@@ -454,6 +455,7 @@ async def test_a_head_beyond_all_bounds_ends_its_connection_and_no_other(world, 
 
 async def test_what_the_metadata_of_all_calls_takes_is_bounded(world, monkeypatch):
     monkeypatch.setattr(grpc_http2, "HELD_BYTES", 300_000)
+    world.server.max_held_bytes = 0
     async with world.channel() as channel:
         calls = [channel.unary_stream("/x.Y/Never")(b"", metadata=(("x", "y" * 15_000),)) for _ in range(60)]
         await until(lambda: sum(call.done() for call in calls) >= 35)
@@ -536,12 +538,28 @@ async def test_a_stream_may_be_silent_between_messages(world, monkeypatch):
 
 async def test_what_half_messages_take_together_is_bounded(world, monkeypatch):
     monkeypatch.setattr(grpc_http2, "HELD_BYTES", 500_000)
+    world.server.max_held_bytes = 0
     async with world.client() as client:
         calls = [client.call("One", message(b"x" * 90_000)[:-1], end=False) for _ in range(10)]
         await client.until(lambda: len(client.closed) >= 3)
         assert world.server.held_bytes < 600_000
         refused = {client.heads[each][b"grpc-status"] for each in calls if each in client.closed}
         assert refused <= {b"8", b"14"}
+    await until(lambda: world.server.held_bytes == 0)
+
+
+async def test_half_messages_that_are_long_leave_room_for_ordinary_calls(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "HELD_BYTES", 1_000_000)
+    world.server.max_held_bytes = 200_000
+    async with world.client() as client, world.client() as other, world.channel() as channel:
+        for each in (client, other):
+            calls = [each.call("One", message(b"x" * 90_000)[:-1], end=False) for _ in range(10)]
+            await each.until(lambda client=each: client.closed or world.server.held_bytes > 850_000)
+        await other.until(lambda: other.closed)
+        assert {other.heads[each][b"grpc-status"] for each in other.closed} == {b"8"}
+        assert {other.heads[each][b"grpc-status-details-bin"] != b"" for each in other.closed} == {True}
+        assert len(other.closed) < len(calls)
+        assert await channel.unary_unary("/x.Y/One")(b"x" * 60_000) == b""
     await until(lambda: world.server.held_bytes == 0)
 
 
@@ -556,7 +574,8 @@ async def test_more_calls_than_it_takes_are_refused_until_others_end(world, monk
         assert await channel.unary_unary("/x.Y/One")(b"") == b""
 
 
-async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world, monkeypatch):
+async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world):
+    world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
     _reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     writer.transport.pause_reading()
     windows = frame(8, 0, 0, (2**31 - 1 - 65_535).to_bytes(4, "big"))
@@ -565,9 +584,8 @@ async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world, monke
     writer.write(PREFACE + frame(SETTINGS, 0, 0, settings) + windows + asked)
     await until(lambda: world.service.began == 1)
     (connection,) = world.server.connections
-    await until(lambda: connection._paused_at is not None)
+    await until(lambda: connection._paused)
     assert connection._transport.get_write_buffer_size() < 1 << 20
-    monkeypatch.setattr(grpc_http2, "STUCK_SECONDS", 0.5)
     await until(lambda: world.service.cancelled == 1)
     assert not world.server.connections
     writer.close()

@@ -18,7 +18,7 @@ from fleet.clock import Clock
 from fleet.ids import RequestId
 from fleet.requests import Admitted
 from fleet.router.generation import Generation
-from fleet.router.http_settings import GrpcSettings
+from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings
 from fleet.v1 import inference_pb2
 from fleet.wire.public import decode_request, encode_event, encode_model
 from kvstore.v1 import blocks_pb2_grpc
@@ -35,7 +35,7 @@ async def open_grpc_frontend(
     clock: Clock,
     *,
     max_held_bytes: int,
-    limits: GrpcSettings = GrpcSettings(),
+    limits: GrpcSettings = GRPC_LIMITS,
     store: str = "",
     shared: bool = False,
     connection_seconds: float = 0,

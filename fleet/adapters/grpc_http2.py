@@ -33,7 +33,7 @@ from fleet.adapters.connection_table import ConnectionTable, Waiting, counted_ad
 from fleet.adapters.grpc_http2_call import CallContext
 from fleet.adapters.limit_log import LimitLog
 from fleet.adapters.slow_reader import SlowReader
-from fleet.router.http_settings import MIB, GrpcSettings
+from fleet.router.http_settings import GRPC_LIMITS, MIB, GrpcSettings
 
 HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections take over HTTP
 MAX_CALLS = 32_768  # at once
@@ -71,7 +71,7 @@ class Http2Server:
         *,
         shared: bool = False,
         connection_seconds: float = 0,
-        limits: GrpcSettings = GrpcSettings(),
+        limits: GrpcSettings = GRPC_LIMITS,
         max_held_bytes: int = 1024 * MIB,
     ) -> None:
         """Nothing is bound before `add_insecure_port`, and nobody served before `start`.

@@ -41,7 +41,7 @@ from fleet.errors import Reason, Refused, internal_error, invalid
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Delta, Finished, Logprobs, ModelCard
 from fleet.router.generation import Generation
-from fleet.router.http_settings import GrpcSettings
+from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve import (
     VERSION,
@@ -71,7 +71,7 @@ async def open_kserve_frontend(
     clock: Clock,
     *,
     max_held_bytes: int,
-    limits: GrpcSettings = GrpcSettings(),
+    limits: GrpcSettings = GRPC_LIMITS,
     shared: bool = False,
     connection_seconds: float = 0,
 ) -> AsyncIterator["KserveFrontend"]:

@@ -60,6 +60,9 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     """
     from fleet.adapters.hub import with_models  # noqa: PLC0415 - each process loads its own part only
 
+    from fleet.adapters.freed_memory import keep_large_pieces_apart  # noqa: PLC0415 - likewise
+
+    keep_large_pieces_apart()
     async with giving_up_when_asked():
         settings = await with_models(settings, SystemClock())
         parts = _parts_of_router(settings)
@@ -167,6 +170,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     """
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - each process loads its own part only
 
+    from fleet.adapters.freed_memory import trim  # noqa: PLC0415
     from fleet.adapters.golden import GoldenCheck  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
@@ -189,7 +193,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     tenants = Tenants(settings.tenants, clock.now())
     metrics.registry.register(TenantMetrics(tenants.usage))
     tenant_secret = settings.tenant_secret.encode()
-    threads = TokenisingThreads()
+    threads = TokenisingThreads(trim)
 
     members = RegistryServer(ControlSettings(), clock)
     own_workers = WorkerStreams(settings, members.membership())

@@ -41,6 +41,10 @@ class GrpcSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
     """Limits of the gRPC fronts for clients, for each of `grpc_listen` and `kserve_listen`."""
 
 
+GRPC_LIMITS = GrpcSettings()
+"""What holds where nothing is set."""
+
+
 class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of the HTTP front."""
 

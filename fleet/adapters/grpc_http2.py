@@ -42,7 +42,7 @@ SILENCE_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
 GOING_SECONDS = 1.0  # between the word that a connection ends and the last call that it takes
 LAST_SECONDS = 1.0  # for what was cancelled to end, and for the last words to leave, when the server stops
-BACKLOG = 1024  # connections that wait to be accepted
+BACKLOG = 4096  # connections that wait to be accepted, as over HTTP
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,

@@ -15,7 +15,7 @@ from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_messages import ClientGone, HeldBodies, KnownHeads
 from fleet.adapters.http_protocol import Connection
 from fleet.adapters.limit_log import LimitLog
-from fleet.adapters.listening import bind
+from fleet.adapters.listening import BACKLOG, bind
 from fleet.adapters.openai_failures import explain, fail, refuse
 from fleet.clock import SECOND, Clock
 from fleet.errors import Refused, internal_error
@@ -46,7 +46,8 @@ async def serving(server: "HttpServer", listen: str, *, shared: bool = False) ->
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks
-        port = await asyncio.get_running_loop().create_server(server.connection, sock=listening)
+        # Without its backlog, the loop would set its own, which is 100.
+        port = await asyncio.get_running_loop().create_server(server.connection, sock=listening, backlog=BACKLOG)
         server.stop_listening = port.close
         sweep = tasks.create_task(server.sweep())
         try:

@@ -23,7 +23,8 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     processes: tuple[LocalProcess, ...]
     http: str
     grpc: str
-    kserve: str  # empty: not served
+    health: str  # of health and metrics alone; empty: not served
+    kserve: str  # likewise
     picker: str  # likewise
 
 
@@ -41,6 +42,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     with ExitStack() as held:
         http = claim("http_listen", settings.http_listen, held)
         grpc = claim("grpc_listen", settings.grpc_listen, held)
+        health = settings.health_listen and claim("health_listen", settings.health_listen, held)
         kserve = settings.kserve_listen and claim("kserve_listen", settings.kserve_listen, held)
         picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
@@ -54,6 +56,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             router_id=name,
             http_listen=http,
             grpc_listen=grpc,
+            health_listen=health,
             kserve_listen=kserve,
             endpoint_picker=picker,
             share_ports=True,
@@ -68,7 +71,12 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
         processes.append(LocalProcess(child=child, command=command, silence_seconds=SILENCE_SECONDS))
     return RouterProcesses(
-        processes=tuple(processes), http=http, grpc=grpc, kserve=kserve, picker=picker.listen if picker else ""
+        processes=tuple(processes),
+        http=http,
+        grpc=grpc,
+        health=health,
+        kserve=kserve,
+        picker=picker.listen if picker else "",
     )
 
 

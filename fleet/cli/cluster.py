@@ -51,6 +51,7 @@ class Cluster(Struct, frozen=True):
         content = {
             "http": f"http://{self.plan.http}",
             "grpc": self.plan.grpc,
+            "health": f"http://{self.plan.health}",
             **({"control": self.plan.control} if self.plan.control != self.plan.grpc else {}),
             **({"kserve": self.plan.kserve} if self.plan.kserve else {}),
             "model": self.plan.model,

@@ -119,7 +119,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
             )
 
             async def stay() -> None:
-                others = {"kserve": planned.kserve, "endpoint_picker": planned.picker}
+                others = {"health": planned.health, "kserve": planned.kserve, "endpoint_picker": planned.picker}
                 asked_for = {name: address for name, address in others.items() if address}
                 announce({"http": planned.http, "grpc": planned.grpc, **asked_for})
                 await asyncio.Event().wait()

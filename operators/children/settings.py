@@ -10,6 +10,7 @@ from operators.children.names import (
     CONTROL,
     GROUP_PORT,
     GRPC,
+    HEALTH,
     HTTP,
     WORKER,
     WORKER_CONTROL,
@@ -84,6 +85,7 @@ def router_settings(deployment: Deployment) -> Manifest:
     return {
         "http_listen": f"0.0.0.0:{HTTP}",
         "grpc_listen": f"0.0.0.0:{GRPC}",
+        "health_listen": f"0.0.0.0:{HEALTH}",
         "control_listen": f"0.0.0.0:{CONTROL}",
         "connection_seconds": CONNECTION_SECONDS,
         "models": {spec.model.name: _model_dir(deployment)},

@@ -130,6 +130,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{/* What routers are told: the values' settings, and over them what follows from the chart's other values. */}}
 {{- define "fleet.routerSettings" -}}
 {{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" "control_listen" "0.0.0.0:50052" -}}
+{{- $_ := set $own "health_listen" "0.0.0.0:8080" -}}
 {{- /* The time before the SIGTERM, and some to close. */}}
 {{- $_ := set $own "drain_timeout_ms" (mul 1000 (sub (int .Values.routers.terminationSeconds) 10)) -}}
 {{- if not (hasKey .Values.routers.settings "connection_seconds") }}{{- $_ := set $own "connection_seconds" 4 }}{{ end -}}

@@ -344,8 +344,10 @@ class Connection(asyncio.Protocol):
 
     def give_way(self) -> None:
         """Close at once, since the table needs the place; there are no calls."""
-        if self._spoke:
-            self.go_away(at_once=True)
+        if self._spoke and not self._last_word:
+            with contextlib.suppress(ngh2.NGH2Error):  # it is ending already
+                self.http.send_goaway()
+            self.flush()
         if self._paused or not self._spoke:
             self._transport.abort()
         else:

@@ -4,7 +4,6 @@ Head and first event of a stream leave in one write, and not before the first to
 own HTTP status. A failure after that is an event with an ``error`` object, and no ``[DONE]`` follows.
 """
 
-import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager

@@ -30,9 +30,9 @@ import httptools
 from fleet.adapters.connection_table import ConnectionTable, Waiting, counted_address
 from fleet.adapters.http_exchange import Exchange, Serve, Serving, Source
 from fleet.adapters.http_messages import (
+    WRONG_VERSION,
     ClientGone,
     HeldBodies,
-    WRONG_VERSION,
     HttpHead,
     HttpRequest,
     KnownHeads,

@@ -141,7 +141,7 @@ class HttpServer:
         task.add_done_callback(partial(self._served, exchange))
         return task
 
-    def answer_of(self, path: str) -> Mapping[str, Answer] | None:
+    def answer_of(self, path: str) -> Mapping[str, Answer] | None:  # noqa: ARG002 - for those that have more than routes
         """Return what answers at a path that is none of the routes, by method; None: nothing does."""
         return None
 

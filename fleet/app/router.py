@@ -58,9 +58,8 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     Raises:
         ConfigurationRefused: An address is in use, a model folder is not one, or a model cannot be fetched.
     """
-    from fleet.adapters.hub import with_models  # noqa: PLC0415 - each process loads its own part only
-
     from fleet.adapters.freed_memory import keep_large_pieces_apart  # noqa: PLC0415 - likewise
+    from fleet.adapters.hub import with_models  # noqa: PLC0415 - each process loads its own part only
 
     keep_large_pieces_apart()
     async with giving_up_when_asked():

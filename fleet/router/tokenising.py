@@ -107,7 +107,6 @@ class TokenisingThreads:
                 future.set_exception(error)
         self._begin()
 
-
     def _trim_now(self, trim: Callable[[], None]) -> None:
         self._trim_due = None
         self._executor.submit(trim)

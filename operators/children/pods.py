@@ -79,7 +79,9 @@ def pod_template(
 ) -> Manifest:
     """The pod template, with what the user's says over it. `doors`: a router's ports for those who bring requests."""
     mounted = list(_mounted(deployment, role, of_revision))
-    ports = {**(doors or {}), "health": HEALTH, "control": CONTROL} if role.type is RoleType.ROUTER else {"worker": WORKER}
+    ports = (
+        {**(doors or {}), "health": HEALTH, "control": CONTROL} if role.type is RoleType.ROUTER else {"worker": WORKER}
+    )
     mounts = [{"name": name, **mount} for name, _, mount in mounted]
     pod: Manifest = {
         "containers": [_container(deployment, role, images, ports, mounts)],

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import socket
 import tracemalloc
@@ -171,9 +172,22 @@ def message(content, *, compressed=0):
 
 @pytest.fixture
 async def world(monkeypatch):
+    async with a_world(monkeypatch, GrpcSettings()) as world:
+        yield world
+
+
+@pytest.fixture
+async def crowded_world(monkeypatch):
+    """It takes three connections."""
+    async with a_world(monkeypatch, GrpcSettings(max_connections=3)) as world:
+        yield world
+
+
+@asynccontextmanager
+async def a_world(monkeypatch, limits):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
     monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.1)
-    server, service = Http2Server(), Service()
+    server, service = Http2Server(limits=limits), Service()
     methods = {
         "Thrice": grpc.unary_stream_rpc_method_handler(service.thrice),
         "Wait": grpc.unary_stream_rpc_method_handler(service.wait),
@@ -589,6 +603,71 @@ async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world):
     await until(lambda: world.service.cancelled == 1)
     assert not world.server.connections
     writer.close()
+
+
+async def test_caller_that_drips_is_reset_and_its_connection_lives(world):
+    world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
+    async with world.client({INITIAL_WINDOW: 10_000}) as client:
+        stream = client.call("Endless", message(b"x" * 3000))
+        await until(lambda: world.service.began == 1)
+
+        async def drip():
+            while not world.service.cancelled:
+                with contextlib.suppress(ngh2.NGH2Error):  # the stream was reset just now
+                    client.http.acknowledge_received_data(20, stream)
+                client.flush()
+                await asyncio.sleep(0.02)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(drip())
+            await client.until(lambda: stream in client.closed)
+        assert world.service.cancelled == 1
+        assert client.closed[stream] == 8
+        other = client.call("One", message(b""))
+        await client.until(lambda: other in client.closed)
+        assert client.tails.get(other, client.heads[other])[b"grpc-status"] == b"0"
+
+
+async def test_idle_connections_give_way_to_newcomers(crowded_world):
+    world = crowded_world
+    async with world.channel() as busy, world.client() as idle, world.client() as silent:
+        waiting = busy.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        asked = idle.call("One", message(b""))
+        await idle.until(lambda: asked in idle.closed)
+        await until(lambda: len(world.server.table) == 3)
+        async with world.channel() as first:
+            assert await first.unary_unary("/x.Y/One")(b"") == b""
+            async with asyncio.timeout(60):
+                await silent.reader.read()  # until it is closed
+            silent.writer.close()
+            async with world.channel() as second:
+                assert await second.unary_unary("/x.Y/One")(b"") == b""
+                async with asyncio.timeout(60):
+                    assert await idle.reader.read(), "it was told to make another connection"
+                    assert await idle.reader.read() == b""
+        world.service.go.set()
+        assert [each async for each in waiting] == [b"a"]
+
+
+async def test_newcomers_are_refused_where_all_connections_have_calls(crowded_world):
+    world = crowded_world
+    async with contextlib.AsyncExitStack() as held:
+        calls = []
+        for number in range(3):
+            channel = await held.enter_async_context(world.channel())
+            calls.append(channel.unary_stream("/x.Y/Wait")(b"a"))
+            await until(lambda count=number + 1: world.service.began == count)
+        async with world.channel() as channel:
+            assert await status_of(channel.unary_stream("/x.Y/One")(b"")) is grpc.StatusCode.UNAVAILABLE
+        world.service.go.set()
+        for call in calls:
+            assert [each async for each in call] == [b"a"]
+
+
+async def test_connection_that_never_speaks_is_cut_before_a_ping_would(world):
+    world.server.limits = GrpcSettings(first_byte_timeout_seconds=0.2)
+    assert b"are you?" not in await world.say()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import os
 import tracemalloc
 from contextlib import AsyncExitStack, suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -488,14 +489,14 @@ async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
 
 
 async def test_unread_answer_does_not_keep_its_connection(model_dir):
-    async with open_fronts(model_dir, write_timeout_seconds=1.0, idle_timeout_seconds=0.2) as fronts:
-        async with connected(fronts, limit=1) as peer:
-            peer.writer.transport.pause_reading()
-            with suppress(ConnectionError):
-                for _ in range(400):
-                    await peer.send(get("/openapi.json"))
-                    await asyncio.sleep(0)
-            await until(lambda: not fronts.http._connections)
+    limits = {"write_timeout_seconds": 1.0, "idle_timeout_seconds": 0.2}
+    async with open_fronts(model_dir, **limits) as fronts, connected(fronts, limit=1) as peer:
+        peer.writer.transport.pause_reading()
+        with suppress(ConnectionError):
+            for _ in range(400):
+                await peer.send(get("/openapi.json"))
+                await asyncio.sleep(0)
+        await until(lambda: not fronts.http._connections)
 
 
 async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_taken(model_dir):
@@ -680,6 +681,57 @@ async def test_health_follows_the_workers(fronts):
 
         assert (await peer.head())[0] == 503
         assert (await peer.answer())[0] == 503
+
+
+def through_health(fronts):
+    """A connection to the listener for health and metrics."""
+    return connected(SimpleNamespace(http=SimpleNamespace(address=fronts.http.health_address)))
+
+
+async def test_health_listener_answers_probes_and_nothing_else(model_dir):
+    async with open_fronts(model_dir, health_listen="127.0.0.1:0") as fronts, through_health(fronts) as peer:
+        for path, status in (("/health", 200), ("/live", 200), ("/metrics", 200), ("/v1/models", 404)):
+            await peer.send(get(path))
+            assert (await peer.answer())[0] == status, path
+        await peer.send(post(CHAT, {"messages": []}))
+        assert (await peer.answer())[0] == 404
+        fronts.router.cards = ()
+
+        for path, status in (("/health", 503), ("/live", 200)):
+            await peer.send(get(path))
+            assert (await peer.answer())[0] == status, path
+
+
+async def test_health_listener_answers_while_the_front_drains(model_dir):
+    async with open_fronts(model_dir, health_listen="127.0.0.1:0") as fronts:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 1
+        async with connected(fronts) as peer, asyncio.TaskGroup() as tasks:
+            await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted)
+            tasks.create_task(fronts.http.drain(60))
+            await until(lambda: fronts.http.draining)
+            async with through_health(fronts) as probe:
+                await probe.send(get("/health"))
+                status, _, body = await probe.answer()
+                assert (status, json.loads(body)["status"]) == (503, "draining")
+                await probe.send(get("/live"))
+                assert (await probe.answer())[0] == 200
+            fronts.router.release.set()
+            assert (await peer.answer())[0] == 200
+
+
+async def test_full_http_port_leaves_the_health_listener_alone(model_dir):
+    async with open_fronts(model_dir, max_connections=1, health_listen="127.0.0.1:0") as fronts:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 0
+        async with connected(fronts) as peer:
+            await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted)
+            async with connected(fronts) as refused, through_health(fronts) as probe:
+                assert (await refused.answer())[0] == 503
+                await probe.send(get("/health"))
+                assert (await probe.answer())[0] == 200
 
 
 async def test_metrics_tell_what_was_served(fronts):

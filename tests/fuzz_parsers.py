@@ -99,7 +99,7 @@ def echo(exchange):
 
 def answers(*pieces):
     transport = Transport()
-    table = ConnectionTable(1, 1.0)
+    table: ConnectionTable = ConnectionTable(1, 1.0)
     connection = Connection(HttpSettings(), SystemClock(), echo, explain, {}, table, KnownHeads(), HeldBodies())
     connection.connection_made(transport)
     for piece in pieces:

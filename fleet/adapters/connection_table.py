@@ -8,11 +8,11 @@ Rules:
    has been in it longest. Where no connection waits, the newcomer is refused.
 3. One client address has at most `per_address` connections. An address that has so many makes room among its own connections
    only, so it can never shut out another address.
-4. Every operation takes constant time, whatever the number of connections.
+4. Every operation takes constant time, whatever the number of connections. To begin to serve a request is only noted; a
+   newcomer that comes upon such a connection takes it out of its group, once for each request.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
 from enum import IntEnum
 from ipaddress import IPv6Address
 from math import ceil
@@ -42,13 +42,31 @@ class Waiting(IntEnum):
     """The body of a request has begun and is not complete."""
 
 
-Client = TypeVar("Client", bound=Hashable)
+Client = TypeVar("Client")
+
+
+class Place(Generic[Client]):
+    """One connection's place in the table; made by `ConnectionTable.admit`."""
+
+    __slots__ = ("address", "client", "group", "left", "served")
+
+    def __init__(self, client: Client, address: "_Address[Client]") -> None:
+        self.client = client
+        self.address = address
+        self.group: Waiting | None = None
+        """The group whose lists it is in; None: no longer in any."""
+        self.served = False
+        """Whether a request is being served; set by the connection, and taken back by `ConnectionTable.waits`."""
+        self.left = False
+        """Whether it was given up, or taken by a newcomer."""
 
 
 class Admission(Struct, Generic[Client], frozen=True):
     """The answer to a newcomer."""
 
-    admitted: bool
+    place: Place[Client] | None = None
+    """Its place; None: it is refused."""
+
     displaced: Client | None = None
     """The connection that has to be closed now; it has left the table."""
 
@@ -66,12 +84,12 @@ class ConnectionTable(Generic[Client]):
         self.refused = 0  # newcomers that found no place, likewise
         self._most = most
         self._per_address = ceil(most * address_share)
-        self._entries: dict[Client, _Entry[Client]] = {}
+        self._connections = 0
         self._addresses: dict[str, _Address[Client]] = {}
         self._waiting: _Groups[Client] = _Groups()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._connections
 
     def admit(self, client: Client, address: str) -> Admission[Client]:
         """Take a newcomer in, as one that is silent, if there is a place for it or one can be made.
@@ -80,104 +98,113 @@ class ConnectionTable(Generic[Client]):
             client: The connection.
             address: Its client's address, as `counted_address` gives it.
         """
-        assert client not in self._entries
         known = self._addresses.get(address)
-        displaced = None
         if known is not None and known.connections >= self._per_address:
-            displaced = known.waiting.first()
-        elif len(self._entries) >= self._most:
-            displaced = self._waiting.first()
+            displaced = self._first(known.waiting)
+        elif self._connections >= self._most:
+            displaced = self._first(self._waiting)
         else:
-            self._enter(client, address)
-            return Admission(admitted=True)
+            return Admission(self._enter(client, address))
         if displaced is None:
             self.refused += 1
-            return Admission(admitted=False)
+            return Admission()
         self.displaced += 1
         self.remove(displaced)
-        self._enter(client, address)
-        return Admission(admitted=True, displaced=displaced)
+        return Admission(self._enter(client, address), displaced.client)
 
-    def waits(self, client: Client, group: Waiting) -> None:
-        """Note that a connection waits from now on; nothing changes where it is in that group already."""
-        entry = self._entries.get(client)
-        if entry is None or entry.group is group:
+    def waits(self, place: Place[Client], group: Waiting) -> None:
+        """Note that a connection waits from now on; nothing happens once it has left.
+
+        A connection that has waited in that group all the time keeps its turn; one that was served goes to the end.
+        """
+        if place.left:
             return
-        if entry.group is not None:
-            self._leave(client, entry)
-        entry.group = group
-        self._waiting.add(client, group)
-        entry.address.waiting.add(client, group)
+        if place.group is not group:
+            self._leave_group(place)
+            place.group = group
+            self._waiting.add(place, group)
+            place.address.waiting.add(place, group)
+        elif place.served:
+            self._waiting.to_end(place, group)
+            place.address.waiting.to_end(place, group)
+        place.served = False
 
-    def serves(self, client: Client) -> None:
-        """Note that a request of a connection is being served."""
-        entry = self._entries.get(client)
-        if entry is not None and entry.group is not None:
-            self._leave(client, entry)
-            entry.group = None
-
-    def remove(self, client: Client) -> None:
-        """Forget a connection, if it is known."""
-        entry = self._entries.pop(client, None)
-        if entry is None:
+    def remove(self, place: Place[Client]) -> None:
+        """Give a place up; a second time, nothing happens."""
+        if place.left:
             return
-        if entry.group is not None:
-            self._leave(client, entry)
-        address = entry.address
-        address.connections -= 1
-        if not address.connections:
-            del self._addresses[address.name]
+        place.left = True
+        self._leave_group(place)
+        self._connections -= 1
+        place.address.connections -= 1
+        if not place.address.connections:
+            del self._addresses[place.address.name]
 
     def check(self) -> None:
         """Assert what always holds."""
-        assert len(self._entries) <= self._most
-        assert sum(each.connections for each in self._addresses.values()) == len(self._entries)
-        for address in self._addresses.values():
-            assert 0 < address.connections <= self._per_address
+        assert 0 <= self._connections <= self._most
+        assert sum(each.connections for each in self._addresses.values()) == self._connections
+        assert all(0 < each.connections <= self._per_address for each in self._addresses.values())
         for group in Waiting:
-            members = {client for client, entry in self._entries.items() if entry.group is group}
-            assert members == set(self._waiting.of(group))
-            assert members == {client for each in self._addresses.values() for client in each.waiting.of(group)}
+            members = self._waiting.of(group)
+            assert all(place.group is group and not place.left for place in members)
+            of_addresses = [place for each in self._addresses.values() for place in each.waiting.of(group)]
+            assert set(members) == set(of_addresses)
+            assert len(members) == len(of_addresses)
 
-    def _enter(self, client: Client, address: str) -> None:
+    def _first(self, waiting: "_Groups[Client]") -> Place[Client] | None:
+        """Return the place that is given up next; None: all are served."""
+        while (first := waiting.first()) is not None and first.served:
+            self._leave_group(first)
+        return first
+
+    def _enter(self, client: Client, address: str) -> Place[Client]:
         known = self._addresses.get(address)
         if known is None:
             known = self._addresses[address] = _Address(address)
         known.connections += 1
-        self._entries[client] = _Entry(known)
-        self.waits(client, Waiting.SILENT)
+        self._connections += 1
+        place = Place(client, known)
+        self.waits(place, Waiting.SILENT)
+        return place
 
-    def _leave(self, client: Client, entry: "_Entry[Client]") -> None:
-        assert entry.group is not None
-        self._waiting.discard(client, entry.group)
-        entry.address.waiting.discard(client, entry.group)
+    def _leave_group(self, place: Place[Client]) -> None:
+        if place.group is not None:
+            self._waiting.discard(place, place.group)
+            place.address.waiting.discard(place, place.group)
+            place.group = None
 
 
 class _Groups(Generic[Client]):
-    """Connections by group, each in the order in which they entered it. A group takes memory once it was needed."""
+    """Places by group, each in the order in which they entered it. A group takes memory once it was needed."""
 
     __slots__ = ("_members",)
 
     def __init__(self) -> None:
         # By position and not by key, because hashing a member of an enum is slow.
-        self._members: list[OrderedDict[Client, None] | None] = [None] * len(Waiting)
+        self._members: list[OrderedDict[Place[Client], None] | None] = [None] * len(Waiting)
 
-    def add(self, client: Client, group: Waiting) -> None:
+    def add(self, place: Place[Client], group: Waiting) -> None:
         members = self._members[group]
         if members is None:
             members = self._members[group] = OrderedDict()
-        members[client] = None
+        members[place] = None
 
-    def discard(self, client: Client, group: Waiting) -> None:
+    def to_end(self, place: Place[Client], group: Waiting) -> None:
         members = self._members[group]
         assert members is not None
-        del members[client]
+        members.move_to_end(place)
 
-    def of(self, group: Waiting) -> list[Client]:
+    def discard(self, place: Place[Client], group: Waiting) -> None:
+        members = self._members[group]
+        assert members is not None
+        del members[place]
+
+    def of(self, group: Waiting) -> list[Place[Client]]:
         return list(self._members[group] or ())
 
-    def first(self) -> Client | None:
-        """Return the connection that gives way next."""
+    def first(self) -> Place[Client] | None:
+        """Return the place that has waited longest, of the first group that has any."""
         for members in self._members:
             if members:
                 return next(iter(members))
@@ -191,14 +218,6 @@ class _Address(Generic[Client]):
         self.name = name
         self.connections = 0
         self.waiting: _Groups[Client] = _Groups()
-
-
-class _Entry(Generic[Client]):
-    __slots__ = ("address", "group")
-
-    def __init__(self, address: "_Address[Client]") -> None:
-        self.address = address
-        self.group: Waiting | None = None
 
 
 def counted_address(peername: object) -> str:

@@ -29,7 +29,7 @@ import grpc
 import ngh2
 from ngh2.events import DataReceived, RequestReceived, StreamClosed, TrailersReceived
 
-from fleet.adapters.connection_table import ConnectionTable, Waiting, counted_address
+from fleet.adapters.connection_table import ConnectionTable, Place, Waiting, counted_address
 from fleet.adapters.grpc_http2_call import CallContext
 from fleet.adapters.limit_log import LimitLog
 from fleet.adapters.slow_reader import SlowReader
@@ -186,7 +186,8 @@ class Http2Server:
 
     def left(self, connection: "Connection") -> None:
         self.connections.pop(connection, None)
-        self.table.remove(connection)
+        if connection.place is not None:
+            self.table.remove(connection.place)
         if not self.connections:
             self._left.set()
 
@@ -216,6 +217,7 @@ class Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.http = ngh2.Connection(ngh2.Role.SERVER, CONFIGURATION)
         self.calls: dict[int, CallContext] = {}
+        self.place: Place[Connection] | None = None  # in the server's table; None: there was none
         self._waiting: dict[CallContext, None] = {}  # for their callers to read
         self._ending: dict[CallContext, None] = {}  # that have said all, and whose callers have not
         self._transport: asyncio.Transport
@@ -244,7 +246,8 @@ class Connection(asyncio.Protocol):
         admission = self.server.table.admit(self, counted_address(transport.get_extra_info("peername")))
         if admission.displaced is not None:
             admission.displaced.give_way()
-        if not admission.admitted:
+        self.place = admission.place
+        if self.place is None:
             self._transport.abort()
             return
         self.server.connections[self] = None
@@ -263,7 +266,7 @@ class Connection(asyncio.Protocol):
         self._asked_at = None
         if not self._spoke:
             self._spoke = True
-            self.server.table.waits(self, Waiting.IDLE)
+            self._waits()
         try:
             self.http.receive_data(data)
         except ngh2.NGH2Error:
@@ -421,8 +424,8 @@ class Connection(asyncio.Protocol):
                         call.take(event.data, whole=event.end_stream)
                 case RequestReceived():
                     call = CallContext(self, event.stream_id, event.headers, whole=event.end_stream)
-                    if not self.calls:
-                        self.server.table.serves(self)
+                    if self.place is not None:
+                        self.place.served = True
                     self.calls[event.stream_id] = call
                     self.server.calls += 1
                     new.append(call)
@@ -441,11 +444,16 @@ class Connection(asyncio.Protocol):
     def _end(self, call: CallContext) -> None:
         del self.calls[call.stream]
         if not self.calls:
-            self.server.table.waits(self, Waiting.IDLE)
+            self._waits()
         self._waiting.pop(call, None)
         self._ending.pop(call, None)
         self.server.calls -= 1
         call.close()
+
+    def _waits(self) -> None:
+        """Say in the table that there are no calls."""
+        if self.place is not None:
+            self.server.table.waits(self.place, Waiting.IDLE)
 
     def _take_no_more(self) -> None:
         if not self._last_word:

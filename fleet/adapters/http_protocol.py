@@ -27,7 +27,7 @@ from typing import cast
 
 import httptools
 
-from fleet.adapters.connection_table import ConnectionTable, Waiting, counted_address
+from fleet.adapters.connection_table import ConnectionTable, Place, Waiting, counted_address
 from fleet.adapters.http_exchange import Exchange, Serve, Serving, Source
 from fleet.adapters.http_messages import (
     WRONG_VERSION,
@@ -88,6 +88,7 @@ class Connection(asyncio.Protocol):
         self._explain = explain
         self._connections = connections
         self._table = table
+        self._place: Place[Connection] | None = None  # in the table; None: there was none
         self._heads = heads
         self._held = held
         self._held_bytes = 0  # of it, by this connection
@@ -129,7 +130,8 @@ class Connection(asyncio.Protocol):
         admission = self._table.admit(self, counted_address(transport.get_extra_info("peername")))
         if admission.displaced is not None:
             admission.displaced.give_way()
-        if admission.admitted:
+        self._place = admission.place
+        if self._place is not None:
             return
         if len(self._connections) - len(self._table) > MAX_LINGERING:
             self._transport.abort()
@@ -139,7 +141,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
         self._gone = True
         self._connections.pop(self, None)
-        self._table.remove(self)
+        if self._place is not None:
+            self._table.remove(self._place)
         self._hold(-self._held_bytes)
         self._forget_waiting()
         self._source = None
@@ -465,7 +468,8 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, request: HttpRequest) -> None:
         """Serve a request; nothing else is being served."""
-        self._table.serves(self)
+        if self._place is not None:
+            self._place.served = True
         exchange = self._exchange = Exchange(self, request)
         self._beginning = True
         serving = self._serve(exchange)
@@ -543,7 +547,8 @@ class Connection(asyncio.Protocol):
             group = Waiting.BODY
         else:
             group = Waiting.CLOSING
-        self._table.waits(self, group)
+        if self._place is not None:
+            self._table.waits(self._place, group)
 
     def _is_http_0_9(self, data: bytes) -> bool:
         """Return whether a request line has ended without a version, of which `data` is the last that came.
@@ -580,7 +585,8 @@ class Connection(asyncio.Protocol):
     def _hang_up(self) -> None:
         """Close, after what is written was sent and what the client is still sending was thrown away."""
         self._stage = Stage.CLOSING
-        self._table.waits(self, Waiting.CLOSING)
+        if self._place is not None:
+            self._table.waits(self._place, Waiting.CLOSING)
         if self._half_closed or not self._transport.can_write_eof():
             self._transport.close()
             return

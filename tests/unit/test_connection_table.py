@@ -6,119 +6,144 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.adapters.connection_table import ConnectionTable, Waiting, counted_address
+from fleet.adapters.connection_table import Admission, ConnectionTable, Place, Waiting, counted_address
 
 
-def a_table(*clients: str, most: int | None = None, share: float = 1.0, address: str = "a") -> ConnectionTable[str]:
-    table: ConnectionTable[str] = ConnectionTable(len(clients) if most is None else most, share)
-    for client in clients:
-        assert table.admit(client, address).admitted
-    return table
+class Clients:
+    """A table, and the places of its connections by the names of these."""
+
+    def __init__(self, most: int, share: float = 1.0) -> None:
+        self.table: ConnectionTable[str] = ConnectionTable(most, share)
+        self.places: dict[str, Place[str]] = {}
+
+    def admit(self, *names: str, address: str = "a") -> None:
+        for name in names:
+            assert self.displaced_by(name, address) is None
+
+    def displaced_by(self, name: str, address: str = "a") -> str | None:
+        """Who gave way to a newcomer that was admitted."""
+        admission = self.table.admit(name, address)
+        assert admission.place is not None
+        self.places[name] = admission.place
+        return admission.displaced
+
+    def is_refused(self, name: str, address: str = "a") -> bool:
+        return self.table.admit(name, address) == Admission()
+
+    def waits(self, name: str, group: Waiting) -> None:
+        self.table.waits(self.places[name], group)
+
+    def serves(self, *names: str) -> None:
+        for name in names:
+            self.places[name].served = True
 
 
 def test_newcomer_is_admitted_while_there_is_room():
-    table = a_table("one", most=2)
+    clients = Clients(2)
 
-    admission = table.admit("two", "a")
+    clients.admit("one", "two")
 
-    assert admission.admitted
-    assert admission.displaced is None
-    assert (len(table), table.displaced, table.refused) == (2, 0, 0)
+    assert (len(clients.table), clients.table.displaced, clients.table.refused) == (2, 0, 0)
 
 
 def test_full_table_gives_up_the_longest_silent():
-    table = a_table("one", "two", "three")
+    clients = Clients(3)
+    clients.admit("one", "two", "three")
 
-    assert table.admit("four", "b").displaced == "one"
-    assert table.admit("five", "b").displaced == "two"
-    assert table.displaced == 2
+    assert clients.displaced_by("four", "b") == "one"
+    assert clients.displaced_by("five", "b") == "two"
+    assert clients.table.displaced == 2
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_give_way_in_their_order(seed):
     groups = list(Waiting)
     random.Random(seed).shuffle(groups)
-    table = a_table(*(group.name for group in groups))
+    clients = Clients(len(groups))
+    clients.admit(*(group.name for group in groups))
     for group in groups:
-        table.waits(group.name, group)
+        clients.waits(group.name, group)
 
     displaced = []
-    for number in range(len(groups)):
-        displaced.append(table.admit(str(number), "a").displaced)
-        table.serves(str(number))
+    for number in map(str, range(len(groups))):
+        displaced.append(clients.displaced_by(number))
+        clients.serves(number)
 
     assert displaced == [group.name for group in Waiting]
 
 
 def test_longest_idle_gives_way_not_the_longest_connected():
-    table = a_table("one", "two")
-    for client in ("one", "two", "one"):
-        table.serves(client)
-        table.waits(client, Waiting.IDLE)
+    clients = Clients(2)
+    clients.admit("one", "two")
+    for name in ("one", "two", "one"):
+        clients.serves(name)
+        clients.waits(name, Waiting.IDLE)
 
-    assert table.admit("three", "a").displaced == "two"
+    assert clients.displaced_by("three") == "two"
 
 
-def test_waiting_twice_in_a_group_keeps_the_place():
-    table = a_table("one", "two")
-    table.waits("one", Waiting.HEAD)
-    table.waits("two", Waiting.HEAD)
-    table.waits("one", Waiting.HEAD)
+def test_waiting_twice_in_a_group_keeps_the_turn():
+    clients = Clients(2)
+    clients.admit("one", "two")
+    for name in ("one", "two", "one"):
+        clients.waits(name, Waiting.HEAD)
 
-    assert table.admit("three", "a").displaced == "one"
+    assert clients.displaced_by("three") == "one"
 
 
 def test_served_connections_never_give_way():
-    table = a_table("one", "two")
-    table.serves("one")
-    table.serves("two")
+    clients = Clients(2)
+    clients.admit("one", "two")
+    clients.serves("one", "two")
 
-    admission = table.admit("three", "b")
-
-    assert not admission.admitted
-    assert (len(table), table.refused) == (2, 1)
+    assert clients.is_refused("three", "b")
+    assert (len(clients.table), clients.table.refused) == (2, 1)
+    clients.waits("two", Waiting.IDLE)
+    assert clients.displaced_by("three", "b") == "two"
 
 
 def test_address_over_its_share_displaces_only_its_own():
-    table = a_table("old", most=4, share=0.5, address="b")
-    for client in ("one", "two"):
-        table.admit(client, "a")
-    table.waits("one", Waiting.IDLE)
+    clients = Clients(4, share=0.5)
+    clients.admit("old", address="b")
+    clients.admit("one", "two")
+    clients.waits("one", Waiting.IDLE)
 
-    assert table.admit("three", "a").displaced == "two"
-    assert table.admit("four", "a").displaced == "three"
+    assert clients.displaced_by("three") == "two"
+    assert clients.displaced_by("four") == "three"
 
 
 def test_address_with_all_served_at_its_share_is_refused():
-    table = a_table("one", "two", most=4, share=0.5)
-    table.serves("one")
-    table.serves("two")
+    clients = Clients(4, share=0.5)
+    clients.admit("one", "two")
+    clients.serves("one", "two")
 
-    assert not table.admit("three", "a").admitted
-    assert table.admit("three", "b").admitted
+    assert clients.is_refused("three")
+    clients.admit("three", address="b")
 
 
 def test_share_is_free_again_when_connections_end():
-    table = a_table("one", "two", most=4, share=0.5)
-    table.serves("one")
-    table.serves("two")
-    table.remove("one")
-    table.remove("one")
+    clients = Clients(4, share=0.5)
+    clients.admit("one", "two")
+    clients.serves("one", "two")
+    for _ in range(2):
+        clients.table.remove(clients.places["one"])
 
-    assert table.admit("three", "a").admitted
-    table.check()
+    clients.admit("three")
+    clients.table.check()
 
 
-def test_who_was_displaced_is_forgotten():
-    table = a_table("one")
-    table.admit("two", "a")
+def test_connection_that_gave_way_is_forgotten():
+    clients = Clients(1)
+    clients.admit("one")
+    assert clients.displaced_by("two") == "one"
 
-    table.waits("one", Waiting.IDLE)
-    table.serves("one")
-    table.remove("one")
+    clients.serves("one")
+    clients.waits("one", Waiting.IDLE)
+    clients.table.remove(clients.places["one"])
 
-    table.check()
-    assert len(table) == 1
+    clients.table.check()
+    assert len(clients.table) == 1
+    assert clients.displaced_by("three") == "two"
 
 
 OPERATIONS = st.lists(
@@ -130,29 +155,31 @@ OPERATIONS = st.lists(
 @given(OPERATIONS, st.integers(1, 6), st.sampled_from([0.2, 0.5, 0.9, 1.0]))
 def test_table_is_consistent_after_any_history(operations, most, share):
     table: ConnectionTable[int] = ConnectionTable(most, share)
-    present: set[int] = set()
-    served: set[int] = set()
+    places: dict[int, Place[int]] = {}
     for operation, client, address in operations:
+        place = places.get(client)
         if operation == "admit":
-            if client in present:
+            if place is not None:
                 continue
             admission = table.admit(client, address)
-            assert admission.displaced not in served
-            if admission.admitted:
-                present.add(client)
-            present.discard(admission.displaced)
+            if admission.displaced is not None:
+                assert not places.pop(admission.displaced).served
+            if admission.place is not None:
+                places[client] = admission.place
+            else:
+                alike = [each for each in places.values() if len(places) == most or each.address.name == address]
+                assert alike
+                assert all(each.served for each in alike)
+        elif place is None:
+            continue
         elif operation == "serves":
-            table.serves(client)
-            served |= {client} & present
+            place.served = True
         elif operation == "remove":
-            table.remove(client)
-            present.discard(client)
-            served.discard(client)
+            table.remove(places.pop(client))
         else:
-            table.waits(client, operation)
-            served.discard(client)
+            table.waits(place, operation)
         table.check()
-        assert len(table) == len(present)
+        assert len(table) == len(places)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fleet.adapters.grpc_frontend import GrpcFrontend, open_grpc_frontend
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
 from fleet.adapters.text_codec import load_codec
 from fleet.router.generation import Generation
-from fleet.router.http_settings import HttpSettings
+from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings, HttpSettings
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import TokenisingThreads
@@ -48,6 +48,8 @@ async def open_fronts(
     tenants: Mapping[str, TenantSettings] | None = None,
     *,
     grpc_max_held_bytes: int = 1 << 30,
+    grpc: GrpcSettings = GRPC_LIMITS,
+    health_listen: str = "",
     **settings: float,
 ) -> AsyncIterator[Fronts]:
     router = FakeRouter()
@@ -66,9 +68,11 @@ async def open_fronts(
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
-        open_http_frontend("127.0.0.1:0", limits, generation, registry, clock) as http,
-        open_grpc_frontend("127.0.0.1:0", generation, clock, max_held_bytes=grpc_max_held_bytes) as grpc,
-        open_control_port("", ANYBODY, router, grpc.door.ready, grpc_address=grpc.address) as control,
+        open_http_frontend("127.0.0.1:0", limits, generation, registry, clock, health_listen=health_listen) as http,
+        open_grpc_frontend(
+            "127.0.0.1:0", generation, clock, max_held_bytes=grpc_max_held_bytes, limits=grpc
+        ) as grpc_front,
+        open_control_port("", ANYBODY, router, grpc_front.door.ready, grpc_address=grpc_front.address) as control,
     ):
-        yield Fronts(router, codec, generation, http, grpc, control)
+        yield Fronts(router, codec, generation, http, grpc_front, control)
     threads.close()

@@ -16,6 +16,7 @@ with atheris.instrument_imports(include=["fleet"]):
     from google.protobuf.message import DecodeError
 
     from fleet.adapters.clock import SystemClock
+    from fleet.adapters.connection_table import ConnectionTable
     from fleet.adapters.http_messages import HeldBodies, KnownHeads
     from fleet.adapters.http_protocol import Connection
     from fleet.adapters.openai_failures import explain
@@ -34,8 +35,8 @@ CARD = ModelCard(name=ModelName("m"), max_model_len=4096, block_tokens=32, worke
 ID = RequestId("r")
 NOW = Nanos(1)
 
-REQUEST = b'POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}'
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
+REQUEST = b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}'
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
 BODY = {
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
@@ -98,7 +99,8 @@ def echo(exchange):
 
 def answers(*pieces):
     transport = Transport()
-    connection = Connection(HttpSettings(), SystemClock(), echo, explain, {}, KnownHeads(), HeldBodies())
+    table: ConnectionTable = ConnectionTable(1, 1.0)
+    connection = Connection(HttpSettings(), SystemClock(), echo, explain, {}, table, KnownHeads(), HeldBodies())
     connection.connection_made(transport)
     for piece in pieces:
         if not transport.closing:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from tests.fronts import Fronts
 from tests.openai_servers import RelayWorld
@@ -50,8 +51,8 @@ class Peer:
 
 
 @asynccontextmanager
-async def connected(fronts: Fronts | RelayWorld, **options: int) -> AsyncIterator[Peer]:
-    """Over TCP, with what it takes to open one: ``limit``, say, of bytes that are read ahead."""
+async def connected(fronts: Fronts | RelayWorld, **options: Any) -> AsyncIterator[Peer]:
+    """Over TCP, with options of `asyncio.open_connection`, such as the `limit` of bytes that are read ahead."""
     host, _, port = fronts.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), **options)
     try:

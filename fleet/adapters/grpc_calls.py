@@ -85,7 +85,7 @@ class Writer:
     def __init__(self, context: Context, limit: asyncio.Timeout) -> None:
         self._context = context
         self._limit = limit
-        self._seconds = WRITE_SECONDS
+        self._seconds = _write_seconds(context)
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when the message began to wait for the caller; None: none does
         self._timer = self._loop.call_later(self._seconds, self._look)
@@ -144,10 +144,16 @@ async def send(context: Context, message: Message) -> None:
         CallerGone: The call is over on the other side, or the port closes, or the caller does not read for too long.
     """
     try:
-        async with asyncio.timeout(WRITE_SECONDS):
+        async with asyncio.timeout(_write_seconds(context)):
             await context.write(message)
     except (grpc.aio.BaseError, TimeoutError) as error:
         raise CallerGone from error
+
+
+def _write_seconds(context: Context) -> float:
+    """Return how long a message may wait for its caller; only the contexts of our own server have a setting for it."""
+    seconds: float = getattr(context, "write_seconds", WRITE_SECONDS)
+    return seconds
 
 
 def serialize(message: Message) -> bytes:

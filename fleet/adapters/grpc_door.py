@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from fleet.adapters.grpc_calls import Context
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
@@ -12,22 +13,35 @@ from fleet.router.http_settings import ORDINARY_BODY_BYTES
 RETRY_AFTER_MS = 1000
 
 
+def too_many_long_requests() -> Refused:
+    """Return the refusal of a message for which there is no room."""
+    return Refused(
+        Reason.QUEUE_FULL, "too many long requests are being taken in; retry later", retry_after_ms=RETRY_AFTER_MS
+    )
+
+
+class Holding(Protocol):
+    """What is needed of `fleet.adapters.grpc_http2.Http2Server`, which counts messages while they arrive."""
+
+    held_bytes: int
+    max_held_bytes: int
+
+
 class Door:
     """Open until `drain`."""
 
-    def __init__(self, generation: Generation, clock: Clock, max_held_bytes: int) -> None:
+    def __init__(self, generation: Generation, clock: Clock, server: Holding) -> None:
         """Nothing runs yet.
 
         Args:
             generation: Serves the requests.
             clock: For deadlines.
-            max_held_bytes: Of the messages of all that runs, beyond which long ones are refused.
+            server: Counts the messages of everything that arrives or runs.
         """
         self._generation = generation
-        self._max_held_bytes = max_held_bytes
+        self._server = server
         self._clock = clock
         self._draining = False
-        self._held_bytes = 0
 
     def drain(self) -> None:
         """Take no more requests; running ones go on."""
@@ -56,14 +70,14 @@ class Door:
         Raises:
             Refused: QUEUE_FULL; it is a long one, and those that run take as much as they may.
         """
-        if size > ORDINARY_BODY_BYTES and self._held_bytes + size > self._max_held_bytes:
-            message = "too many long requests run at once; retry later"
-            raise Refused(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS)
-        self._held_bytes += size
+        server = self._server
+        if size > ORDINARY_BODY_BYTES and server.held_bytes + size > server.max_held_bytes:
+            raise too_many_long_requests()
+        server.held_bytes += size
         try:
             yield
         finally:
-            self._held_bytes -= size
+            server.held_bytes -= size
 
     def now(self) -> Nanos:
         return self._clock.now()

@@ -9,13 +9,14 @@ import grpc
 from google.protobuf.message import Message
 
 from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary_in_context, writing
-from fleet.adapters.grpc_door import Door
+from fleet.adapters.grpc_door import Door, Holding
 from fleet.adapters.grpc_http2 import Http2Server
 from fleet.adapters.grpc_port import open_port
 from fleet.clock import Clock
 from fleet.ids import RequestId
 from fleet.requests import Admitted
 from fleet.router.generation import Generation
+from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings
 from fleet.v1 import inference_pb2
 from fleet.wire.public import decode_request, encode_event, encode_model
 
@@ -29,6 +30,7 @@ async def open_grpc_frontend(
     clock: Clock,
     *,
     max_held_bytes: int,
+    limits: GrpcSettings = GRPC_LIMITS,
     shared: bool = False,
     connection_seconds: float = 0,
 ) -> AsyncIterator["GrpcFrontend"]:
@@ -38,15 +40,18 @@ async def open_grpc_frontend(
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         generation: Serves the requests.
         clock: For deadlines.
-        max_held_bytes: Of the messages of all requests that run, beyond which long ones are refused.
+        max_held_bytes: Limit of the messages of all requests that arrive or run, beyond which long ones are refused.
+        limits: Limits of connections.
         shared: Whether other processes may listen on the same port.
         connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    server = Http2Server(shared=shared, connection_seconds=connection_seconds)
-    frontend = GrpcFrontend(generation, clock, max_held_bytes)
+    server = Http2Server(
+        shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
+    )
+    frontend = GrpcFrontend(generation, clock, server)
     server.add_generic_rpc_handlers((frontend.inference(),))
     async with open_port(server, listen, (INFERENCE,), frontend.door.ready) as frontend.address:
         yield frontend
@@ -55,9 +60,9 @@ async def open_grpc_frontend(
 class GrpcFrontend:
     """Made by `open_grpc_frontend`."""
 
-    def __init__(self, generation: Generation, clock: Clock, max_held_bytes: int) -> None:
+    def __init__(self, generation: Generation, clock: Clock, server: Holding) -> None:
         self.address = ""  # as clients write it, with the port that was taken
-        self.door = Door(generation, clock, max_held_bytes)
+        self.door = Door(generation, clock, server)
         self._generation = generation
 
     def inference(self) -> grpc.GenericRpcHandler:

@@ -5,12 +5,14 @@ to a thread and hears from it through a socket; here what is written in one turn
 calls it belongs to. Rules (those of calls: `grpc_http2_call`):
 
 1. A connection says something within `SILENCE_SECONDS`, or is asked by a ping; one that has not answered after as long again is cut.
-   What this process itself stood still counts for nobody's silence. Cut is also one that takes nothing for `STUCK_SECONDS` while
-   there is something for it.
+   What this process itself stood still counts for nobody's silence. One that never says anything is cut after
+   `first_byte_timeout_seconds`, and so is one that takes too little of what waits for it (`SlowReader`).
 2. Floods of resets, settings, pings and header blocks are the library's to end, within the limits of `CONFIGURATION`.
-3. What all calls hold of what was sent to them is bounded (`HELD_BYTES`), and so is their number.
+3. What all calls hold of what was sent to them is bounded, and so is their number: by `max_held_bytes` and `HELD_BYTES` on top of
+   that, of which long messages may use half, so that they cannot shut out ordinary calls.
 4. A server that stops, and a connection that is old, tell clients so. An old connection's calls go on; those of a server that
    stops have the time that it is given.
+5. A connection without calls may be closed at any time in favour of a newcomer (`ConnectionTable`).
 """
 
 import asyncio
@@ -27,18 +29,20 @@ import grpc
 import ngh2
 from ngh2.events import DataReceived, RequestReceived, StreamClosed, TrailersReceived
 
+from fleet.adapters.connection_table import ConnectionTable, Place, Waiting, counted_address
 from fleet.adapters.grpc_http2_call import CallContext
+from fleet.adapters.limit_log import LimitLog
+from fleet.adapters.slow_reader import SlowReader
+from fleet.router.http_settings import GRPC_LIMITS, MIB, GrpcSettings
 
-HELD_BYTES = 256 << 20
+HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections take over HTTP
 MAX_CALLS = 32_768  # at once
-MAX_CONNECTIONS = 4096
 UNREAD_BYTES = 8 << 10  # of one call, from which on its writer waits
 SILENCE_SECONDS = 5.0
-STUCK_SECONDS = 30.0
 SWEEP_SECONDS = 1.0
 GOING_SECONDS = 1.0  # between the word that a connection ends and the last call that it takes
 LAST_SECONDS = 1.0  # for what was cancelled to end, and for the last words to leave, when the server stops
-BACKLOG = 1024  # connections that wait to be accepted
+BACKLOG = 4096  # connections that wait to be accepted, as over HTTP
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
@@ -62,14 +66,26 @@ class _Called:
 class Http2Server:
     """As much of `grpc.aio.Server` as is needed here."""
 
-    def __init__(self, *, shared: bool = False, connection_seconds: float = 0) -> None:
+    def __init__(
+        self,
+        *,
+        shared: bool = False,
+        connection_seconds: float = 0,
+        limits: GrpcSettings = GRPC_LIMITS,
+        max_held_bytes: int = 1024 * MIB,
+    ) -> None:
         """Nothing is bound before `add_insecure_port`, and nobody served before `start`.
 
         Args:
             shared: Whether other processes may listen on the same port.
             connection_seconds: How long a client's connection lasts, give or take a tenth, before the client is asked to make another;
                 calls that run go on. 0: for as long as the client likes.
+            limits: Limits of connections.
+            max_held_bytes: Limit of the messages that are arriving or being served, beyond which long ones are refused.
         """
+        self.limits = limits
+        self.max_held_bytes = max_held_bytes
+        self.table: ConnectionTable[Connection] = ConnectionTable(limits.max_connections, limits.address_share)
         self.connection_seconds = connection_seconds
         self.connections: dict[Connection, None] = {}
         self.calls = 0
@@ -81,6 +97,8 @@ class Http2Server:
         self._paths: list[Path] = []
         self._servers: list[asyncio.Server] = []
         self._sweep: asyncio.Task[Never] | None = None
+        self._limit_log = LimitLog(self.table)
+        self._listen = ""
         self._left = asyncio.Event()  # by all clients
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -95,6 +113,7 @@ class Http2Server:
         Raises:
             RuntimeError: Nobody can listen there.
         """
+        self._listen = listen
         try:
             if listen.startswith("unix:"):
                 path = Path(listen.removeprefix("unix:"))
@@ -154,16 +173,21 @@ class Http2Server:
         """Why it takes no call now; empty: it does."""
         if self.closing:
             return "the server is going away"
-        if self.calls > MAX_CALLS or self.crowded():
+        if self.calls > MAX_CALLS or self.crowded(long=False):
             return "too many calls run at once; retry later"
         return ""
 
-    def crowded(self) -> bool:
-        """Whether it holds as much of what was sent to it as it will."""
-        return self.held_bytes > HELD_BYTES
+    def crowded(self, *, long: bool) -> bool:
+        """Return whether it holds as much of what was sent to it as it will while messages arrive.
+
+        Services refuse long messages that have arrived by `max_held_bytes`, in their own words; here are the bounds beyond that.
+        """
+        return self.held_bytes > self.max_held_bytes + (HELD_BYTES // 2 if long else HELD_BYTES)
 
     def left(self, connection: "Connection") -> None:
         self.connections.pop(connection, None)
+        if connection.place is not None:
+            self.table.remove(connection.place)
         if not self.connections:
             self._left.set()
 
@@ -182,6 +206,7 @@ class Http2Server:
             now = asyncio.get_running_loop().time()
             for connection in list(self.connections):
                 connection.look(now)
+            self._limit_log.tell(now, self._listen)
 
 
 class Connection(asyncio.Protocol):
@@ -192,15 +217,18 @@ class Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.http = ngh2.Connection(ngh2.Role.SERVER, CONFIGURATION)
         self.calls: dict[int, CallContext] = {}
+        self.place: Place[Connection] | None = None  # in the server's table; None: there was none
         self._waiting: dict[CallContext, None] = {}  # for their callers to read
         self._ending: dict[CallContext, None] = {}  # that have said all, and whose callers have not
         self._transport: asyncio.Transport
         self._flushing = False
-        self._paused_at: float | None = None
+        self._paused = False
+        self._slow_reader = SlowReader(server.limits.write_timeout_seconds, server.limits.min_read_bytes)
+        self._spoke = False
         self._gone = False
         self._going_at: float | None = None
         self._last_word = False  # it takes no more calls
-        self._heard_at = self.loop.time()
+        self._began_at = self._heard_at = self.loop.time()
         self._asked_at: float | None = None  # whether it is there; None: it has answered
         seconds = server.connection_seconds
         self._old_at = self._heard_at + seconds * random.uniform(0.9, 1.1) if seconds else float("inf")
@@ -212,7 +240,14 @@ class Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self.server.closing or len(self.server.connections) >= MAX_CONNECTIONS:
+        if self.server.closing:
+            self._transport.abort()
+            return
+        admission = self.server.table.admit(self, counted_address(transport.get_extra_info("peername")))
+        if admission.displaced is not None:
+            admission.displaced.give_way()
+        self.place = admission.place
+        if self.place is None:
             self._transport.abort()
             return
         self.server.connections[self] = None
@@ -229,6 +264,9 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
         self._asked_at = None
+        if not self._spoke:
+            self._spoke = True
+            self._waits()
         try:
             self.http.receive_data(data)
         except ngh2.NGH2Error:
@@ -240,10 +278,10 @@ class Connection(asyncio.Protocol):
         self.flush()
 
     def pause_writing(self) -> None:
-        self._paused_at = self.loop.time()
+        self._paused = True
 
     def resume_writing(self) -> None:
-        self._paused_at = None
+        self._paused = False
         self.flush()
 
     # From calls
@@ -255,7 +293,7 @@ class Connection(asyncio.Protocol):
         return f"ipv4:{name[0]}:{name[1]}" if len(name) == 2 else f"ipv6:[{name[0]}]:{name[1]}"
 
     def full(self, stream: int) -> bool:
-        return self._paused_at is not None or self.http.queued_body_size(stream) > UNREAD_BYTES
+        return self._paused or self.http.queued_body_size(stream) > UNREAD_BYTES
 
     def soon(self) -> None:
         if not self._flushing:
@@ -286,8 +324,10 @@ class Connection(asyncio.Protocol):
 
     def look(self, now: float) -> None:
         """End what has lasted too long."""
+        waiting = self._transport.get_write_buffer_size() if self._paused else 0
+        silent = not self._spoke and now - self._began_at > self.server.limits.first_byte_timeout_seconds
         mute = self._asked_at is not None and now - self._asked_at > SILENCE_SECONDS
-        if mute or (self._paused_at is not None and now - self._paused_at > STUCK_SECONDS):
+        if silent or mute or self._slow_reader.overdue(now, waiting):
             self._transport.abort()
             return
         try:
@@ -304,6 +344,17 @@ class Connection(asyncio.Protocol):
             return
         for call in list(self.calls.values()):
             call.look(now)
+
+    def give_way(self) -> None:
+        """Close at once, since the table needs the place; there are no calls."""
+        if self._spoke and not self._last_word:
+            with contextlib.suppress(ngh2.NGH2Error):  # it is ending already
+                self.http.send_goaway()
+            self.flush()
+        if self._paused or not self._spoke:
+            self._transport.abort()
+        else:
+            self._transport.close()
 
     def go_away(self, *, at_once: bool = False) -> None:
         """Tell the client to make another connection.
@@ -339,7 +390,7 @@ class Connection(asyncio.Protocol):
     def flush(self) -> None:
         """Send what there is, and let go on who waited for it."""
         self._flushing = False
-        if self._paused_at is not None or self._gone or self._transport.is_closing():
+        if self._paused or self._gone or self._transport.is_closing():
             return
         try:
             content = self.http.data_to_send()
@@ -373,6 +424,8 @@ class Connection(asyncio.Protocol):
                         call.take(event.data, whole=event.end_stream)
                 case RequestReceived():
                     call = CallContext(self, event.stream_id, event.headers, whole=event.end_stream)
+                    if self.place is not None:
+                        self.place.served = True
                     self.calls[event.stream_id] = call
                     self.server.calls += 1
                     new.append(call)
@@ -390,10 +443,17 @@ class Connection(asyncio.Protocol):
 
     def _end(self, call: CallContext) -> None:
         del self.calls[call.stream]
+        if not self.calls:
+            self._waits()
         self._waiting.pop(call, None)
         self._ending.pop(call, None)
         self.server.calls -= 1
         call.close()
+
+    def _waits(self) -> None:
+        """Say in the table that there are no calls."""
+        if self.place is not None:
+            self.server.table.waits(self.place, Waiting.IDLE)
 
     def _take_no_more(self) -> None:
         if not self._last_word:

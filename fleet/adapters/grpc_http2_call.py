@@ -3,7 +3,8 @@
 Rules:
 
 1. A call is a task. It is cancelled when its client resets it, when its connection ends, and when its deadline has come.
-2. A caller that does not read makes `CallContext.write` wait. One that leaves the last words unread is reset.
+2. A caller that does not read makes `CallContext.write` wait. One that takes too little of what waits for it (`SlowReader`), or
+   that leaves the last words unread, is reset.
 3. A caller that sends more than its handler reads is not given room for more: windows open as messages are read.
 4. A message longer than the limit is refused by its length, before it has come; so is what has begun and is not whole in time.
 5. What is compressed is unpacked when its handler reads it (`grpc_compression`): until then it takes no more room than it came with.
@@ -24,6 +25,10 @@ import grpc
 import ngh2
 
 from fleet.adapters.grpc_compression import ENCODINGS, IDENTITY, UnpacksToTooMuch, unpack
+from fleet.adapters.grpc_door import too_many_long_requests
+from fleet.adapters.grpc_errors import grpc_status_of
+from fleet.adapters.slow_reader import SlowReader
+from fleet.router.http_settings import ORDINARY_BODY_BYTES, GrpcSettings
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +60,12 @@ _PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"  # of a status's message; everything e
 class Server(Protocol):
     """What is needed of `fleet.adapters.grpc_http2.Http2Server`."""
 
-    held_bytes: int  # of requests of all calls together
+    limits: GrpcSettings
+    held_bytes: int  # of requests of all calls together, from the first byte to the end of the answer
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any: ...
 
-    def crowded(self) -> bool: ...
+    def crowded(self, *, long: bool) -> bool: ...
 
 
 class Line(Protocol):
@@ -116,9 +122,11 @@ class CallContext:
         self._coming_since: float | None = None
         self._messages: deque[tuple[int, bytes]] = deque()  # whether each is compressed, and what it is
         self._untaken = 0  # bytes of the window that were used
-        self._wrong: tuple[grpc.StatusCode, str] | None = None
+        self._wrong: tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
+        self._written = 0  # bytes of messages, ever
+        self._slow_reader: SlowReader | None = None  # once a message has had to wait
         self._deserialize: Any = None
         self._serialize: Any = None
         self._held = 0
@@ -126,6 +134,11 @@ class CallContext:
         self._hold(self._head_bytes)
 
     # For services
+
+    @property
+    def write_seconds(self) -> float:
+        """How long one message may wait for its caller."""
+        return self._line.server.limits.write_timeout_seconds
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         return self._metadata
@@ -169,6 +182,7 @@ class CallContext:
                 self._begun = True
                 line.http.send_response(self.stream, OPENING)
             line.http.send_data(self.stream, PREFIX.pack(0, len(content)) + content)
+            self._written += len(content)
         except ngh2.NGH2Error as error:  # of which the connection is about to hear
             raise grpc.aio.UsageError("the call is over") from error
         line.soon()
@@ -235,6 +249,8 @@ class CallContext:
         elif self._coming_since is not None and now - self._coming_since > REQUEST_SECONDS and self._wrong is None:
             self._refuse(grpc.StatusCode.DEADLINE_EXCEEDED, f"the message was not whole within {REQUEST_SECONDS:g} s")
             self._wake()
+        elif self._writer is not None and self._takes_too_little(now) and self.task is not None:
+            self.task.cancel()
 
     def cancel(self, code: grpc.StatusCode, details: str) -> None:
         """End it with that status."""
@@ -260,6 +276,14 @@ class CallContext:
     def _hold(self, amount: int) -> None:
         self._held += amount
         self._line.server.held_bytes += amount
+
+    def _takes_too_little(self, now: float) -> bool:
+        if self._slow_reader is None:
+            limits = self._line.server.limits
+            self._slow_reader = SlowReader(limits.write_timeout_seconds, limits.min_read_bytes)
+        blocked = self._writer is not None and not self._writer.done()
+        waiting = self._line.http.queued_body_size(self.stream) if blocked else 0
+        return self._slow_reader.overdue(now, waiting, self._written)
 
     def _drop(self) -> None:
         """What was not read, so that the connection has room again for other calls."""
@@ -292,12 +316,23 @@ class CallContext:
             self._hold(MESSAGE_BYTES - PREFIX.size)
         if self._coming and self._whole:
             self._refuse(grpc.StatusCode.INTERNAL, "the last message is not whole")
-        elif (self._coming or len(self._messages) > UNREAD_MESSAGES) and self._line.server.crowded():
-            self._refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "too much comes at once; retry later")
+        elif (self._coming or len(self._messages) > UNREAD_MESSAGES) and self._is_one_too_many():
+            too_much = grpc_status_of(too_many_long_requests())
+            self._refuse(too_much.code, too_much.details, too_much.trailing_metadata)
 
-    def _refuse(self, code: grpc.StatusCode, details: str) -> None:
+    def _is_one_too_many(self) -> bool:
+        """Return whether there is no room for what is coming; long messages are refused before ordinary ones are."""
+        server = self._line.server
+        if len(self._coming) < PREFIX.size:
+            return server.crowded(long=False)
+        _, size = PREFIX.unpack_from(self._coming)
+        return server.crowded(long=size > ORDINARY_BODY_BYTES)
+
+    def _refuse(
+        self, code: grpc.StatusCode, details: str, trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
+    ) -> None:
         """End it with that status, once those messages are read that came before."""
-        self._wrong = code, details
+        self._wrong = code, details, trailing_metadata
         self._hold(-len(self._coming))
         self._coming.clear()
 

@@ -22,6 +22,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "router_id",
         "http_listen",
         "grpc_listen",
+        "health_listen",
         "control_listen",
         "control_credentials",
         "drain_timeout_ms",
@@ -287,15 +288,15 @@ class NetworkPolicy(_Values, frozen=True):
     """Peers as a NetworkPolicy names them; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Who may read metrics besides `clients`, and on routers by the same port. Empty: of the operator everybody may; of routers those who may
-    send requests."""
+    """Peers that may read metrics besides `clients`. Empty: everybody may read those of the operator, and whoever may send requests those of
+    routers."""
 
     egress: Egress = Egress()
 
 
 class Monitors(_Values, frozen=True):
     enabled: bool = True
-    """A ServiceMonitor for routers and a PodMonitor for the operator, where the cluster has these kinds."""
+    """PodMonitors for routers and the operator, where the cluster has this kind."""
 
     labels: Texts = {}
     """Such as a Prometheus selects."""

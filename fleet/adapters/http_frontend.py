@@ -4,13 +4,10 @@ Head and first event of a stream leave in one write, and not before the first to
 own HTTP status. A failure after that is an event with an ``error`` object, and no ``[DONE]`` follows.
 """
 
-import asyncio
-import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from email.utils import formatdate
-from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
@@ -20,12 +17,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from fleet.adapters.allowances import what_is_left
 from fleet.adapters.clock import unix_seconds
 from fleet.adapters.http_exchange import Exchange, Serving
-from fleet.adapters.http_messages import ClientGone, HeldBodies, KnownHeads
-from fleet.adapters.http_protocol import Connection
-from fleet.adapters.listening import bind
+from fleet.adapters.http_server import Answer, HttpServer, serving
 from fleet.adapters.merged_metrics import merged
 from fleet.adapters.openai_answers import EVENT_STREAM, ChatShape, CompletionShape, model_object
-from fleet.adapters.openai_failures import explain, fail, refuse
+from fleet.adapters.openai_failures import fail, refuse
 from fleet.adapters.openai_requests import Asked, read_chat, read_completion
 from fleet.adapters.openapi import document
 from fleet.adapters.relay import Relay
@@ -33,15 +28,24 @@ from fleet.adapters.relay_requests import EMBEDDINGS
 from fleet.adapters.relay_requests import PATHS as RELAYED_PATHS
 from fleet.adapters.status import renamed
 from fleet.clock import Clock, Nanos
-from fleet.errors import Reason, Refused, internal_error, shutting_down
+from fleet.errors import Reason, Refused, shutting_down
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Delta, Finished, Logprobs
 from fleet.router.generation import Generation
-from fleet.router.http_settings import HttpSettings
+from fleet.router.http_settings import KIB, MIB, HttpSettings
 
-log = logging.getLogger(__name__)
-
-SWEEP_SECONDS = 0.25
+HEALTH_LIMITS = HttpSettings(
+    # A kubelet, a Prometheus and a few people need no more, and each answer is made anew.
+    max_connections=128,
+    max_head_bytes=8 * KIB,
+    max_body_bytes=KIB,
+    max_held_bytes=MIB,
+    first_byte_timeout_seconds=5.0,
+    head_timeout_seconds=5.0,
+    body_timeout_seconds=5.0,
+    idle_timeout_seconds=75.0,
+    write_timeout_seconds=10.0,
+)
 
 
 class Processes(Protocol):
@@ -53,7 +57,6 @@ class Processes(Protocol):
 
 
 Read = Callable[[bytes, RequestId, Nanos], Asked]
-Answer = Callable[[Exchange], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -68,6 +71,7 @@ async def open_http_frontend(
     shared: bool = False,
     processes: Processes | None = None,
     connection_seconds: float = 0,
+    health_listen: str = "",
 ) -> AsyncIterator["HttpFrontend"]:
     """Listen and serve until the context ends; then what is still running is cancelled.
 
@@ -81,64 +85,35 @@ async def open_http_frontend(
         shared: Whether other processes may listen on the same port.
         processes: Those behind the same port, whose metrics are shown together; None: there is but this one.
         connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
+        health_listen: ``host:port`` of a listener for health and metrics alone; empty: there is none.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    listening, address = bind(listen, shared=shared)
-    failure: Exception | None = None
-    async with asyncio.TaskGroup() as tasks:
-        frontend = HttpFrontend(
-            address, settings, generation, registry, clock, tasks, relay, processes, connection_seconds
-        )
-        server = await asyncio.get_running_loop().create_server(frontend.connection, sock=listening)
-        frontend.stop_listening = server.close
-        sweep = tasks.create_task(frontend.sweep())
-        try:
-            yield frontend
-        except Exception as error:  # noqa: BLE001 - raised again below
-            failure = error  # the body's own, which the group would wrap
-        finally:
-            server.close()
-            sweep.cancel()
-            frontend.cut()
-    if failure is not None:
-        raise failure
+    async with AsyncExitStack() as opened:
+        frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds)
+        await opened.enter_async_context(serving(frontend, listen, shared=shared))
+        if health_listen:
+            health = HttpServer(HEALTH_LIMITS, clock, frontend.health_routes)
+            await opened.enter_async_context(serving(health, health_listen, shared=shared))
+            frontend.health_address = health.address
+        yield frontend
 
 
-class HttpFrontend:
-    """Serves requests of any number of connections; made by `open_http_frontend`."""
+class HttpFrontend(HttpServer):
+    """Serves the OpenAI API; made by `open_http_frontend`."""
 
     def __init__(
         self,
-        address: str,
         settings: HttpSettings,
         generation: Generation,
         registry: CollectorRegistry,
         clock: Clock,
-        tasks: asyncio.TaskGroup,
         relay: Relay | None,
         processes: Processes | None,
         connection_seconds: float,
     ) -> None:
-        self.address = address  # as clients write it, with the port that was taken
-        self.stop_listening: Callable[[], None] = lambda: None
-        self._settings = settings
-        self._generation = generation
-        self._registry = registry
-        self._clock = clock
-        self._tasks = tasks
-        self._relay = relay
-        self._processes = processes
-        self._connection_seconds = connection_seconds
-        self._connections: dict[Connection, None] = {}
-        self._heads = KnownHeads()
-        self._held = HeldBodies()
-        self._serving: set[asyncio.Task[None]] = set()
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._draining = False
-        self._routes: Mapping[str, Mapping[str, Answer]] = {
+        routes: dict[str, Mapping[str, Answer]] = {
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/completions": {"POST": self._complete},
             "/v1/models": {"GET": self._models},
@@ -147,98 +122,45 @@ class HttpFrontend:
             "/metrics": {"GET": self._metrics},
         }
         if relay is not None:
-            self._routes = {**self._routes, EMBEDDINGS: {"POST": self._embed}}
+            routes[EMBEDDINGS] = {"POST": self._embed}
+        super().__init__(settings, clock, routes, connection_seconds)
+        self.health_address = ""  # of the listener for health and metrics alone, if there is one
+        self._generation = generation
+        self._registry = registry
+        self._relay = relay
+        self._processes = processes
 
-    def connection(self) -> Connection:
-        """A protocol for a client that has just connected."""
-        return Connection(
-            self._settings,
-            self._clock,
-            self._serve,
-            explain,
-            self._connections,
-            self._heads,
-            self._held,
-            self._connection_seconds,
-        )
+    @property
+    def health_routes(self) -> Mapping[str, Mapping[str, Answer]]:
+        """What the listener for health and metrics answers; it goes on while the frontend drains."""
+        return {
+            "/health": {"GET": self._health},
+            "/live": {"GET": self._live},
+            "/metrics": {"GET": self._metrics},
+        }
 
     async def drain(self, within_seconds: float) -> None:
         """Take no more requests, and wait for the running ones, at most so long."""
-        self._draining = True
-        self.stop_listening()
-        for connection in list(self._connections):
-            connection.close_when_idle()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_seconds):
-                await self._quiet.wait()
-                if self._relay is not None:
-                    await self._relay.quiet()
+        await self.finish(within_seconds, None if self._relay is None else self._relay.quiet)
 
-    def cut(self) -> None:
-        """Close all connections, and so cancel what they wait for."""
-        for connection in list(self._connections):
-            connection.abort()
-        for task in self._serving:
-            task.cancel()
-
-    async def sweep(self) -> None:
-        """End what lasts too long, for ever."""
-        while True:
-            now = self._clock.now()
-            for connection in list(self._connections):
-                connection.expire(now)
-            await asyncio.sleep(SWEEP_SECONDS)
-
-    def _serve(self, exchange: Exchange) -> Serving:
+    def serve(self, exchange: Exchange) -> Serving:
         relay = self._relay
         head = exchange.request.head
         if (
             relay is not None
             and head.path in RELAYED_PATHS
             and head.method == "POST"
-            and not self._draining
+            and not self.draining
             and (head.passed_on is not None or _unsuitable_content(head.headers) is None)
-            and (serving := relay.serve(exchange)) is not None
+            and (serving_ := relay.serve(exchange)) is not None
         ):
-            return serving
-        task = self._tasks.create_task(self._supervise(exchange))
-        self._serving.add(task)
-        self._quiet.clear()
-        task.add_done_callback(partial(self._served, exchange))
-        return task
+            return serving_
+        return super().serve(exchange)
 
-    def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
-        self._serving.discard(task)
-        exchange.over()
-        if not self._serving:
-            self._quiet.set()
-
-    async def _supervise(self, exchange: Exchange) -> None:
-        with suppress(ClientGone):
-            try:
-                await self._route(exchange)
-            except Refused as refused:
-                fail(exchange, refused)
-            except ClientGone:
-                raise
-            except Exception:  # supervisor: a bug in one request does not end the others
-                log.exception("request failed", extra={"path": exchange.request.path})
-                fail(exchange, internal_error())
-            await exchange.drained()
-
-    async def _route(self, exchange: Exchange) -> None:
-        request = exchange.request
-        methods = self._routes.get(request.path)
-        if methods is None and request.path.startswith("/v1/models/"):
-            methods = {"GET": self._model}
-        if methods is None:
-            refuse(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
-        elif (answer := methods.get("GET" if request.method == "HEAD" else request.method)) is None:
-            allowed = ", ".join(methods)
-            message = f"{request.path[:200]} takes {allowed}, not {request.method}"
-            refuse(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)
-        else:
-            await answer(exchange)
+    def answer_of(self, path: str) -> Mapping[str, Answer] | None:
+        if path.startswith("/v1/models/"):
+            return {"GET": self._model}
+        return super().answer_of(path)
 
     async def _chat(self, exchange: Exchange) -> None:
         await self._generate(exchange, read_chat, ChatShape)
@@ -248,14 +170,14 @@ class HttpFrontend:
 
     async def _embed(self, exchange: Exchange) -> None:
         """Refuse what cannot be relayed; nobody else makes embeddings."""
-        if self._draining:
+        if self.draining:
             raise shutting_down()
         problem = _unsuitable_content(exchange.request.headers)
         assert problem is not None, "else it was relayed"
         refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
 
     async def _generate(self, exchange: Exchange, read: Read, shape: type[ChatShape | CompletionShape]) -> None:
-        if self._draining:
+        if self.draining:
             raise shutting_down()
         if (problem := _unsuitable_content(exchange.request.headers)) is not None:
             refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
@@ -337,11 +259,15 @@ class HttpFrontend:
     async def _health(self, exchange: Exchange) -> None:
         """For probes, which have no key; what is served is then told only to those who have one."""
         models = [card.name for card in self._generation.models()]
-        serving = bool(models) and not self._draining
-        status = "ok" if serving else "draining" if self._draining else "no worker serves yet"
+        serving = bool(models) and not self.draining
+        status = "ok" if serving else "draining" if self.draining else "no worker serves yet"
         code = HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE
         told = {"status": status} if self._generation.by_key else {"status": status, "models": models}
         exchange.respond(code, msgspec.json.encode(told))
+
+    async def _live(self, exchange: Exchange) -> None:
+        """For probes that ask whether the process answers, whatever it can serve."""
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"status": "live"}))
 
     async def _openapi(self, exchange: Exchange) -> None:
         exchange.respond(HTTPStatus.OK, document(embeddings=self._relay is not None))

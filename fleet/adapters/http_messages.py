@@ -120,11 +120,51 @@ class HeldBodies:
         self.bytes = 0
 
 
+WRONG_VERSION = "the request's version must be HTTP/1.1 or HTTP/1.0"
+
+HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
+"""The field Host (RFC 9110, 7.2): a name or an address, and perhaps a port. Two fields, joined by a comma and a space, do not match."""
+
+_ABSOLUTE = re.compile(rb"https?://[^/]*", re.IGNORECASE)
+
+
+def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
+    """Return what is wrong with the version of a request, or with its field Host (RFC 9112, 3.2).
+
+    Args:
+        version: Such as 1.1, as the parser found it.
+        headers: With names in lower case, the values of equal names joined.
+    """
+    if version not in ("1.0", "1.1"):
+        return WRONG_VERSION
+    host = headers.get(b"host")
+    if host is None:
+        return None if version == "1.0" else "host: is missing; a request in HTTP/1.1 needs it once"
+    if HOST.fullmatch(host) is None:
+        return "host: must be one name or address, with a port or without"
+    return None
+
+
+def path_of(target: bytes) -> str:
+    """Return the path that a request's target names, without its query; a target may be a whole URL (RFC 9112, 3.2.2)."""
+    path = target.partition(b"?")[0]
+    if not path.startswith(b"/") and (authority := _ABSOLUTE.match(path)) is not None:
+        path = path[authority.end() :] or b"/"
+    return path.decode("latin-1")
+
+
 class Malformed(Struct, frozen=True):
     """What came instead of a request."""
 
     status: HTTPStatus
     message: str
+    retry_after_seconds: int = 0
+    """When the client may try again; 0: nothing is said about that."""
+
+    def answer(self, content: bytes) -> bytes:
+        """Return the whole answer, with a body that explains it."""
+        headers = [("retry-after", str(self.retry_after_seconds))] if self.retry_after_seconds else []
+        return response_head(self.status, "application/json", len(content), close=True, headers=headers) + content
 
 
 class ClientGone(Exception):

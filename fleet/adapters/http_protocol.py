@@ -9,11 +9,12 @@ Rules:
 3. A client that closes its sending side while an engine works for it is taken to be gone: TCP cannot tell it from one
    that closed altogether, and nobody may be worked for in vain.
 4. Nothing is buffered without bound: a writer waits (`Exchange.drained`) while the client does not read, and a client
-   that does not read for `write_timeout_seconds` is cut off.
+   that takes too little of what waits for it is cut off (`SlowReader`).
    What is relayed from elsewhere is not read there meanwhile (`Exchange.relay`).
 5. Every stage has a deadline, looked at by the server's sweep: a timer a connection would cost more than a request.
 6. Another protocol that is offered (``Upgrade``, as Java's client does with HTTP/2) is not taken up, and its request served.
 7. A head that was parsed before, byte for byte but for the length of its body, is not parsed again.
+8. A connection that waits for its client may be closed at any time in favour of a newcomer (`ConnectionTable`).
 """
 
 import asyncio
@@ -26,8 +27,10 @@ from typing import cast
 
 import httptools
 
+from fleet.adapters.connection_table import ConnectionTable, Place, Waiting, counted_address
 from fleet.adapters.http_exchange import Exchange, Serve, Serving, Source
 from fleet.adapters.http_messages import (
+    WRONG_VERSION,
     ClientGone,
     HeldBodies,
     HttpHead,
@@ -35,8 +38,10 @@ from fleet.adapters.http_messages import (
     KnownHeads,
     Malformed,
     Pieces,
-    response_head,
+    path_of,
+    version_problem,
 )
+from fleet.adapters.slow_reader import SlowReader
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.router.http_settings import ORDINARY_BODY_BYTES, HttpSettings
 
@@ -44,6 +49,8 @@ HIGH_WATER_BYTES = 64 << 10  # unsent bytes of a connection from which on its wr
 _MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # say more than what is asked
 PIECE_BYTES = 8 << 10  # parsed at once, as long as nothing waits: some hundred of the shortest requests
 TURN_REQUESTS = 16
+MAX_LINGERING = 256  # newcomers without a place that are answered at once; others are closed without a word
+RETRY_AFTER_SECONDS = 1  # for newcomers without a place
 LINGER_SECONDS = 2.0  # how long a client that still sends is listened to, so that it sees the answer instead of a reset
 
 
@@ -68,6 +75,7 @@ class Connection(asyncio.Protocol):
         serve: Serve,
         explain: ContentOf,
         connections: "dict[Connection, None]",
+        table: "ConnectionTable[Connection]",
         heads: KnownHeads,
         held: HeldBodies,
         lasts_seconds: float = 0,
@@ -79,13 +87,15 @@ class Connection(asyncio.Protocol):
         self._serve = serve
         self._explain = explain
         self._connections = connections
+        self._table = table
+        self._place: Place[Connection] | None = None  # in the table; None: there was none
         self._heads = heads
         self._held = held
         self._held_bytes = 0  # of it, by this connection
         self._parser = httptools.HttpRequestParser(self)
         self._stage = Stage.IDLE
         self._idle_nanos = int(settings.idle_timeout_seconds * SECOND)
-        self._deadline = self._in(settings.idle_timeout_seconds)
+        self._deadline = self._in(settings.first_byte_timeout_seconds)
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
@@ -105,7 +115,7 @@ class Connection(asyncio.Protocol):
         self._gone = False
         self._half_closed = False
         self._paused: asyncio.Future[None] | None = None  # done when the client reads again
-        self._write_deadline = self._deadline  # of the pause
+        self._slow_reader = SlowReader(settings.write_timeout_seconds * SECOND, settings.min_read_bytes)
         self._reading = True
         self._transport: asyncio.Transport
 
@@ -116,14 +126,23 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        full = len(self._connections) >= self._settings.max_connections
         self._connections[self] = None
-        if full:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
+        admission = self._table.admit(self, counted_address(transport.get_extra_info("peername")))
+        if admission.displaced is not None:
+            admission.displaced.give_way()
+        self._place = admission.place
+        if self._place is not None:
+            return
+        if len(self._connections) - len(self._table) > MAX_LINGERING:
+            self._transport.abort()
+        else:
+            self._refuse_for_now("too many connections; retry later")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
         self._gone = True
         self._connections.pop(self, None)
+        if self._place is not None:
+            self._table.remove(self._place)
         self._hold(-self._held_bytes)
         self._forget_waiting()
         self._source = None
@@ -167,6 +186,11 @@ class Connection(asyncio.Protocol):
                 self._began_with = content
         elif stage is Stage.CLOSING:
             return
+        self._understand(data, begin)
+        self._wait_for_client()
+
+    def _understand(self, data: bytes, begin: int) -> None:
+        """Take what arrived, from `begin` on."""
         if self._known is not None:
             data = self._rest_of_known(data, begin)
             if not data or self._stage is Stage.CLOSING:
@@ -183,17 +207,20 @@ class Connection(asyncio.Protocol):
             self._decline(data[offered.args[0] :])
             return
         except httptools.HttpParserError as error:
+            if self._is_http_0_9(data):
+                self._refuse(HTTPStatus.BAD_REQUEST, WRONG_VERSION)
             self._refuse(HTTPStatus.BAD_REQUEST, f"the request is not HTTP: {error}")
         if self._stage in (Stage.IDLE, Stage.HEAD) and self._head_bytes > self._settings.max_head_bytes:
             self._refuse_head()
         elif self._stage is Stage.BODY and self._between_bytes > self._settings.max_head_bytes:
             self._refuse_between()
+        elif self._is_http_0_9(data):
+            self._refuse(HTTPStatus.BAD_REQUEST, WRONG_VERSION)
 
     def pause_writing(self) -> None:
         if self._gone:
             return
         self._paused = asyncio.get_running_loop().create_future()
-        self._write_deadline = self._in(self._settings.write_timeout_seconds)
         if self._source is not None:
             self._source.pause_reading()
 
@@ -232,6 +259,9 @@ class Connection(asyncio.Protocol):
         if size > self._settings.max_head_bytes:
             self._refuse_head()
             return
+        if (problem := version_problem(self._parser.get_http_version(), self._headers)) is not None:
+            self._refuse(HTTPStatus.BAD_REQUEST, problem)
+            return
         self._stage = Stage.BODY
         self._between_bytes = 0
         self._deadline = self._in(self._settings.body_timeout_seconds)
@@ -257,11 +287,10 @@ class Connection(asyncio.Protocol):
             return
         self._stage = Stage.IDLE
         self._deadline = self._in(self._settings.idle_timeout_seconds)
-        url = self._url.partition(b"?")[0]
         offered = self._parser.should_upgrade()
         head = HttpHead(
             method=self._parser.get_method().decode("ascii"),
-            path=url.decode("latin-1"),
+            path=path_of(self._url),
             headers=self._headers,
             keep_alive=self._parser.should_keep_alive() and not offered,
             chunked_answer=self._parser.get_http_version() != "1.0",
@@ -286,8 +315,12 @@ class Connection(asyncio.Protocol):
 
     def expire(self, now: Nanos) -> None:
         """End what has lasted too long."""
-        if self._paused is not None and now >= self._write_deadline:
-            self._transport.abort()  # it does not read
+        waiting = 0
+        if self._paused is not None or self._exchange is None:  # while it is served, its buffer grows
+            waiting = self._transport.get_write_buffer_size()
+        if self._slow_reader.overdue(now, waiting):
+            self._transport.abort()
+            return
         if now < self._deadline or self._exchange is not None:
             return
         match self._stage:
@@ -296,7 +329,22 @@ class Connection(asyncio.Protocol):
             case Stage.IDLE:
                 self._transport.close()
             case Stage.CLOSING:
-                self._transport.abort()
+                self._transport.close()  # after what still waits for the client, as long as it reads
+
+    def give_way(self) -> None:
+        """Close at once, since the table needs the place; nothing is being served."""
+        if self._stage in (Stage.HEAD, Stage.BODY):
+            refusal = Malformed(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "too many connections, and the request was not complete; retry later",
+                RETRY_AFTER_SECONDS,
+            )
+            self._transport.write(refusal.answer(self._explain(refusal)))
+        self._stage = Stage.CLOSING
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()
+        else:
+            self._transport.close()
 
     def abort(self) -> None:
         """Close at once, whatever is being done."""
@@ -337,13 +385,8 @@ class Connection(asyncio.Protocol):
         Raises:
             ClientGone: It did not read for too long, or closed.
         """
-        while (paused := self._paused) is not None:
-            try:
-                async with asyncio.timeout(self._settings.write_timeout_seconds):
-                    await asyncio.shield(paused)
-            except TimeoutError as error:
-                self._transport.abort()
-                raise ClientGone from error
+        while (paused := self._paused) is not None:  # until the client reads, or `expire` has cut it off
+            await asyncio.shield(paused)
         if self._gone:
             raise ClientGone
 
@@ -425,6 +468,8 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, request: HttpRequest) -> None:
         """Serve a request; nothing else is being served."""
+        if self._place is not None:
+            self._place.served = True
         exchange = self._exchange = Exchange(self, request)
         self._beginning = True
         serving = self._serve(exchange)
@@ -443,10 +488,7 @@ class Connection(asyncio.Protocol):
             following = self._waiting.popleft()
             if isinstance(following, Malformed):
                 self._forget_waiting()
-                content = self._explain(following)
-                self._transport.write(
-                    response_head(following.status, "application/json", len(content), close=True) + content
-                )
+                self._transport.write(following.answer(self._explain(following)))
                 self._hang_up()
                 return
             self._begin(following)
@@ -474,7 +516,9 @@ class Connection(asyncio.Protocol):
             return
         if self._stage is Stage.IDLE:
             self._deadline = Nanos(self._clock.now() + self._idle_nanos)
-        if (self._waiting or self._unparsed) and not self._beginning:  # else `_advance` goes on by itself
+        if not (self._waiting or self._unparsed):
+            self._wait_for_client()
+        elif not self._beginning:  # else `_advance` goes on by itself
             self._advance()
 
     def _hold(self, size: int) -> None:
@@ -486,15 +530,43 @@ class Connection(asyncio.Protocol):
         return self._body.size > ORDINARY_BODY_BYTES and self._held.bytes > self._settings.max_held_bytes
 
     def _refuse_long(self) -> None:
-        self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many long requests are being taken in; retry later")
+        self._refuse_for_now("too many long requests are being taken in; retry later")
 
-    def _refuse(self, status: HTTPStatus, message: str) -> None:
+    def _refuse_for_now(self, message: str) -> None:
+        self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
+
+    def _wait_for_client(self) -> None:
+        """Say in the table what the connection waits for, unless a request is being served, or is about to be."""
+        if self._exchange is not None or self._waiting or self._unparsed:
+            return
+        if self._stage is Stage.IDLE:
+            group = Waiting.IDLE
+        elif self._stage is Stage.HEAD:
+            group = Waiting.HEAD
+        elif self._stage is Stage.BODY:
+            group = Waiting.BODY
+        else:
+            group = Waiting.CLOSING
+        if self._place is not None:
+            self._table.waits(self._place, group)
+
+    def _is_http_0_9(self, data: bytes) -> bool:
+        """Return whether a request line has ended without a version, of which `data` is the last that came.
+
+        The parser knows it one byte later, and would then wait for the rest of a head that such clients never send.
+        """
+        if self._stage is not Stage.HEAD or not self._url:
+            return False
+        version = self._parser.get_http_version()
+        return version == "0.9" or (version == "0.0" and data.endswith(b"\n"))
+
+    def _refuse(self, status: HTTPStatus, message: str, retry_after_seconds: int = 0) -> None:
         if self._stage is Stage.CLOSING:
             return
         self._hold(-self._body.size)
         self._body = Pieces()
         self._stage = Stage.CLOSING
-        self._waiting.append(Malformed(status, message))
+        self._waiting.append(Malformed(status, message, retry_after_seconds))
         self._advance()
 
     def _refuse_head(self) -> None:
@@ -513,6 +585,8 @@ class Connection(asyncio.Protocol):
     def _hang_up(self) -> None:
         """Close, after what is written was sent and what the client is still sending was thrown away."""
         self._stage = Stage.CLOSING
+        if self._place is not None:
+            self._table.waits(self._place, Waiting.CLOSING)
         if self._half_closed or not self._transport.can_write_eof():
             self._transport.close()
             return

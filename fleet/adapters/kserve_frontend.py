@@ -32,7 +32,7 @@ from fleet.adapters.grpc_calls import (
     unary_in_context,
     writing,
 )
-from fleet.adapters.grpc_door import Door
+from fleet.adapters.grpc_door import Door, Holding
 from fleet.adapters.grpc_http2 import Http2Server
 from fleet.adapters.grpc_port import open_port
 from fleet.adapters.status import renamed
@@ -41,6 +41,7 @@ from fleet.errors import Reason, Refused, internal_error, invalid
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Delta, Finished, Logprobs, ModelCard
 from fleet.router.generation import Generation
+from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve import (
     VERSION,
@@ -70,6 +71,7 @@ async def open_kserve_frontend(
     clock: Clock,
     *,
     max_held_bytes: int,
+    limits: GrpcSettings = GRPC_LIMITS,
     shared: bool = False,
     connection_seconds: float = 0,
 ) -> AsyncIterator["KserveFrontend"]:
@@ -79,15 +81,18 @@ async def open_kserve_frontend(
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         generation: Serves the requests.
         clock: For deadlines.
-        max_held_bytes: Of the messages of all requests that run, beyond which long ones are refused.
+        max_held_bytes: Limit of the messages of all requests that arrive or run, beyond which long ones are refused.
+        limits: Limits of connections.
         shared: Whether other processes may listen on the same port.
         connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
 
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    server = Http2Server(shared=shared, connection_seconds=connection_seconds)
-    frontend = KserveFrontend(generation, clock, max_held_bytes)
+    server = Http2Server(
+        shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
+    )
+    frontend = KserveFrontend(generation, clock, server)
     server.add_generic_rpc_handlers(frontend.handlers())
     async with open_port(server, listen, (SERVICE,), frontend.door.ready) as frontend.address:
         yield frontend
@@ -96,9 +101,9 @@ async def open_kserve_frontend(
 class KserveFrontend:
     """Made by `open_kserve_frontend`."""
 
-    def __init__(self, generation: Generation, clock: Clock, max_held_bytes: int) -> None:
+    def __init__(self, generation: Generation, clock: Clock, server: Holding) -> None:
         self.address = ""  # as clients write it, with the port that was taken
-        self.door = Door(generation, clock, max_held_bytes)
+        self.door = Door(generation, clock, server)
         self._generation = generation
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
@@ -174,10 +179,16 @@ class KserveFrontend:
             finally:
                 room.release()
 
+        refused: grpc.aio.AbortError | None = None
         async with writing(context) as writer, asyncio.TaskGroup() as tasks:
-            async for content in messages:
-                await room.acquire()
-                tasks.create_task(answer(content, writer))
+            try:
+                async for content in messages:
+                    await room.acquire()
+                    tasks.create_task(answer(content, writer))
+            except grpc.aio.AbortError as error:  # the messages before are answered first
+                refused = error
+        if refused is not None:
+            raise refused
 
     async def _answer(
         self, content: bytes, context: Context, write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]]

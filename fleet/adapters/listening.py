@@ -4,7 +4,7 @@ import socket
 
 from fleet.errors import ConfigurationRefused
 
-BACKLOG = 1024  # connections that wait to be accepted
+BACKLOG = 4096  # connections that wait to be accepted, as many as Linux allows by default; a flood must not make others wait a second
 
 
 def bind(address: str, *, shared: bool = False) -> tuple[socket.socket, str]:

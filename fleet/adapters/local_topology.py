@@ -49,6 +49,9 @@ STOP_WITHIN = Nanos(20 * SECOND)  # vLLM takes a few seconds to end its processe
 START_STORE, START_ROUTER, START_WORKERS = range(3)  # a router that cannot start must see no worker register elsewhere
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
+ANY_PORT = "127.0.0.1:0"
+"""Where health and metrics are if nothing is said: a free port that only this machine reaches."""
+
 ROUTER = "router"
 STORE = "kvstore"
 
@@ -76,6 +79,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     model_dir: Path
     http: str  # host:port
     grpc: str  # host:port
+    health: str  # host:port of health and metrics alone
     control: str  # host:port or unix:/path: of the registry and `fleet.v1.Cluster`
     control_credentials: Credentials  # that callers of the control port need, where it is no Unix socket
     kserve: str  # host:port; empty: not served
@@ -104,6 +108,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     with ExitStack() as held:  # all at once, or two could be the same
         http = claim("router.http_listen", topology.router.http_listen, held)
         grpc = claim("router.grpc_listen", topology.router.grpc_listen, held)
+        health = claim("router.health_listen", topology.router.health_listen or ANY_PORT, held)
         control = topology.router.control_listen or f"unix:{folder / 'control.sock'}"
         if not unix_path(control):
             control = claim("router.control_listen", control, held)
@@ -118,6 +123,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         topology.router,
         http_listen=http,
         grpc_listen=grpc,
+        health_listen=health,
         control_listen=control,
         kserve_listen=kserve,
         store=store,
@@ -154,6 +160,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         model_dir=model_dir,
         http=_dialled(http),
         grpc=_dialled(grpc),
+        health=_dialled(health),
         control=_dialled(control),
         control_credentials=topology.router.control_credentials,
         kserve=_dialled(kserve),
@@ -315,7 +322,8 @@ def _dialled(listen: str) -> str:
 
 def addresses(plan_: Plan) -> Sequence[str]:
     """Lines for a person: how the cluster is reached."""
-    lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}", f"control  {plan_.control}"]
+    lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
+    lines += [f"health  http://{plan_.health}/health, /metrics", f"control  {plan_.control}"]
     if plan_.kserve:
         lines.append(f"kserve  {plan_.kserve}")
     return lines

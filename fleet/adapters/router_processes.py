@@ -27,6 +27,7 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     grpc: str
     control: str
     control_sockets: tuple[str, ...]  # of the processes, which `control` stands for; empty: they share its port
+    health: str  # of health and metrics alone; empty: not served
     kserve: str  # empty: not served
     picker: str  # likewise
 
@@ -46,6 +47,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         http = claim("http_listen", settings.http_listen, held)
         grpc = claim("grpc_listen", settings.grpc_listen, held)
         control = _control(settings, grpc, held)
+        health = settings.health_listen and claim("health_listen", settings.health_listen, held)
         kserve = settings.kserve_listen and claim("kserve_listen", settings.kserve_listen, held)
         picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
@@ -63,6 +65,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             http_listen=http,
             grpc_listen=grpc,
             control_listen=controls[number] if alone else control,
+            health_listen=health,
             kserve_listen=kserve,
             endpoint_picker=picker,
             share_ports=True,
@@ -82,6 +85,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         grpc=grpc,
         control=control,
         control_sockets=controls,
+        health=health,
         kserve=kserve,
         picker=picker.listen if picker else "",
     )

@@ -59,8 +59,10 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     Raises:
         ConfigurationRefused: An address is in use, a model folder is not one, or a model cannot be fetched.
     """
+    from fleet.adapters.freed_memory import keep_large_pieces_apart  # noqa: PLC0415 - likewise
     from fleet.adapters.hub import with_models  # noqa: PLC0415 - each process loads its own part only
 
+    keep_large_pieces_apart()
     async with giving_up_when_asked():
         settings = await with_models(settings, SystemClock())
         parts = _parts_of_router(settings)
@@ -170,6 +172,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - each process loads its own part only
 
     from fleet.adapters.control_access import control_access  # noqa: PLC0415
+    from fleet.adapters.freed_memory import trim  # noqa: PLC0415
     from fleet.adapters.golden import GoldenCheck  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
@@ -192,7 +195,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     tenants = Tenants(settings.tenants, clock.now())
     metrics.registry.register(TenantMetrics(tenants.usage))
     tenant_secret = settings.tenant_secret.encode()
-    threads = TokenisingThreads()
+    threads = TokenisingThreads(trim)
 
     members = RegistryServer(ControlSettings(), clock)
     own_workers = WorkerStreams(settings, members.membership(), reachability=members.hear)
@@ -314,6 +317,8 @@ class _Fronts(Struct, frozen=True, kw_only=True):
     def endpoints(self) -> dict[str, str]:
         """Where they are, by protocol."""
         endpoints = {"http": self.http.address, "grpc": self.grpc.address, "control": self.control}
+        if self.http.health_address:
+            endpoints["health"] = self.http.health_address
         if self.kserve is not None:
             endpoints["kserve"] = self.kserve.address
         if self.picker is not None:
@@ -355,6 +360,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             shared=settings.share_ports,
             processes=parts.replicas if parts.replicas is not None and parts.replicas.share_a_port else None,
             connection_seconds=settings.connection_seconds,
+            health_listen=settings.health_listen,
         ) as http,
         open_grpc_frontend(
             settings.grpc_listen,
@@ -363,6 +369,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             shared=settings.share_ports,
             connection_seconds=settings.connection_seconds,
             max_held_bytes=settings.grpc_max_held_bytes,
+            limits=settings.grpc,
         ) as grpc,
         open_control_port(
             settings.control_listen,
@@ -402,6 +409,7 @@ async def _kserve(
         shared=settings.share_ports,
         connection_seconds=settings.connection_seconds,
         max_held_bytes=settings.grpc_max_held_bytes,
+        limits=settings.grpc,
     ) as frontend:
         yield frontend
 

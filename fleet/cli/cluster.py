@@ -53,6 +53,7 @@ class Cluster(Struct, frozen=True):
             "http": f"http://{self.plan.http}",
             "grpc": self.plan.grpc,
             "control": self.plan.control,
+            "health": f"http://{self.plan.health}",
             **({"kserve": self.plan.kserve} if self.plan.kserve else {}),
             "model": self.plan.model,
             "plans": str(self.pools.folder),

@@ -124,7 +124,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
             )
 
             async def stay() -> None:
-                others = {"kserve": planned.kserve, "endpoint_picker": planned.picker}
+                others = {"health": planned.health, "kserve": planned.kserve, "endpoint_picker": planned.picker}
                 asked_for = {name: address for name, address in others.items() if address}
                 async with (
                     relayed(planned.control, planned.control_sockets) if planned.control_sockets else nullcontext()

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from fleet.discovery import Discovery
 from fleet.hub import HubSettings
 from fleet.ids import ModelName
-from fleet.router.http_settings import KIB, MIB, HttpSettings
+from fleet.router.http_settings import KIB, MIB, GrpcSettings, HttpSettings
 from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.profile_settings import ProfileSettings
 from fleet.router.selection_settings import SelectionSettings
@@ -145,6 +145,14 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     http: HttpSettings = HttpSettings()
     """Limits of the HTTP front."""
 
+    health_listen: str = ""
+    """host:port of a listener of its own for probes and metrics (``/health``, ``/live``, ``/metrics``), with limits of its own, so that no
+    number of clients at `http_listen` can shut out those who look after the router. It asks for no key: keep it off the public
+    side. Empty: health and metrics are on `http_listen` only, where they are in any case."""
+
+    grpc: GrpcSettings = GrpcSettings()
+    """Limits of connections at `grpc_listen`, and as many again at `kserve_listen`."""
+
     share_ports: bool = False
     """Whether other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.
     Without it a port in use is an error."""
@@ -160,8 +168,9 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """host:port of the gRPC API for clients."""
 
     grpc_max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
-    """Of the messages of all requests that run at `grpc_listen`, and as much again of those at `kserve_listen`; `http.max_held_bytes` is
-    its like. Beyond that long ones are refused; ordinary ones, up to 64 KiB, are always taken."""
+    """Bytes that the messages of all requests at `grpc_listen` may take, from the first byte to the end of the answer, and as many again
+    those at `kserve_listen`; `http.max_held_bytes` is the same over HTTP. Beyond that messages above 64 KiB are refused; shorter ones
+    have 256 MiB of their own."""
 
     connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
     """How long a client's connection lasts before the client is asked to make another; what runs on it goes on, and clients do it

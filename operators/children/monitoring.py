@@ -8,6 +8,6 @@ def pod_monitor(deployment: Deployment) -> Manifest:
     """Routers have metrics; what workers do is in them."""
     spec = {
         "selector": {"matchLabels": selected(deployment, deployment.router)},
-        "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}],
+        "podMetricsEndpoints": [{"port": "health", "path": "/metrics"}],
     }
     return of_all(deployment, "monitoring.coreos.com/v1", "PodMonitor", f"{deployment.name}-router", spec)

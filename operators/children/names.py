@@ -7,6 +7,9 @@ from operators.resources.parts import GROUP
 
 HTTP, GRPC, CONTROL, WORKER, WORKER_CONTROL = 8000, 50051, 50052, 50060, 50061
 
+HEALTH = 8080
+"""Where probes and Prometheus ask a router, apart from clients."""
+
 GROUP_PORT = 50063
 """Where the first pod of a replica of several nodes hears the others."""
 

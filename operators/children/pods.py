@@ -9,6 +9,7 @@ from operators.children.manifests import Manifest, from_field, mapping
 from operators.children.names import (
     CONTROL,
     GROUP_PORT,
+    HEALTH,
     HTTP,
     LEADER,
     RANK,
@@ -87,7 +88,9 @@ def pod_template(
 ) -> Manifest:
     """The pod template, with what the user's says over it. `doors`: a router's ports for those who bring requests."""
     mounted = list(_mounted(deployment, role, of_revision))
-    ports = {**(doors or {}), "control": CONTROL} if role.type is RoleType.ROUTER else {"worker": WORKER}
+    ports = (
+        {**(doors or {}), "health": HEALTH, "control": CONTROL} if role.type is RoleType.ROUTER else {"worker": WORKER}
+    )
     mounts = [{"name": name, **mount} for name, _, mount in mounted]
     pod: Manifest = {
         "containers": [_container(deployment, role, images, ports, mounts)],
@@ -176,7 +179,7 @@ def _container(
         container["startupProbe"] = live | (ROUTER_START if routes else WORKER_START)
         container["livenessProbe"] = live | LIVENESS
     if routes:
-        container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 2}
+        container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "health"}, "periodSeconds": 2}
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
     else:
         # A worker says that it is ready when it serves and its router knows it.

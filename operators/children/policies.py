@@ -54,7 +54,7 @@ def to_workers(deployment: Deployment) -> Manifest:
 
 
 def to_router(deployment: Deployment, doors: Mapping[str, int]) -> Manifest:
-    """Who reaches routers: clients where requests come in; where workers register, only our own pods: workers, other routers, the operator."""
+    """Who reaches routers: clients where requests come in, and probes and Prometheus where health and metrics are; where workers register, only our own pods: workers, other routers, the operator."""
     ours = [
         {"podSelector": {"matchLabels": {INSTANCE: deployment.name, NAME: "fleet"}}},
         {"namespaceSelector": {}, "podSelector": {"matchLabels": {COMPONENT: "operator", PART_OF: "fleet"}}},
@@ -63,7 +63,7 @@ def to_router(deployment: Deployment, doors: Mapping[str, int]) -> Manifest:
         "podSelector": _of_types(deployment, ROUTERS),
         "policyTypes": ["Ingress"],
         "ingress": [
-            {"ports": [{"port": door, "protocol": "TCP"} for door in doors]},
+            {"ports": [{"port": door, "protocol": "TCP"} for door in (*doors, "health")]},
             {"from": ours, "ports": [{"port": "control", "protocol": "TCP"}]},
         ],
     }

@@ -11,6 +11,7 @@ from operators.children.names import (
     CONTROL_SECRET_KEY,
     GROUP_PORT,
     GRPC,
+    HEALTH,
     HTTP,
     WORKER,
     WORKER_CONTROL,
@@ -95,6 +96,7 @@ def router_settings(deployment: Deployment) -> Manifest:
     return {
         "http_listen": f"0.0.0.0:{HTTP}",
         "grpc_listen": f"0.0.0.0:{GRPC}",
+        "health_listen": f"0.0.0.0:{HEALTH}",
         "control_listen": f"0.0.0.0:{CONTROL}",
         # Without a secret only the deployment's NetworkPolicy says who gets there.
         "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},

@@ -8,12 +8,12 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fleet.adapters import grpc_calls
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.grpc_frontend import open_grpc_frontend
 from fleet.errors import ConfigurationRefused, Reason, Refused
 from fleet.requests import Logprobs
+from fleet.router.http_settings import GrpcSettings
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from fleet.v1 import inference_pb2 as pb
 from tests.builders import a_prompt, token_ids
@@ -250,12 +250,12 @@ async def test_what_long_messages_of_running_requests_take_together_is_bounded(f
     assert await ordinary.read(), "which are always taken"
     calls[0].cancel()
     await fronts.router.until(fronts.router.cancelled)
-    await until(lambda: fronts.grpc.door._held_bytes < 700_000)
+    await until(lambda: fronts.grpc.door._server.held_bytes < 700_000)
     another = generate(long)
     assert await another.read()
     for call in (*calls, ordinary, another):
         call.cancel()
-    await until(lambda: fronts.grpc.door._held_bytes == 0)
+    await until(lambda: fronts.grpc.door._server.held_bytes == 0)
 
 
 async def test_refusals_carry_when_to_try_again(fronts, stub):
@@ -305,8 +305,8 @@ SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024
 """Of a client that takes little before it reads."""
 
 
-async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, monkeypatch, caplog):
-    monkeypatch.setattr(grpc_calls, "WRITE_SECONDS", 0.2)
+@pytest.mark.parametrize("fronts", [{"grpc": GrpcSettings(write_timeout_seconds=0.2)}], indirect=True)
+async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, caplog):
     fronts.router.answer = [300] * 4000
     asked = pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=3900, ignore_eos=True))
     async with grpc.aio.insecure_channel(fronts.grpc.address, options=SMALL_WINDOW) as channel:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import socket
 import tracemalloc
@@ -14,6 +15,7 @@ from ngh2.events import DataReceived, ResponseReceived, StreamClosed, TrailersRe
 
 from fleet.adapters import grpc_http2, grpc_http2_call
 from fleet.adapters.grpc_http2 import Http2Server
+from fleet.router.http_settings import GrpcSettings
 from tests.integration.test_http2_floods import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
 from tests.waiting import until, until_answered
 
@@ -170,9 +172,22 @@ def message(content, *, compressed=0):
 
 @pytest.fixture
 async def world(monkeypatch):
+    async with a_world(monkeypatch, GrpcSettings()) as world:
+        yield world
+
+
+@pytest.fixture
+async def crowded_world(monkeypatch):
+    """It takes three connections."""
+    async with a_world(monkeypatch, GrpcSettings(max_connections=3)) as world:
+        yield world
+
+
+@asynccontextmanager
+async def a_world(monkeypatch, limits):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
     monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.1)
-    server, service = Http2Server(), Service()
+    server, service = Http2Server(limits=limits), Service()
     methods = {
         "Thrice": grpc.unary_stream_rpc_method_handler(service.thrice),
         "Wait": grpc.unary_stream_rpc_method_handler(service.wait),
@@ -454,6 +469,7 @@ async def test_a_head_beyond_all_bounds_ends_its_connection_and_no_other(world, 
 
 async def test_what_the_metadata_of_all_calls_takes_is_bounded(world, monkeypatch):
     monkeypatch.setattr(grpc_http2, "HELD_BYTES", 300_000)
+    world.server.max_held_bytes = 0
     async with world.channel() as channel:
         calls = [channel.unary_stream("/x.Y/Never")(b"", metadata=(("x", "y" * 15_000),)) for _ in range(60)]
         await until(lambda: sum(call.done() for call in calls) >= 35)
@@ -536,12 +552,28 @@ async def test_a_stream_may_be_silent_between_messages(world, monkeypatch):
 
 async def test_what_half_messages_take_together_is_bounded(world, monkeypatch):
     monkeypatch.setattr(grpc_http2, "HELD_BYTES", 500_000)
+    world.server.max_held_bytes = 0
     async with world.client() as client:
         calls = [client.call("One", message(b"x" * 90_000)[:-1], end=False) for _ in range(10)]
         await client.until(lambda: len(client.closed) >= 3)
         assert world.server.held_bytes < 600_000
         refused = {client.heads[each][b"grpc-status"] for each in calls if each in client.closed}
         assert refused <= {b"8", b"14"}
+    await until(lambda: world.server.held_bytes == 0)
+
+
+async def test_half_messages_that_are_long_leave_room_for_ordinary_calls(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "HELD_BYTES", 1_000_000)
+    world.server.max_held_bytes = 200_000
+    async with world.client() as client, world.client() as other, world.channel() as channel:
+        for each in (client, other):
+            calls = [each.call("One", message(b"x" * 90_000)[:-1], end=False) for _ in range(10)]
+            await each.until(lambda client=each: client.closed or world.server.held_bytes > 850_000)
+        await other.until(lambda: other.closed)
+        assert {other.heads[each][b"grpc-status"] for each in other.closed} == {b"8"}
+        assert {other.heads[each][b"grpc-status-details-bin"] != b"" for each in other.closed} == {True}
+        assert len(other.closed) < len(calls)
+        assert await channel.unary_unary("/x.Y/One")(b"x" * 60_000) == b""
     await until(lambda: world.server.held_bytes == 0)
 
 
@@ -556,7 +588,8 @@ async def test_more_calls_than_it_takes_are_refused_until_others_end(world, monk
         assert await channel.unary_unary("/x.Y/One")(b"") == b""
 
 
-async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world, monkeypatch):
+async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world):
+    world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
     _reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     writer.transport.pause_reading()
     windows = frame(8, 0, 0, (2**31 - 1 - 65_535).to_bytes(4, "big"))
@@ -565,12 +598,76 @@ async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world, monke
     writer.write(PREFACE + frame(SETTINGS, 0, 0, settings) + windows + asked)
     await until(lambda: world.service.began == 1)
     (connection,) = world.server.connections
-    await until(lambda: connection._paused_at is not None)
+    await until(lambda: connection._paused)
     assert connection._transport.get_write_buffer_size() < 1 << 20
-    monkeypatch.setattr(grpc_http2, "STUCK_SECONDS", 0.5)
     await until(lambda: world.service.cancelled == 1)
     assert not world.server.connections
     writer.close()
+
+
+async def test_caller_that_drips_is_reset_and_its_connection_lives(world):
+    world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
+    async with world.client({INITIAL_WINDOW: 10_000}) as client:
+        stream = client.call("Endless", message(b"x" * 3000))
+        await until(lambda: world.service.began == 1)
+
+        async def drip():
+            while not world.service.cancelled:
+                with contextlib.suppress(ngh2.NGH2Error):  # the stream was reset just now
+                    client.http.acknowledge_received_data(20, stream)
+                client.flush()
+                await asyncio.sleep(0.02)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(drip())
+            await client.until(lambda: stream in client.closed)
+        assert world.service.cancelled == 1
+        assert client.closed[stream] == 8
+        other = client.call("One", message(b""))
+        await client.until(lambda: other in client.closed)
+        assert client.tails.get(other, client.heads[other])[b"grpc-status"] == b"0"
+
+
+async def test_idle_connections_give_way_to_newcomers(crowded_world):
+    world = crowded_world
+    async with world.channel() as busy, world.client() as idle, world.client() as silent:
+        waiting = busy.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        asked = idle.call("One", message(b""))
+        await idle.until(lambda: asked in idle.closed)
+        await until(lambda: len(world.server.table) == 3)
+        async with world.channel() as first:
+            assert await first.unary_unary("/x.Y/One")(b"") == b""
+            async with asyncio.timeout(60):
+                await silent.reader.read()  # until it is closed
+            silent.writer.close()
+            async with world.channel() as second:
+                assert await second.unary_unary("/x.Y/One")(b"") == b""
+                async with asyncio.timeout(60):
+                    assert await idle.reader.read(), "it was told to make another connection"
+                    assert await idle.reader.read() == b""
+        world.service.go.set()
+        assert [each async for each in waiting] == [b"a"]
+
+
+async def test_newcomers_are_refused_where_all_connections_have_calls(crowded_world):
+    world = crowded_world
+    async with contextlib.AsyncExitStack() as held:
+        calls = []
+        for number in range(3):
+            channel = await held.enter_async_context(world.channel())
+            calls.append(channel.unary_stream("/x.Y/Wait")(b"a"))
+            await until(lambda count=number + 1: world.service.began == count)
+        async with world.channel() as channel:
+            assert await status_of(channel.unary_stream("/x.Y/One")(b"")) is grpc.StatusCode.UNAVAILABLE
+        world.service.go.set()
+        for call in calls:
+            assert [each async for each in call] == [b"a"]
+
+
+async def test_connection_that_never_speaks_is_cut_before_a_ping_would(world):
+    world.server.limits = GrpcSettings(first_byte_timeout_seconds=0.2)
+    assert b"are you?" not in await world.say()
 
 
 @pytest.mark.parametrize(

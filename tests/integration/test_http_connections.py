@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import tracemalloc
 from contextlib import AsyncExitStack, suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,14 +59,17 @@ async def test_what_is_wrong_is_answered_and_the_connection_lives_on(fronts, sen
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # TLS
         (b"GET / HTTP/9.9\r\n\r\n", 400),
         (b"NONSENSE\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
-        (b"GET /health HTTP/1.1\r\nx: " + b"y" * 40_000, 431),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 40_000, 431),
         (b"GET /" + b"y" * 40_000, 431),
-        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 8388609\r\n\r\n", 413),
-        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8388609\r\n\r\n", 413),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
     ],
 )
 async def test_what_is_no_http_is_answered_once_and_the_connection_closes(fronts, sent, status):
@@ -80,7 +85,7 @@ async def test_what_is_no_http_is_answered_once_and_the_connection_closes(fronts
 
 async def test_a_body_that_grows_too_large_in_chunks_is_refused(model_dir):
     async with open_fronts(model_dir, max_body_bytes=1000) as fronts, connected(fronts) as peer:
-        await peer.send(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(3):
             await peer.send(b"%x\r\n" % 400 + b"x" * 400 + b"\r\n")
 
@@ -92,7 +97,7 @@ async def test_a_body_that_grows_too_large_in_chunks_is_refused(model_dir):
 
 async def test_a_client_that_goes_on_sending_too_much_still_reads_the_answer(fronts):
     async with connected(fronts) as peer:
-        await peer.send(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9000000\r\n\r\n")
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n")
         for _ in range(90):
             await peer.send(b"x" * 100_000)
 
@@ -103,7 +108,7 @@ async def test_a_chunked_body_is_put_together(fronts):
     fronts.will_answer("the fox")
     body = json.dumps({"prompt": "once"}).encode()
     async with connected(fronts) as peer:
-        await peer.send(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for byte in body:
             await peer.send(b"1\r\n%c\r\n" % byte)
         await peer.send(b"0\r\n\r\n")
@@ -348,7 +353,7 @@ async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
 @pytest.mark.parametrize(
     ("begin", "drop"),
     [
-        (b"POST /v1/completions HTTP/1.1\r\n", b"x-a: b\r\n"),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b"x-a: b\r\n"),
         (post(COMPLETIONS, b"x" * 1000)[:-900], b"x"),
         (CHUNKED + b"\r\n", b"1\r\nx\r\n"),
     ],
@@ -444,6 +449,56 @@ async def test_a_client_that_never_reads_is_cut_off(model_dir):
         await until(lambda: fronts.generation.running == 0)
 
 
+async def test_client_that_drips_is_cut_off_as_well(model_dir):
+    async with open_fronts(model_dir, write_timeout_seconds=1.0) as fronts, asyncio.TaskGroup() as tasks:
+        will_answer_much(fronts)
+        async with connected(fronts, limit=1) as peer:
+            peer.writer.transport.pause_reading()
+            sock = peer.writer.get_extra_info("socket")
+            await peer.send(post(CHAT, MUCH))
+
+            async def drip():
+                with suppress(ConnectionError):
+                    while True:
+                        with suppress(BlockingIOError):
+                            os.read(sock.fileno(), 1)
+                        await asyncio.sleep(0.01)
+
+            dripping = tasks.create_task(drip())
+            await fronts.router.until(fronts.router.cancelled)
+            dripping.cancel()
+        await until(lambda: fronts.generation.running == 0 and not fronts.http._connections)
+
+
+async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
+    """In each period, that is, and not all of it in one."""
+    async with open_fronts(model_dir, write_timeout_seconds=0.5) as fronts:
+        will_answer_much(fronts)
+        async with connected(fronts, limit=16 << 10) as peer:
+            await peer.send(post(CHAT, {**MUCH, "stream": False}, "connection: close"))
+            status, headers = await peer.head()
+            left = int(headers["content-length"])
+            began = asyncio.get_running_loop().time()
+            while left:
+                left -= len(await peer._reader.readexactly(min(left, 100_000)))
+                await asyncio.sleep(0.02)
+
+            assert status == 200
+            assert asyncio.get_running_loop().time() - began > 2 * 0.5
+            assert await peer.rest() == b""
+
+
+async def test_unread_answer_does_not_keep_its_connection(model_dir):
+    limits = {"write_timeout_seconds": 1.0, "idle_timeout_seconds": 0.2}
+    async with open_fronts(model_dir, **limits) as fronts, connected(fronts, limit=1) as peer:
+        peer.writer.transport.pause_reading()
+        with suppress(ConnectionError):
+            for _ in range(400):
+                await peer.send(get("/openapi.json"))
+                await asyncio.sleep(0)
+        await until(lambda: not fronts.http._connections)
+
+
 async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_taken(model_dir):
     long = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 300_000})
     async with open_fronts(model_dir, max_held_bytes=1 << 20) as fronts, AsyncExitStack() as stack:
@@ -470,19 +525,150 @@ async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_ta
                 assert (await other.answer())[0] == 200
 
 
-async def test_more_connections_than_allowed_are_turned_away(model_dir):
+async def test_newcomers_are_refused_where_all_are_served(model_dir):
     async with open_fronts(model_dir, max_connections=2) as fronts:
-        async with connected(fronts) as one, connected(fronts) as two, connected(fronts) as three:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 0
+        async with connected(fronts) as one, connected(fronts) as two:
             for peer in (one, two):
-                await peer.send(get("/health"))
-                assert (await peer.answer())[0] == 200
-            status, headers, body = await three.answer()
-            assert (status, headers["connection"]) == (503, "close")
-            assert error_of(body)["type"] == "server_error"
+                await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted, 2)
+            async with connected(fronts) as three:
+                status, headers, body = await three.answer()
+                assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "1")
+                assert error_of(body)["type"] == "server_error"
+            fronts.router.release.set()
+            assert [(await peer.answer())[0] for peer in (one, two)] == [200, 200]
         await until(lambda: not fronts.http._connections)
         async with connected(fronts) as peer:
             await peer.send(get("/health"))
             assert (await peer.answer())[0] == 200
+
+
+WAITING = {
+    "silent": b"",
+    "a head": b"POST /v1/completions HTTP/1.1\r\nhost",
+    "idle": get("/nowhere"),
+    "a body": post(COMPLETIONS, b"x" * 100)[:-50],
+}
+"""How a connection waits, in the order in which they give way."""
+
+
+async def test_connections_that_wait_give_way_to_newcomers(model_dir):
+    async with open_fronts(model_dir, max_connections=5) as fronts, AsyncExitStack() as stack:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 0
+
+        async def newcomer(sent):
+            peer = await stack.enter_async_context(connected(fronts))
+            await peer.send(sent)
+            return peer
+
+        served = await newcomer(post(COMPLETIONS, {"prompt": "once"}))
+        await fronts.router.until(fronts.router.submitted)
+        peers = {name: await newcomer(sent) for name, sent in reversed(WAITING.items())}
+        await peers["idle"].answer()
+        await until(lambda: len(fronts.http._table) == 5)
+        for count, (name, peer) in enumerate(reversed(peers.items()), 2):
+            await newcomer(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted, count)
+            if name in ("a head", "a body"):
+                status, headers, body = await peer.answer()
+                assert (status, headers["retry-after"]) == (503, "1")
+                assert "too many connections" in error_of(body)["message"]
+            assert await peer.rest() == b"", name
+        fronts.http._table.check()
+        fronts.router.release.set()
+
+        assert (await served.answer())[0] == 200
+
+
+async def test_silent_clients_of_one_address_leave_room_for_another(model_dir):
+    async with open_fronts(model_dir, max_connections=20, address_share=0.5) as fronts, AsyncExitStack() as stack:
+        other = await stack.enter_async_context(connected(fronts, local_addr=("127.0.0.2", 0)))
+        for _ in range(40):
+            await stack.enter_async_context(connected(fronts))
+        await until(lambda: fronts.http._table.displaced == 30)
+
+        assert len(fronts.http._table) == 11
+        await other.send(get("/health"))
+        assert (await other.answer())[0] == 200
+
+
+async def test_client_that_never_speaks_is_cut_before_idle_ones(model_dir):
+    async with open_fronts(model_dir, first_byte_timeout_seconds=0.2) as fronts, connected(fronts) as idle:
+        await idle.send(get("/health"))
+        await idle.answer()
+        async with connected(fronts) as silent:
+            assert await silent.rest() == b""
+
+        await idle.send(get("/health"))
+        assert (await idle.answer())[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", "host: is missing"),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: a\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nHost: \r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: a b\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: a/b\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: u@a\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: a:b\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: \xc3\xa4\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: [::1\r\n\r\n", "host: must be one"),
+        (b"GET http://a/health HTTP/1.1\r\n\r\n", "host: is missing"),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}", "host: is missing"),
+        (b"GET /health\r\n", "version must be"),
+        (b"GET /health\r\n\r\n", "version must be"),
+        (b"GET /health\r\nhost: a\r\n\r\n", "version must be"),
+        (b"GET /health\n", "version must be"),
+        (b"GET /health HTTP/0.9\r\nhost: a\r\n\r\n", "version must be"),
+        (b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n", "version must be"),
+    ],
+)
+@pytest.mark.parametrize("in_pieces", [False, True])
+async def test_requests_without_one_host_or_a_version_are_refused(fronts, sent, said, in_pieces):
+    async with connected(fronts) as peer:
+        for piece in (bytes([byte]) for byte in sent) if in_pieces else (sent,):
+            await peer.send(piece)
+            await asyncio.sleep(0)
+
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"]) == (400, "close")
+        assert said in error_of(body)["message"]
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost:\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: [::1]:8000\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: my_host.example:80\r\n\r\n",
+        b"GET http://a:80/health?x=y HTTP/1.1\r\nhost: a:80\r\n\r\n",
+        b"GET HTTPS://a/health HTTP/1.1\r\nhost: a\r\n\r\n",
+    ],
+)
+async def test_requests_whose_host_is_well_formed_are_served(fronts, sent):
+    async with connected(fronts) as peer:
+        await peer.send(sent)
+        assert (await peer.answer())[0] == 200
+
+
+async def test_known_head_without_its_host_is_refused(fronts):
+    fronts.will_answer("abc")
+    asked = post(COMPLETIONS, {"prompt": "x"})
+    async with connected(fronts) as peer:
+        for _ in range(2):
+            await peer.send(asked)
+            assert (await peer.answer())[0] == 200
+        await peer.send(asked.replace(b"host: x\r\n", b""))
+        assert (await peer.answer())[0] == 400
 
 
 async def test_health_follows_the_workers(fronts):
@@ -495,6 +681,57 @@ async def test_health_follows_the_workers(fronts):
 
         assert (await peer.head())[0] == 503
         assert (await peer.answer())[0] == 503
+
+
+def through_health(fronts):
+    """A connection to the listener for health and metrics."""
+    return connected(SimpleNamespace(http=SimpleNamespace(address=fronts.http.health_address)))
+
+
+async def test_health_listener_answers_probes_and_nothing_else(model_dir):
+    async with open_fronts(model_dir, health_listen="127.0.0.1:0") as fronts, through_health(fronts) as peer:
+        for path, status in (("/health", 200), ("/live", 200), ("/metrics", 200), ("/v1/models", 404)):
+            await peer.send(get(path))
+            assert (await peer.answer())[0] == status, path
+        await peer.send(post(CHAT, {"messages": []}))
+        assert (await peer.answer())[0] == 404
+        fronts.router.cards = ()
+
+        for path, status in (("/health", 503), ("/live", 200)):
+            await peer.send(get(path))
+            assert (await peer.answer())[0] == status, path
+
+
+async def test_health_listener_answers_while_the_front_drains(model_dir):
+    async with open_fronts(model_dir, health_listen="127.0.0.1:0") as fronts:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 1
+        async with connected(fronts) as peer, asyncio.TaskGroup() as tasks:
+            await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted)
+            tasks.create_task(fronts.http.drain(60))
+            await until(lambda: fronts.http.draining)
+            async with through_health(fronts) as probe:
+                await probe.send(get("/health"))
+                status, _, body = await probe.answer()
+                assert (status, json.loads(body)["status"]) == (503, "draining")
+                await probe.send(get("/live"))
+                assert (await probe.answer())[0] == 200
+            fronts.router.release.set()
+            assert (await peer.answer())[0] == 200
+
+
+async def test_full_http_port_leaves_the_health_listener_alone(model_dir):
+    async with open_fronts(model_dir, max_connections=1, health_listen="127.0.0.1:0") as fronts:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 0
+        async with connected(fronts) as peer:
+            await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted)
+            async with connected(fronts) as refused, through_health(fronts) as probe:
+                assert (await refused.answer())[0] == 503
+                await probe.send(get("/health"))
+                assert (await probe.answer())[0] == 200
 
 
 async def test_metrics_tell_what_was_served(fronts):

@@ -12,13 +12,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fleet.adapters import grpc_calls, kserve_frontend
+from fleet.adapters import kserve_frontend
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.kserve_frontend import open_kserve_frontend
 from fleet.client import Client
 from fleet.clock import SECOND
 from fleet.errors import ConfigurationRefused, Reason, Refused
 from fleet.requests import Logprobs
+from fleet.router.http_settings import GrpcSettings
 from fleet.router.tenants import TenantSettings
 from fleet.v1 import inference_pb2, kserve_pb2_grpc
 from fleet.v1 import kserve_pb2 as pb
@@ -40,9 +41,15 @@ KEY_SHA256 = "1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0"
 needs_triton = pytest.mark.skipif(find_spec("tritonclient") is None, reason="tritonclient is not installed")
 
 
-def a_kserve(fronts, max_held_bytes=1 << 30):
+def a_kserve(fronts, max_held_bytes=1 << 30, **limits):
     generation = fronts.generation
-    return open_kserve_frontend("127.0.0.1:0", generation, generation._clock, max_held_bytes=max_held_bytes)
+    return open_kserve_frontend(
+        "127.0.0.1:0",
+        generation,
+        generation._clock,
+        max_held_bytes=max_held_bytes,
+        limits=GrpcSettings(**limits),
+    )
 
 
 @pytest.fixture
@@ -444,7 +451,7 @@ async def test_what_long_messages_of_running_requests_take_together_is_bounded(f
     await call.write(streaming(a_message(id="short")))
     assert (await call.read()).infer_response.id == "short", "which are always taken"
     call.cancel()
-    await until(lambda: kserve.door._held_bytes == 0)
+    await until(lambda: kserve.door._server.held_bytes == 0)
 
 
 async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, caplog):
@@ -506,10 +513,9 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_else(fronts, kserve, 
     await fronts.router.until(fronts.router.cancelled)
 
 
-async def test_a_caller_that_does_not_read_for_too_long_is_given_up_with_all_its_requests(
-    fronts, kserve, monkeypatch, caplog
-):
-    monkeypatch.setattr(grpc_calls, "WRITE_SECONDS", 0.5)  # for each in turn that would be longer than `until` waits
+# For each in turn that would be longer than `until` waits.
+@pytest.mark.parametrize("kserve", [{"write_timeout_seconds": 0.5}], indirect=True)
+async def test_a_caller_that_does_not_read_for_too_long_is_given_up_with_all_its_requests(fronts, kserve, caplog):
     fronts.router.answer = [300] * 4000
     asked = streaming(a_message(parameters={"max_tokens": 200, "ignore_eos": True}))
     async with grpc.aio.insecure_channel(kserve.address, options=SMALL_WINDOW) as channel:

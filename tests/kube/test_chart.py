@@ -251,10 +251,10 @@ def test_a_router_that_may_have_no_worker_yet_is_ready_when_it_listens():
         router = by_name(documents(helm_3_render(values)))["Deployment", "fleet-routers"]
         return router["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"]
 
-    assert path({}) == "/openapi.json"
+    assert path({}) == "/live"
     assert path({"routers": {"readiness": "Serving"}}) == "/health"
     assert path(VALUES["brought"]) == "/health"
-    assert path(VALUES["brought"] | {"routers": {"readiness": "Listening"}}) == "/openapi.json"
+    assert path(VALUES["brought"] | {"routers": {"readiness": "Listening"}}) == "/live"
 
 
 def test_a_worker_registers_with_every_router_since_the_control_service_names_all_their_pods():
@@ -447,7 +447,7 @@ def test_kinds_that_a_cluster_lacks_are_left_out():
 
     assert not any(each["kind"].endswith("Monitor") for each in without)
     found = by_name(with_them)
-    assert found["ServiceMonitor", "fleet-routers"]["spec"]["endpoints"][0]["port"] == "http"
+    assert found["PodMonitor", "fleet-routers"]["spec"]["podMetricsEndpoints"][0]["port"] == "health"
     assert found["PodMonitor", "fleet-operator"]["spec"]["podMetricsEndpoints"][0]["port"] == "metrics"
 
 

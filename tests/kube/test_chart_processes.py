@@ -26,7 +26,7 @@ VALUES = {
         ],
     }
 }
-PORTS = ("http_listen", "grpc_listen", "control_listen", "kserve_listen")
+PORTS = ("http_listen", "grpc_listen", "health_listen", "control_listen", "kserve_listen")
 FLEET = [sys.executable, "-m", "fleet.cli.main"]
 
 
@@ -79,10 +79,11 @@ def endpoints(container, mounted):
 
 def test_a_router_runs_as_its_pod_says(found, container, endpoints):
     assert {port["name"] for port in container["ports"]} == set(endpoints)
+    probes = {probe: container[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
     with httpx.Client(base_url=f"http://{endpoints['http']}", trust_env=False, timeout=60) as client:
         codes = {
-            probe: client.get(container[probe]["httpGet"]["path"]).status_code
-            for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+            probe: client.get(f"http://{endpoints[asked['port']]}{asked['path']}").status_code
+            for probe, asked in probes.items()
         }
         # It lives, and nobody serves yet: its server is not there.
         assert codes == {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}

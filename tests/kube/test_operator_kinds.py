@@ -64,7 +64,7 @@ async def test_where_optional_kinds_are_served_they_are_used(asked, optional_kin
         assert (group["spec"]["replicas"], group["spec"]["leaderWorkerTemplate"]["size"]) == (2, 2)
         assert len(asked.workers()) == 4
         [monitor] = asked.children("podmonitors", "monitoring.coreos.com/v1").values()
-        assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "http", "path": "/metrics"}]
+        assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "health", "path": "/metrics"}]
         pools = asked.children("inferencepools", "inference.networking.k8s.io/v1")
         assert pools["dd"]["spec"]["endpointPickerRef"]["port"] == {"number": 9002}
         router = asked.children("services", "v1")["dd-router"]

@@ -69,7 +69,7 @@ class Installed:
         words = [*container["command"][1:], *container["args"]]
         words = [word.replace("$(POD_NAME)", name).replace("$(POD_IP)", address) for word in words]
         words = [word.replace("/etc/fleet/settings/settings.json", str(self.config)) for word in words]
-        free = [f"--set={door}_listen=127.0.0.1:0" for door in ("http", "grpc")]
+        free = [f"--set={door}_listen=127.0.0.1:0" for door in ("http", "grpc", "health")]
         free += ["--set=endpoint_picker.host=127.0.0.1", "--set=endpoint_picker.port=0"]
         config = self.server.kubeconfig(self.folder, namespace="serving", token=ACCOUNT)
         return [*words, *free, f"--set=endpoint_picker.lease.kubeconfig={config}"]

@@ -385,11 +385,14 @@ async def test_an_answer_that_ends_with_its_connection_is_whole(server):
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        (b"POST /v1/completions HTTP/1.1\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
-        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 8388609\r\n\r\n", 413),
-        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello", 400),
-        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8388609\r\n\r\n", 413),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
     ],
 )
 async def test_what_is_no_request_or_too_large_never_gets_to_the_server(server, sent, status):

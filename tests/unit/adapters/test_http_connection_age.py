@@ -2,6 +2,7 @@
 
 from http import HTTPStatus
 
+from fleet.adapters.connection_table import ConnectionTable
 from fleet.adapters.http_messages import HeldBodies, KnownHeads
 from fleet.adapters.http_protocol import Connection
 from fleet.clock import SECOND
@@ -18,7 +19,15 @@ def a_connection(clock, lasts_seconds):
         return Work()
 
     connection = Connection(
-        HttpSettings(), clock, serve, lambda _: b"", {}, KnownHeads(), HeldBodies(), lasts_seconds=lasts_seconds
+        HttpSettings(),
+        clock,
+        serve,
+        lambda _: b"",
+        {},
+        ConnectionTable(1, 1.0),
+        KnownHeads(),
+        HeldBodies(),
+        lasts_seconds=lasts_seconds,
     )
     connection.connection_made(client)
     return connection, client, exchanges

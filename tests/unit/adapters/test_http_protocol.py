@@ -3,11 +3,12 @@
 import pytest
 
 from fleet.adapters.clock import SystemClock
+from fleet.adapters.connection_table import ConnectionTable
 from fleet.adapters.http_messages import HeldBodies, HttpHead, KnownHeads
 from fleet.adapters.http_protocol import Connection
 from fleet.router.http_settings import HttpSettings
 
-REQUEST = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}"
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 
 
 class Transport:
@@ -55,7 +56,10 @@ def a_connection(transport, held=None):
         exchanges.append(exchange)
         return Work()
 
-    connection = Connection(HttpSettings(), SystemClock(), serve, lambda _: b"", {}, KnownHeads(), held or HeldBodies())
+    table = ConnectionTable(1, 1.0)
+    connection = Connection(
+        HttpSettings(), SystemClock(), serve, lambda _: b"", {}, table, KnownHeads(), held or HeldBodies()
+    )
     connection.connection_made(transport)
     return connection, exchanges
 
@@ -106,7 +110,7 @@ class Unwanted:
 @pytest.mark.parametrize("pieces", [1, 2])
 async def test_a_head_is_not_parsed_again_whatever_the_length_of_its_body_is(pieces):
     connection, exchanges = a_connection(Transport())
-    whole = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"
+    whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nContent-Length: 3\r\n\r\nabc"
     connection.data_received(whole[:-pieces])  # the body may come later
     served(connection, exchanges, whole[-pieces:])
     connection._parser = Unwanted()
@@ -131,7 +135,7 @@ async def test_a_known_head_does_not_let_in_a_body_that_is_too_long():
 
 async def test_only_the_header_that_gives_the_length_is_left_out_of_a_known_head():
     connection, exchanges = a_connection(Transport())
-    tagged = b"POST / HTTP/1.1\r\nx-content-length: 2\r\ncontent-length: 2\r\n\r\n{}"
+    tagged = b"POST / HTTP/1.1\r\nhost: x\r\nx-content-length: 2\r\ncontent-length: 2\r\n\r\n{}"
     served(connection, exchanges, tagged)
 
     request = served(connection, exchanges, tagged.replace(b"x-content-length: 2", b"x-content-length: 3"))
@@ -155,7 +159,7 @@ def test_the_latest_head_is_found_with_another_length_and_with_nothing_else(digi
 
 @pytest.mark.parametrize("other", [b"x-before: 2", b"x-behind: 2"])
 def test_the_latest_head_is_not_found_where_another_header_differs(other):
-    content = b"POST / HTTP/1.1\r\nx-before: 1\r\ncontent-length: 2\r\nx-behind: 1\r\n\r\n"
+    content = b"POST / HTTP/1.1\r\nhost: x\r\nx-before: 1\r\ncontent-length: 2\r\nx-behind: 1\r\n\r\n"
     heads, head = KnownHeads(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
     heads.add(content, head, 2)
     assert heads.find(content) == (head, 2)

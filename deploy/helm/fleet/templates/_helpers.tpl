@@ -134,7 +134,7 @@ annotations: {{- toYaml . | nindent 2 }}
 
 {{/* What routers are told: the values' settings, and over them what follows from the chart's other values. */}}
 {{- define "fleet.routerSettings" -}}
-{{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" -}}
+{{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" "health_listen" "0.0.0.0:8080" -}}
 {{- if include "fleet.controlPort" . -}}
 {{- $proof := dict -}}
 {{- if ne .Values.tls.source "None" }}{{- $proof = include "fleet.tlsFiles" . | fromJson }}{{ end -}}

@@ -1,0 +1,237 @@
+"""Connection table of one port: which connections are admitted, and which one gives way to a newcomer.
+
+Rules:
+
+1. A connection that waits is in one of the groups of `Waiting`. A connection whose request is being served waits for nothing
+   and never gives way.
+2. When the table is full, a newcomer takes the place of one that waits: of the first group that has any, the connection that
+   has been in it longest. Where no connection waits, the newcomer is refused.
+3. One client address has at most `per_address` connections. An address that has so many makes room among its own connections
+   only, so it can never shut out another address.
+4. Every operation takes constant time, whatever the number of connections. To begin to serve a request is only noted; a
+   newcomer that comes upon such a connection takes it out of its group, once for each request.
+"""
+
+from collections import OrderedDict
+from enum import IntEnum
+from ipaddress import IPv6Address
+from math import ceil
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+IPV6_NETWORK_BITS = 64  # what one customer usually has, so that its addresses count as one
+
+
+class Waiting(IntEnum):
+    """Groups of connections that may give way; the first group gives way first."""
+
+    SILENT = 0
+    """The client has never sent a byte."""
+
+    CLOSING = 1
+    """The last answer was sent, and the client has not closed yet."""
+
+    HEAD = 2
+    """The head of a request has begun and is not complete."""
+
+    IDLE = 3
+    """The client may send another request."""
+
+    BODY = 4
+    """The body of a request has begun and is not complete."""
+
+
+Client = TypeVar("Client")
+
+
+class Place(Generic[Client]):
+    """One connection's place in the table; made by `ConnectionTable.admit`."""
+
+    __slots__ = ("address", "client", "group", "left", "served")
+
+    def __init__(self, client: Client, address: "_Address[Client]") -> None:
+        self.client = client
+        self.address = address
+        self.group: Waiting | None = None
+        """The group whose lists it is in; None: no longer in any."""
+        self.served = False
+        """Whether a request is being served; set by the connection, and taken back by `ConnectionTable.waits`."""
+        self.left = False
+        """Whether it was given up, or taken by a newcomer."""
+
+
+class Admission(Struct, Generic[Client], frozen=True):
+    """The answer to a newcomer."""
+
+    place: Place[Client] | None = None
+    """Its place; None: it is refused."""
+
+    displaced: Client | None = None
+    """The connection that has to be closed now; it has left the table."""
+
+
+class ConnectionTable(Generic[Client]):
+    def __init__(self, most: int, address_share: float) -> None:
+        """Begin without connections.
+
+        Args:
+            most: Connections at once.
+            address_share: Part of `most` that one address may have, above 0; 1: all.
+        """
+        assert 0 < address_share <= 1
+        self.displaced = 0  # connections that gave way, since the beginning
+        self.refused = 0  # newcomers that found no place, likewise
+        self._most = most
+        self._per_address = ceil(most * address_share)
+        self._connections = 0
+        self._addresses: dict[str, _Address[Client]] = {}
+        self._waiting: _Groups[Client] = _Groups()
+
+    def __len__(self) -> int:
+        return self._connections
+
+    def admit(self, client: Client, address: str) -> Admission[Client]:
+        """Take a newcomer in, as one that is silent, if there is a place for it or one can be made.
+
+        Args:
+            client: The connection.
+            address: Its client's address, as `counted_address` gives it.
+        """
+        known = self._addresses.get(address)
+        if known is not None and known.connections >= self._per_address:
+            displaced = self._first(known.waiting)
+        elif self._connections >= self._most:
+            displaced = self._first(self._waiting)
+        else:
+            return Admission(self._enter(client, address))
+        if displaced is None:
+            self.refused += 1
+            return Admission()
+        self.displaced += 1
+        self.remove(displaced)
+        return Admission(self._enter(client, address), displaced.client)
+
+    def waits(self, place: Place[Client], group: Waiting) -> None:
+        """Note that a connection waits from now on; nothing happens once it has left.
+
+        A connection that has waited in that group all the time keeps its turn; one that was served goes to the end.
+        """
+        if place.left:
+            return
+        if place.group is not group:
+            self._leave_group(place)
+            place.group = group
+            self._waiting.add(place, group)
+            place.address.waiting.add(place, group)
+        elif place.served:
+            self._waiting.to_end(place, group)
+            place.address.waiting.to_end(place, group)
+        place.served = False
+
+    def remove(self, place: Place[Client]) -> None:
+        """Give a place up; a second time, nothing happens."""
+        if place.left:
+            return
+        place.left = True
+        self._leave_group(place)
+        self._connections -= 1
+        place.address.connections -= 1
+        if not place.address.connections:
+            del self._addresses[place.address.name]
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        assert 0 <= self._connections <= self._most
+        assert sum(each.connections for each in self._addresses.values()) == self._connections
+        assert all(0 < each.connections <= self._per_address for each in self._addresses.values())
+        for group in Waiting:
+            members = self._waiting.of(group)
+            assert all(place.group is group and not place.left for place in members)
+            of_addresses = [place for each in self._addresses.values() for place in each.waiting.of(group)]
+            assert set(members) == set(of_addresses)
+            assert len(members) == len(of_addresses)
+
+    def _first(self, waiting: "_Groups[Client]") -> Place[Client] | None:
+        """Return the place that is given up next; None: all are served."""
+        while (first := waiting.first()) is not None and first.served:
+            self._leave_group(first)
+        return first
+
+    def _enter(self, client: Client, address: str) -> Place[Client]:
+        known = self._addresses.get(address)
+        if known is None:
+            known = self._addresses[address] = _Address(address)
+        known.connections += 1
+        self._connections += 1
+        place = Place(client, known)
+        self.waits(place, Waiting.SILENT)
+        return place
+
+    def _leave_group(self, place: Place[Client]) -> None:
+        if place.group is not None:
+            self._waiting.discard(place, place.group)
+            place.address.waiting.discard(place, place.group)
+            place.group = None
+
+
+class _Groups(Generic[Client]):
+    """Places by group, each in the order in which they entered it. A group takes memory once it was needed."""
+
+    __slots__ = ("_members",)
+
+    def __init__(self) -> None:
+        # By position and not by key, because hashing a member of an enum is slow.
+        self._members: list[OrderedDict[Place[Client], None] | None] = [None] * len(Waiting)
+
+    def add(self, place: Place[Client], group: Waiting) -> None:
+        members = self._members[group]
+        if members is None:
+            members = self._members[group] = OrderedDict()
+        members[place] = None
+
+    def to_end(self, place: Place[Client], group: Waiting) -> None:
+        members = self._members[group]
+        assert members is not None
+        members.move_to_end(place)
+
+    def discard(self, place: Place[Client], group: Waiting) -> None:
+        members = self._members[group]
+        assert members is not None
+        del members[place]
+
+    def of(self, group: Waiting) -> list[Place[Client]]:
+        return list(self._members[group] or ())
+
+    def first(self) -> Place[Client] | None:
+        """Return the place that has waited longest, of the first group that has any."""
+        for members in self._members:
+            if members:
+                return next(iter(members))
+        return None
+
+
+class _Address(Generic[Client]):
+    __slots__ = ("connections", "name", "waiting")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.connections = 0
+        self.waiting: _Groups[Client] = _Groups()
+
+
+def counted_address(peername: object) -> str:
+    """Return what connections are counted by: an IPv4 address, the /64 network of an IPv6 address, or "" for Unix sockets.
+
+    Args:
+        peername: What the transport says about its peer.
+    """
+    if not isinstance(peername, tuple) or not peername:
+        return ""
+    host = str(peername[0])
+    if ":" not in host:
+        return host
+    address = IPv6Address(host.partition("%")[0])
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return f"{int(address) >> (128 - IPV6_NETWORK_BITS):x}/{IPV6_NETWORK_BITS}"

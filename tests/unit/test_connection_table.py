@@ -1,0 +1,200 @@
+"""The connection table of a port: who is admitted, and who gives way."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.adapters.connection_table import Admission, ConnectionTable, Place, Waiting, counted_address
+
+
+class Clients:
+    """A table, and the places of its connections by the names of these."""
+
+    def __init__(self, most: int, share: float = 1.0) -> None:
+        self.table: ConnectionTable[str] = ConnectionTable(most, share)
+        self.places: dict[str, Place[str]] = {}
+
+    def admit(self, *names: str, address: str = "a") -> None:
+        for name in names:
+            assert self.displaced_by(name, address) is None
+
+    def displaced_by(self, name: str, address: str = "a") -> str | None:
+        """Who gave way to a newcomer that was admitted."""
+        admission = self.table.admit(name, address)
+        assert admission.place is not None
+        self.places[name] = admission.place
+        return admission.displaced
+
+    def is_refused(self, name: str, address: str = "a") -> bool:
+        return self.table.admit(name, address) == Admission()
+
+    def waits(self, name: str, group: Waiting) -> None:
+        self.table.waits(self.places[name], group)
+
+    def serves(self, *names: str) -> None:
+        for name in names:
+            self.places[name].served = True
+
+
+def test_newcomer_is_admitted_while_there_is_room():
+    clients = Clients(2)
+
+    clients.admit("one", "two")
+
+    assert (len(clients.table), clients.table.displaced, clients.table.refused) == (2, 0, 0)
+
+
+def test_full_table_gives_up_the_longest_silent():
+    clients = Clients(3)
+    clients.admit("one", "two", "three")
+
+    assert clients.displaced_by("four", "b") == "one"
+    assert clients.displaced_by("five", "b") == "two"
+    assert clients.table.displaced == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_give_way_in_their_order(seed):
+    groups = list(Waiting)
+    random.Random(seed).shuffle(groups)
+    clients = Clients(len(groups))
+    clients.admit(*(group.name for group in groups))
+    for group in groups:
+        clients.waits(group.name, group)
+
+    displaced = []
+    for number in map(str, range(len(groups))):
+        displaced.append(clients.displaced_by(number))
+        clients.serves(number)
+
+    assert displaced == [group.name for group in Waiting]
+
+
+def test_longest_idle_gives_way_not_the_longest_connected():
+    clients = Clients(2)
+    clients.admit("one", "two")
+    for name in ("one", "two", "one"):
+        clients.serves(name)
+        clients.waits(name, Waiting.IDLE)
+
+    assert clients.displaced_by("three") == "two"
+
+
+def test_waiting_twice_in_a_group_keeps_the_turn():
+    clients = Clients(2)
+    clients.admit("one", "two")
+    for name in ("one", "two", "one"):
+        clients.waits(name, Waiting.HEAD)
+
+    assert clients.displaced_by("three") == "one"
+
+
+def test_served_connections_never_give_way():
+    clients = Clients(2)
+    clients.admit("one", "two")
+    clients.serves("one", "two")
+
+    assert clients.is_refused("three", "b")
+    assert (len(clients.table), clients.table.refused) == (2, 1)
+    clients.waits("two", Waiting.IDLE)
+    assert clients.displaced_by("three", "b") == "two"
+
+
+def test_address_over_its_share_displaces_only_its_own():
+    clients = Clients(4, share=0.5)
+    clients.admit("old", address="b")
+    clients.admit("one", "two")
+    clients.waits("one", Waiting.IDLE)
+
+    assert clients.displaced_by("three") == "two"
+    assert clients.displaced_by("four") == "three"
+
+
+def test_address_with_all_served_at_its_share_is_refused():
+    clients = Clients(4, share=0.5)
+    clients.admit("one", "two")
+    clients.serves("one", "two")
+
+    assert clients.is_refused("three")
+    clients.admit("three", address="b")
+
+
+def test_share_is_free_again_when_connections_end():
+    clients = Clients(4, share=0.5)
+    clients.admit("one", "two")
+    clients.serves("one", "two")
+    for _ in range(2):
+        clients.table.remove(clients.places["one"])
+
+    clients.admit("three")
+    clients.table.check()
+
+
+def test_connection_that_gave_way_is_forgotten():
+    clients = Clients(1)
+    clients.admit("one")
+    assert clients.displaced_by("two") == "one"
+
+    clients.serves("one")
+    clients.waits("one", Waiting.IDLE)
+    clients.table.remove(clients.places["one"])
+
+    clients.table.check()
+    assert len(clients.table) == 1
+    assert clients.displaced_by("three") == "two"
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["admit", "serves", "remove", *Waiting]), st.integers(0, 11), st.sampled_from("abc")),
+    max_size=60,
+)
+
+
+@given(OPERATIONS, st.integers(1, 6), st.sampled_from([0.2, 0.5, 0.9, 1.0]))
+def test_table_is_consistent_after_any_history(operations, most, share):
+    table: ConnectionTable[int] = ConnectionTable(most, share)
+    places: dict[int, Place[int]] = {}
+    for operation, client, address in operations:
+        place = places.get(client)
+        if operation == "admit":
+            if place is not None:
+                continue
+            admission = table.admit(client, address)
+            if admission.displaced is not None:
+                assert not places.pop(admission.displaced).served
+            if admission.place is not None:
+                places[client] = admission.place
+            else:
+                alike = [each for each in places.values() if len(places) == most or each.address.name == address]
+                assert alike
+                assert all(each.served for each in alike)
+        elif place is None:
+            continue
+        elif operation == "serves":
+            place.served = True
+        elif operation == "remove":
+            table.remove(places.pop(client))
+        else:
+            table.waits(place, operation)
+        table.check()
+        assert len(table) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("peername", "address"),
+    [
+        (("10.0.0.1", 4711), "10.0.0.1"),
+        (("::ffff:10.0.0.1", 4711, 0, 0), "10.0.0.1"),
+        (("2001:db8:1:2:3:4:5:6", 4711, 0, 0), "20010db800010002/64"),
+        (("2001:db8:1:2::1", 4711, 0, 0), "20010db800010002/64"),
+        (("fe80::1%eth0", 4711, 0, 2), "fe80000000000000/64"),
+        (("::1", 4711, 0, 0), "0/64"),
+        ("", ""),
+        ("/run/fleet.sock", ""),
+        (None, ""),
+    ],
+)
+def test_address_is_what_one_client_has(peername, address):
+    assert counted_address(peername) == address

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import grpc
 
+from fleet.adapters.grpc_options import PING_TIMEOUT
 from fleet.errors import ConfigurationRefused
 from kvstore.credentials import Credentials
 
@@ -19,7 +20,7 @@ CALL_SECONDS = 2.0
 OPTIONS = (
     # etcd ends connections that ping more often than every 5 s, or while nothing runs on them.
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *PING_TIMEOUT,
     # A broken connection must not make the next attempt wait for gRPC's own back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -20,10 +20,15 @@ class Authority:
         self._certificate = self._sign(self._name, self._key, is_authority=True)
         self.file = self._write(f"{name}.pem", self._certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> dict[str, str]:
-        """The fields `certificate` and `key` of `kvstore.credentials.Credentials`."""
+    def issue(self, name: str, *, hours: tuple[int, int] = (-1, 1)) -> dict[str, str]:
+        """The fields `certificate` and `key` of `kvstore.credentials.Credentials`.
+
+        Args:
+            name: Of the certificate and its files.
+            hours: From when to when it is valid, from now on.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key)
+        certificate = self._sign(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, hours=hours)
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -33,7 +38,12 @@ class Authority:
         }
 
     def _sign(
-        self, name: x509.Name, key: ec.EllipticCurvePrivateKey, *, is_authority: bool = False
+        self,
+        name: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        *,
+        is_authority: bool = False,
+        hours: tuple[int, int] = (-1, 1),
     ) -> x509.Certificate:
         now = dt.datetime.now(dt.UTC)
         builder = x509.CertificateBuilder(
@@ -41,8 +51,8 @@ class Authority:
             subject_name=name,
             public_key=key.public_key(),
             serial_number=x509.random_serial_number(),
-            not_valid_before=now - dt.timedelta(hours=1),
-            not_valid_after=now + dt.timedelta(hours=1),
+            not_valid_before=now + dt.timedelta(hours=hours[0]),
+            not_valid_after=now + dt.timedelta(hours=hours[1]),
         )
         builder = builder.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
         if not is_authority:

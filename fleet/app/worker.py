@@ -51,7 +51,8 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     if settings.group is not None and settings.group.rank:
         await _run_rank(settings, settings.group, announce)
         return
-    tls = of_worker("credentials", settings.credentials)
+    identity = of_worker("credentials", settings.credentials)
+    identity.require("listen", settings.listen, on_loopback=False)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
         await held.enter_async_context(giving_up_when_asked())
@@ -84,7 +85,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             evacuator=evacuator,
             store_goes=own_store,
         )
-        listening = await held.enter_async_context(serve_routers(worker, settings.listen, tls))
+        listening = await held.enter_async_context(serve_routers(worker, settings.listen, identity))
         endpoints = {"stream": listening}
         if furnished.node is not None:
             endpoints |= {"store": furnished.node.listen[0], "data": furnished.node.data_address}

@@ -32,6 +32,7 @@ SKEW_SECONDS = 300
 class Purpose(StrEnum):
     DATA = "kvstore.v1 data plane"
     CONTROL = "kvstore.v1 control plane"
+    STREAMS = "fleet.v1 streams of frames"
 
 
 class Side(StrEnum):

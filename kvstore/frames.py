@@ -13,7 +13,7 @@ Rules:
    those frames, that are being received.
 5. `lost` is called once for each connection that was accepted, last, and is the only sign that it is over.
 
-TLS and proofs of a secret are no affair of frames: the former is a context, the latter is a matter of what is said first.
+TLS and proofs of a secret are no affair of frames: a `Door` decides who comes in.
 """
 
 import asyncio
@@ -23,7 +23,8 @@ import struct
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Protocol, cast
@@ -58,6 +59,12 @@ TCP_OPTIONS = (
 """A host that is gone is noticed within ten seconds, and so is a peer that takes nothing for as long. Only heartbeats tell
 of a process that hangs while nobody speaks to it."""
 
+TLS_BEGINS = 0x0316
+"""The first two bytes of a TLS handshake, 0x16 and 3, read as the low half of a length."""
+
+HANDSHAKE_SECONDS = 5.0
+"""How long a TLS handshake may take: some round trips, and signatures on a busy machine."""
+
 STOP_SECONDS = 2  # for what waits to be sent when a server stops
 
 
@@ -65,9 +72,10 @@ class FrameTooLong(ConnectionError):
     """A payload above the limit of one of the two ends."""
 
     def __init__(self, size: int, limit: int):
-        super().__init__(
-            f"a frame of {size} bytes, where {limit} are the most: the peer speaks another protocol or limit"
-        )
+        cause = "the peer speaks another protocol or limit"
+        if size & 0xFFFF == TLS_BEGINS:
+            cause = "the peer speaks TLS, and this end does not"
+        super().__init__(f"a frame of {size} bytes, where {limit} are the most: {cause}")
 
 
 class FrameTorn(ConnectionError):
@@ -102,6 +110,10 @@ class Cutter:
     def torn(self) -> bool:
         """Whether a frame has begun and not ended."""
         return bool(self._head)
+
+    def allow(self, limit: int) -> None:
+        """Take payloads of up to `limit` bytes from now on."""
+        self._limit = limit
 
     def cut(self, data: bytes) -> list[bytes]:
         """The payloads that `data` completes, in order; look at `fault` after them."""
@@ -231,6 +243,21 @@ class FrameConnection(asyncio.Protocol):
         """Have what was said leave now: for who answers one question at a time and is waited for."""
         self._flush()
 
+    def allow(self, limit: int) -> None:
+        """Take and send payloads of up to `limit` bytes from the next piece of the stream on."""
+        self._limit = limit
+        self._cutter.allow(limit)
+
+    def hand_over(self, receiver: "Receiver", limit: int) -> None:
+        """Give what comes from the next piece of the stream on to another receiver.
+
+        Args:
+            receiver: Gets frames, and is told when the connection is over.
+            limit: As of `allow`.
+        """
+        self._receiver = receiver
+        self.allow(limit)
+
     def pause_reading(self) -> None:
         """Take nothing more from the system, which makes the peer's connection `full` by and by."""
         self._reading = False
@@ -353,6 +380,7 @@ async def connect(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
     tls: ssl.SSLContext | None = None,
+    handshake_seconds: float = HANDSHAKE_SECONDS,
 ) -> FrameConnection:
     """Open a connection. Waits as long as the system does: put a deadline around it.
 
@@ -362,6 +390,7 @@ async def connect(
         limit: Bytes of the longest payload, both ways.
         send_limit: Bytes that may wait to be sent.
         tls: For TCP; a Unix socket needs none.
+        handshake_seconds: How long the TLS handshake may take.
 
     Raises:
         OSError: Nobody listens there, or TLS did not come about.
@@ -376,8 +405,25 @@ async def connect(
         _, connection = await loop.create_unix_connection(made, path)
     else:
         host, port = host_port(address)
-        _, connection = await loop.create_connection(made, host, port, ssl=tls)
+        within = None if tls is None else handshake_seconds
+        _, connection = await loop.create_connection(made, host, port, ssl=tls, ssl_handshake_timeout=within)
     return connection
+
+
+class Door(Protocol):
+    """Decides which TCP connections reach the receivers of a server."""
+
+    def guarding(
+        self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept
+    ) -> AbstractAsyncContextManager[None]:
+        """Take connections until left.
+
+        Args:
+            listener: Listens already; the door closes it.
+            made: Makes the protocol of one connection, which begins with the receiver that is given.
+            accept: Gives the receiver of a connection that may come in.
+        """
+        ...
 
 
 @asynccontextmanager
@@ -389,6 +435,7 @@ async def open_server(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
     tls: ssl.SSLContext | None = None,
+    door: "Door | None" = None,
 ) -> AsyncIterator[str]:
     """Listen until left; yields the address, with the port that was chosen. Connections end with it.
 
@@ -399,6 +446,7 @@ async def open_server(
         limit: Bytes of the longest payload, both ways.
         send_limit: Bytes that may wait to be sent on one connection.
         tls: For TCP; a Unix socket is for its own user anyway.
+        door: Decides which TCP connections come in, over TLS of its own or without; None: all do.
 
     Raises:
         StoreNotStarted: The address is none, is in use, or is none of this machine.
@@ -406,21 +454,36 @@ async def open_server(
     connections: set[_Accepted] = set()
     ended = asyncio.Event()
 
-    def made() -> _Accepted:
-        return _Accepted(accept, connections, ended, limit=limit, send_limit=send_limit)
+    def made(first: Accept) -> _Accepted:
+        return _Accepted(first, connections, ended, limit=limit, send_limit=send_limit)
 
-    loop = asyncio.get_running_loop()
-    if path := unix_path(address):
-        server = await loop.create_unix_server(made, sock=sockets.listen(field, path), backlog=BACKLOG)
-    else:
-        listener = _listener(field, address)
-        server = await loop.create_server(made, sock=listener, ssl=tls, backlog=BACKLOG)
-        address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
-    try:
+    async with AsyncExitStack() as listening:
+        listening.push_async_callback(_end, connections, ended)
+        if path := unix_path(address):
+            listener = sockets.listen(field, path)
+        else:
+            listener = _listener(field, address)
+            address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        if door is not None and not path:
+            await listening.enter_async_context(door.guarding(listener, made, accept))
+        else:
+            await listening.enter_async_context(_open_to_all(listener, path, tls, partial(made, accept)))
         yield address
+
+
+@asynccontextmanager
+async def _open_to_all(
+    listener: socket.socket, path: str, tls: ssl.SSLContext | None, made: Callable[[], FrameConnection]
+) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    if path:
+        server = await loop.create_unix_server(made, sock=listener, backlog=BACKLOG)
+    else:
+        server = await loop.create_server(made, sock=listener, ssl=tls, backlog=BACKLOG)
+    try:
+        yield
     finally:
         _stop_listening(server, path)
-        await _end(connections, ended)
 
 
 def _stop_listening(server: asyncio.Server, path: str) -> None:

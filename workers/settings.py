@@ -170,7 +170,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Where routers connect: host:port (0: any) or unix:path."""
 
     credentials: Credentials = Credentials()
-    """TLS of `listen` where it is no Unix socket: `certificate` and `key`; with `authority`, routers have to show theirs."""
+    """What routers prove at `listen` where it is no Unix socket: the secret in `secret_file`, which the worker proves to them as well;
+    with `certificate` and `key` there is TLS, and with `authority` routers have to show a certificate. Beyond loopback one of
+    both is needed, unless `insecure` says that nobody else is on that network."""
 
     control_listen: str = ""
     """Where operators connect: gRPC with the Worker service, health and reflection; host:port or unix:path. Empty: nowhere."""

@@ -3,23 +3,28 @@
 The messages are those of the package aetcd. Its client is not used: it knows no TLS, and a call of it may wait for ever.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 import grpc
 
+from fleet.adapters.grpc_options import PING_TIMEOUT
 from fleet.errors import ConfigurationRefused
 from kvstore.credentials import Credentials
+from kvstore.tls_diagnosis import diagnose_address
 
 T = TypeVar("T")
 
 CALL_SECONDS = 2.0
+DIAGNOSIS_SECONDS = 0.5  # for each of a few connections, once an outage
 OPTIONS = (
     # etcd ends connections that ping more often than every 5 s, or while nothing runs on them.
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *PING_TIMEOUT,
     # A broken connection must not make the next attempt wait for gRPC's own back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -41,6 +46,9 @@ class Channels:
         """
         self._endpoints = endpoints
         self._tls = _tls(credentials, section)
+        self._credentials = credentials
+        self._field = f"{section}.credentials"
+        self._causes: dict[str, str] = {}  # why there is no TLS, by endpoint; empty: for another reason
         self._turn = count(1)
         self._channel: grpc.aio.Channel | None = None
         self._at = self._endpoints[0]
@@ -58,14 +66,31 @@ class Channels:
         """What an endpoint answers.
 
         Raises:
-            AioRpcError: As the call did; the next one goes elsewhere.
+            AioRpcError: As the call did, with the cause where TLS is it; the next one goes elsewhere.
         """
         try:
-            return await ask(self.current)
-        except grpc.aio.AioRpcError:
+            answer = await ask(self.current)
+        except grpc.aio.AioRpcError as error:
             await self.close()
-            self._at = self._endpoints[next(self._turn) % len(self._endpoints)]
-            raise
+            at, self._at = self._at, self._endpoints[next(self._turn) % len(self._endpoints)]
+            raise await self._explained(error, at) from error
+        self._causes.pop(self._at, None)
+        return answer
+
+    async def _explained(self, error: grpc.aio.AioRpcError, at: str) -> grpc.aio.AioRpcError:
+        """Return the error with what is wrong with TLS at an endpoint, which is looked for once until the endpoint has answered again."""
+        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return error
+        if at not in self._causes:
+            look = partial(
+                diagnose_address, at, self._credentials, field=self._field, timeout_seconds=DIAGNOSIS_SECONDS
+            )
+            self._causes[at] = await asyncio.to_thread(look)
+        if not (cause := self._causes[at]):
+            return error
+        return grpc.aio.AioRpcError(
+            error.code(), error.initial_metadata(), error.trailing_metadata(), f"{error.details()}; {cause}"
+        )
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None

@@ -5,10 +5,21 @@ from typing import Final
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """A prompt of a million tokens has 4 MiB; chunks of KV events stay far below."""
 
+PING_TIMEOUT_MS: Final = 5_000
+
+PING_TIMEOUT: Final = (
+    # The library waits this long for the answer to a ping that checks an idle transport. Its default is a minute, and since 1.60 or so
+    # the keepalive timeout does not shorten it. Older releases know only the keepalive timeout.
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+)
+"""How long a peer may leave a ping unanswered before the connection is closed."""
+
 _KEEPALIVE: Final = (
-    # A peer that hangs (SIGSTOP, pulled cable) is noticed within about ten seconds where no heartbeat says it sooner.
+    # A peer that hangs (SIGSTOP, pulled cable) is noticed within ten seconds where no heartbeat says it sooner: five until the
+    # next ping, five for its answer.
     ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *PING_TIMEOUT,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # 0: no limit
 )

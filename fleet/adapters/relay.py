@@ -14,11 +14,11 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -48,6 +48,7 @@ from fleet.ids import ModelName, RequestId
 from fleet.requests import TOKEN_BYTES
 from fleet.router.messages import Arrived, Complete, Emit
 from fleet.router.server import Listener
+from fleet.router.shared_limits import admitted, settled
 from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
 
@@ -235,6 +236,7 @@ class Relay:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._threads = threads
+        self._settling: set[asyncio.Task[bool]] = set()  # requests near a limit that others share
 
     async def quiet(self) -> None:
         """Wait until nothing is relayed."""
@@ -271,7 +273,7 @@ class Relay:
             ):
                 self._read_elsewhere(relayed, body, reader)
             else:
-                self._submit(relayed, body, read_prompt(body, reader, path))
+                self._submit_when_sure(relayed, body, read_prompt(body, reader, path))
         except Refused as refused:
             relayed.refuse(refused)
         except Exception:  # supervisor: a bug in one request does not leave its client waiting
@@ -302,9 +304,8 @@ class Relay:
             read = await self._threads.run(partial(read_prompt, body, reader, path), prompt_bytes(body))
         else:
             read = read_prompt(body, reader, path)
-        now = self._clock.now()
-        self._tenants.admit(tenant, len(read.tokens) // TOKEN_BYTES, now)
-        arrived = self._arrived(request_id, tenant, now, body, read)
+        await admitted(self._tenants, tenant, len(read.tokens) // TOKEN_BYTES, self._clock)
+        arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
         return structs.replace(arrived, second_hand=True)
 
     # From requests
@@ -377,23 +378,49 @@ class Relay:
         )
         return arrived if body.fleet is None else with_options(arrived, body.fleet, began_at)
 
+    def _submit_when_sure(self, relayed: Relayed, body: TextBody | AnyBody, read: Read) -> None:
+        """Submit now, or after the other routers have heard what the tenant took here, where it is near a limit.
+
+        Raises:
+            Refused: As of `_submit`.
+        """
+        settle = self._tenants.settle_with_others
+        tokens = len(read.tokens) // TOKEN_BYTES
+        if settle is None or not self._tenants.is_unsure(relayed.tenant, tokens, self._clock.now()):
+            self._submit(relayed, body, read)
+            return
+        settling = asyncio.get_running_loop().create_task(settled(settle), name="shared limits")
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
+
+        def submit() -> None:
+            again = self._submit_when_sure if settling.result() else self._submit
+            again(relayed, body, read)
+
+        self._submit_after(relayed, settling, submit)
+
     def _read_elsewhere(self, relayed: Relayed, body: TextBody | AnyBody, reader: PromptReader) -> None:
-        def have_read(future: asyncio.Future[Read]) -> None:
+        reading = self._threads.run(partial(read_prompt, body, reader, relayed.path), prompt_bytes(body))
+        self._submit_after(relayed, reading, lambda: self._submit_when_sure(relayed, body, reading.result()))
+
+    def _submit_after(self, relayed: Relayed, waiting: "asyncio.Future[Any]", submit: Callable[[], None]) -> None:
+        """Submit when something is done that the request waits for, unless its client has gone by then."""
+
+        def done(future: "asyncio.Future[Any]") -> None:
             if future.cancelled():
                 return
             future.exception()  # asked for, or asyncio complains where nobody waits for the prompt any more
             if relayed.over:
                 return
             try:
-                self._submit(relayed, body, future.result())
+                submit()
             except Refused as refused:
                 relayed.refuse(refused)
             except Exception:  # supervisor: a tokenizer that fails on one prompt does not leave its request waiting
                 log.exception("prompt not read", extra={"request": relayed.request_id})
                 relayed.refuse(internal_error())
 
-        reading = self._threads.run(partial(read_prompt, body, reader, relayed.path), prompt_bytes(body))
-        reading.add_done_callback(have_read)
+        waiting.add_done_callback(done)
 
 
 class _Nothing:

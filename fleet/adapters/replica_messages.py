@@ -15,6 +15,7 @@ from fleet.router.index import KEY_BYTES
 from fleet.router.messages import Booked
 from fleet.router.sessions import SessionBinding
 from fleet.router.settings import Thresholds
+from fleet.router.tenants import Left, Taken
 from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 
@@ -22,6 +23,7 @@ PROMPTS_A_MESSAGE = 1000  # 4 MB, if all are as long as may be told
 MEMBERS_A_MESSAGE = 1000  # some 100 kB
 BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
 LATEST = 1 << 62  # nanoseconds of Unix time, in the year 2116: no clock says more
+MOST_TAKEN = 1e15  # requests or tokens of one tenant in one message
 MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
 
 
@@ -134,6 +136,45 @@ def decode_placed(told: pb.PlacedPrompt) -> PlacedPrompt:
 def decode_binding(told: pb.SessionBinding) -> SessionBinding:
     worker_id = WorkerId(told.worker_id) if told.worker_id else None
     return SessionBinding(key=(told.tenant, told.session), worker_id=worker_id, stamp=decode_instant(told.stamp))
+
+
+def encode_taken(taken: Mapping[str, Taken]) -> pb.ReplicaMessage:
+    return pb.ReplicaMessage(taken=pb.ReplicaTaken(tenants=_amounts(taken)))
+
+
+def encode_left(left: Mapping[str, Left]) -> pb.ReplicaMessage:
+    return pb.ReplicaMessage(left=pb.ReplicaLeft(tenants=_amounts(left)))
+
+
+def decode_taken(told: pb.ReplicaTaken) -> dict[str, Taken]:
+    """Return what tenants took at another router.
+
+    Raises:
+        ConnectionError: An amount is below zero or no number: buckets would never fill or never empty again.
+    """
+    return {each.tenant: Taken(requests=_amount(each.requests), tokens=_amount(each.tokens)) for each in told.tenants}
+
+
+def decode_left(told: pb.ReplicaLeft) -> dict[str, Left]:
+    """Return what is left of tenants' limits by another router's count.
+
+    Raises:
+        ConnectionError: An amount is no number.
+    """
+    return {
+        each.tenant: Left(requests=_amount(each.requests, -MOST_TAKEN), tokens=_amount(each.tokens, -MOST_TAKEN))
+        for each in told.tenants
+    }
+
+
+def _amounts(told: Mapping[str, Taken | Left]) -> list[pb.TenantAmount]:
+    return [pb.TenantAmount(tenant=name, requests=each.requests, tokens=each.tokens) for name, each in told.items()]
+
+
+def _amount(told: float, least: float = 0.0) -> float:
+    if not least <= told <= MOST_TAKEN:
+        raise ConnectionError(f"another router tells that a tenant took {told}")
+    return told
 
 
 def decode_instant(told: int) -> int:

@@ -22,7 +22,12 @@ Rules:
    last time, and to who is reached later what is under way. Likewise prompts for workers that tell nothing (there, rule 3), if their
    keys are made with something that other routers have as well (`fleet.adapters.prompt_keys`): each message has its fingerprint, and
    who has another passes these over. A router of an older version passes all that over.
-10. To who is reached later, bookings are told after all the rest. So a process that shares its ports knows when it has caught up with
+10. Over TCP routers prove that they are of the cluster before anything is said or heard (`fleet.adapters.stream_doors`); Unix sockets are
+    for their own user.
+11. What tenants with limits took is told like bookings, unless Redis shares the limits; to who is reached later what is left is told
+    (`fleet.router.tenants`, rule 4). Near a limit a router asks the others whether they have heard of all that, and waits for their answers for
+    `SETTLE_SECONDS` at most. Who has not answered by then is neither waited for nor counted until it answers anything.
+12. To who is reached later, bookings are told after all the rest. So a process that shares its ports knows when it has caught up with
     those beside it, and takes no connections before (`fleet.app.router`).
 """
 
@@ -33,6 +38,7 @@ from contextlib import suppress
 from typing import Never, Protocol
 
 from google.protobuf.message import DecodeError
+from msgspec import Struct
 
 from fleet.adapters.clock import unix_milliseconds
 from fleet.adapters.grpc_cluster import encode_explanation
@@ -41,18 +47,25 @@ from fleet.adapters.replica_messages import (
     decode_binding,
     decode_booked,
     decode_instant,
+    decode_left,
     decode_member,
     decode_placed,
     decode_registered,
+    decode_taken,
     decode_tuned,
     encode_bookings,
+    encode_left,
     encode_members,
     encode_prompts,
     encode_registered,
     encode_sessions,
+    encode_taken,
     encode_tuned,
 )
-from fleet.clock import MILLISECOND
+from fleet.adapters.stream_doors import PROVE_SECONDS, StreamDoor, dial
+from fleet.adapters.stream_proofs import BETWEEN_ROUTERS, is_opening
+from fleet.adapters.stream_tls import StreamIdentity, cause_of, of_router, of_worker
+from fleet.clock import MILLISECOND, Clock
 from fleet.control.messages import Deregister, Register, Told
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, RequestId, WorkerId
@@ -61,10 +74,11 @@ from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLe
 from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Explanation
+from fleet.router.tenants import Left, Taken, Tenants
 from fleet.v1 import control_pb2, selection_pb2
 from fleet.v1 import replica_pb2 as pb
 from kvstore.errors import StoreNotStarted
-from kvstore.frames import FrameConnection, SendBufferFull, connect, open_server
+from kvstore.frames import FrameConnection, SendBufferFull, open_server
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +87,20 @@ ANYWAY_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 DIAL_SECONDS = 1.0  # for an answer, and between two attempts when there have been some
 FIRST_PAUSE_SECONDS = 0.05  # after the first: processes of one host are started together
+SETTLE_SECONDS = 0.25  # about a hundred times what an answer takes between idle processes
 ANSWER_SECONDS = 1.0  # of a router to what an operator asks
 MAX_MESSAGE_BYTES = 16 << 20  # a worker has about 50 bytes
 MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # to be taken by a router that does not listen; then it is dialled anew
+
+
+UNSECURED = "that router proves no secret: set replicas_credentials.secret_file there as well"
+
+
+class SharedLimits(Struct, frozen=True):
+    """Limits of tenants that routers keep together."""
+
+    tenants: Tenants
+    clock: Clock
 
 
 class Router(Protocol):
@@ -130,6 +155,7 @@ class Replicas:
         metrics: Callable[[], str],
         *,
         private: int = 0,
+        limits: "SharedLimits | None" = None,
         now_unix_ms: Callable[[], int] = unix_milliseconds,
     ) -> None:
         """Nothing is dialled before `run`.
@@ -141,9 +167,14 @@ class Replicas:
             leases: That this router has given.
             metrics: All of this router, as Prometheus reads them.
             private: Fingerprint of the names of blocks that no worker knows; 0: no other router has these.
+            limits: Of tenants, to be shared with the other routers; None: they are not, or in another way.
             now_unix_ms: Tells which of two thresholds was set last.
+
+        Raises:
+            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to strangers.
         """
         self._settings = settings
+        self._own, self._calling = _identities(settings)
         self._router = router
         self._registry = registry
         self._leases = leases
@@ -156,7 +187,12 @@ class Replicas:
         self._told: Mapping[WorkerId, Booked] = {}
         self._heard_of: set[str] = set()
         self._caught_up = asyncio.Event()
+        self._settling: asyncio.Event | None = None
+        self._limits = limits
         router.on_change = self._changed
+        if limits is not None:
+            limits.tenants.on_taken = self._changed
+            limits.tenants.settle_with_others = self._settle
 
     async def run(self) -> Never:
         """Speak and listen until cancelled.
@@ -166,9 +202,12 @@ class Replicas:
         """
         self._router.hear(SessionsBound(clock=self._now_unix_ms() * MILLISECOND))
         listen = self._settings.replicas_listen
+        door = None
+        if not self._own.is_open:
+            door = StreamDoor(self._own, BETWEEN_ROUTERS, _refusal, limit=MAX_MESSAGE_BYTES)
         try:
             async with (
-                open_server("replicas_listen", listen, self._accept, limit=MAX_MESSAGE_BYTES),
+                open_server("replicas_listen", listen, self._accept, limit=MAX_MESSAGE_BYTES, door=door),
                 asyncio.TaskGroup() as tasks,
             ):
                 for address in self._settings.replicas:
@@ -176,6 +215,7 @@ class Replicas:
                 while True:
                     await asyncio.sleep(ANYWAY_SECONDS)
                     self._tell_news()
+                    self._tell_taken()
                     self._tell_bookings()
         except StoreNotStarted as error:
             raise ConfigurationRefused(str(error)) from error
@@ -255,6 +295,8 @@ class Replicas:
             case "release":
                 if self._leases.released(question.release):
                     answer.released.SetInParent()
+            case "settled":
+                answer.settled.SetInParent()
             case None:
                 """Of a later version."""
         return answer
@@ -294,6 +336,7 @@ class Replicas:
     def _tell_changes(self) -> None:
         self._timer = None
         self._tell_news()  # first: what is booked for a prompt holds up nobody who has the same
+        self._tell_taken()
         if self._router.booked() != self._told:
             self._tell_bookings()
 
@@ -308,6 +351,44 @@ class Replicas:
         for message in (*encode_prompts(placed, over, self._private), *encode_sessions(self._router.sessions.news())):
             self._send(message)
 
+    def _tell_taken(self) -> None:
+        if self._limits is not None and (taken := self._limits.tenants.taken()):
+            self._send(encode_taken(taken))
+            if not self._limits.tenants.others:
+                self._limits.tenants.confirm(self._limits.tenants.unheard())
+
+    async def _settle(self) -> bool:
+        """Wait until the other routers have heard what tenants took here; whoever comes meanwhile waits with the first.
+
+        Returns:
+            Whether all that are counted have answered.
+        """
+        assert self._limits is not None
+        if self._settling is not None:
+            await self._settling.wait()
+            return True  # not all that was taken is heard of by now, but the next round tells
+        self._settling = settling = asyncio.Event()
+        tenants = self._limits.tenants
+        try:
+            self._tell_taken()
+            unheard = tenants.unheard()
+            question = pb.ReplicaQuestion(settled=pb.SettledRequest())
+            asked = {link.ask(question): link for link in self._links.values() if not link.deaf}
+            late = (await asyncio.wait(asked, timeout=SETTLE_SECONDS))[1] if asked else set()
+            for each in late:
+                asked[each].deaf = True
+                each.cancel()
+            tenants.confirm(unheard)
+            self._count_others()
+            return not late
+        finally:
+            self._settling = None
+            settling.set()
+
+    def _count_others(self) -> None:
+        if self._limits is not None:
+            self._limits.tenants.others = sum(not link.deaf for link in self._links.values())
+
     def _send(self, message: pb.ReplicaMessage) -> None:
         payload = message.SerializeToString()
         for link in list(self._links.values()):
@@ -315,25 +396,35 @@ class Replicas:
 
     async def _keep_up(self, address: str) -> Never:
         """Reach another router again and again."""
-        pause = FIRST_PAUSE_SECONDS
+        pause, cause = FIRST_PAUSE_SECONDS, ""
         while True:
-            link = _Link(address)
+            link = _Link(address, self._count_others)
             try:
-                async with asyncio.timeout(DIAL_SECONDS):
-                    link.connection = await connect(
-                        address, link.accept, limit=MAX_MESSAGE_BYTES, send_limit=MAX_WAITING_BYTES
+                async with asyncio.timeout(DIAL_SECONDS if self._calling.is_open else PROVE_SECONDS):
+                    link.connection = await dial(
+                        address,
+                        link.accept,
+                        self._calling,
+                        BETWEEN_ROUTERS,
+                        limit=MAX_MESSAGE_BYTES,
+                        send_limit=MAX_WAITING_BYTES,
                     )
-            except (OSError, TimeoutError):
+            except OSError as error:
+                if (why := _cause(error)) != cause:  # not at every attempt
+                    cause = why
+                    log.warning("another router cannot be reached", extra={"address": address, "cause": cause})
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, DIAL_SECONDS)
                 continue
-            pause = FIRST_PAUSE_SECONDS
+            pause, cause = FIRST_PAUSE_SECONDS, ""
             log.info("reached another router", extra={"address": address})
             hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ms())
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             router = self._router
+            self._tell_taken()  # so that it is not told to this one after what is left
             for message in (
                 *encode_members(self._registry.registrations()),
+                *self._left(),
                 *([] if self._tuned is None else [encode_tuned(self._tuned)]),
                 *encode_prompts(router.prompts.latest(), (), self._private),
                 *encode_sessions(router.sessions.latest()),
@@ -341,13 +432,33 @@ class Replicas:
             ):
                 link.send(message.SerializeToString())
             self._links[address] = link
+            self._count_others()
             try:
                 await link.over.wait()
             finally:
                 del self._links[address]
+                self._count_others()
                 link.connection.abort()
-            log.warning("lost another router", extra={"address": address})
+            log.warning("lost another router", extra={"address": address, "cause": link.cause or "it has closed"})
             await asyncio.sleep(DIAL_SECONDS)  # who takes connections and ends them is not dialled without a pause
+
+    def _left(self) -> list[pb.ReplicaMessage]:
+        left = {} if self._limits is None else self._limits.tenants.left(self._limits.clock.now())
+        return [encode_left(left)] if left else []
+
+    def took_elsewhere(self, taken: Mapping[str, Taken]) -> None:
+        """Count what tenants took at another router."""
+        if self._limits is not None:
+            now = self._limits.clock.now()
+            for name, each in taken.items():
+                self._limits.tenants.took_elsewhere(name, each, now)
+
+    def left_elsewhere(self, left: Mapping[str, Left]) -> None:
+        """Hear what is left of limits by another router's count."""
+        if self._limits is not None:
+            now = self._limits.clock.now()
+            for name, each in left.items():
+                self._limits.tenants.lower(name, each, now)
 
     def _accept(self, connection: FrameConnection) -> "_Heard":
         return _Heard(connection, self._router, self._registry, self, self._private)
@@ -358,9 +469,12 @@ class _Link:
 
     connection: FrameConnection
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, answers_again: Callable[[], None]) -> None:
         self.address = address
         self.over = asyncio.Event()
+        self.cause = ""  # it is over
+        self.deaf = False  # it left a question about limits unanswered
+        self._answers_again = answers_again
         self._questions = 0
         self._asked: dict[int, asyncio.Future[pb.ReplicaAnswer]] = {}  # by number; each has a deadline
 
@@ -390,6 +504,11 @@ class _Link:
             answer = pb.ReplicaAnswer.FromString(payload)
         except DecodeError as error:
             raise ConnectionError("what another router answers is no answer of ours") from error
+        if answer.refused:
+            raise ConnectionError(answer.refused)
+        if self.deaf:
+            self.deaf = False
+            self._answers_again()
         asked = self._asked.get(answer.number)
         if asked is not None and not asked.done():  # else it comes too late
             asked.set_result(answer)
@@ -397,7 +516,8 @@ class _Link:
     def resumed(self) -> None:
         """Nothing waits for that."""
 
-    def lost(self, cause: Exception | None) -> None:  # noqa: ARG002 - a frame receiver's signature
+    def lost(self, cause: Exception | None) -> None:
+        self.cause = "" if cause is None else cause_of(cause, "replicas_credentials")
         self.over.set()
         for asked in list(self._asked.values()):
             asked.cancel()
@@ -422,6 +542,12 @@ class _Heard:
         try:
             message = pb.ReplicaMessage.FromString(payload)
         except DecodeError as error:
+            if is_opening(payload):
+                self._connection.send(_refusal(UNSECURED))
+                self._connection.close(
+                    ConnectionError("it wants to prove a secret: set replicas_credentials.secret_file")
+                )
+                return
             raise ConnectionError("what another router says is no message of ours") from error
         kind = message.WhichOneof("message")
         if (kind == "hello") == bool(self._replica):
@@ -455,6 +581,10 @@ class _Heard:
                 ours = told.private != 0 and told.private == self._private
                 placed = tuple(decode_placed(each) for each in told.placed if each.number or ours)
                 self._router.hear(ReplicaPlaced(replica=self._replica, placed=placed, over=tuple(told.over)))
+            case "taken":
+                self._replicas.took_elsewhere(decode_taken(message.taken))
+            case "left":
+                self._replicas.left_elsewhere(decode_left(message.left))
             case "tuned":
                 self._replicas.tuned_elsewhere(decode_tuned(message.tuned))
             case None:
@@ -468,9 +598,34 @@ class _Heard:
         if self._replica:
             log.warning("another router has left", extra={"replica": self._replica, "cause": str(cause or "closed")})
             self._router.hear(ReplicaLeft(replica=self._replica))
+        elif cause is not None:
+            log.warning("another router was refused", extra={"cause": str(cause)})
 
     def _silent(self) -> None:
         self._connection.abort(ConnectionError(f"it said nothing for {SILENCE_SECONDS:g} s"))
+
+
+def _identities(settings: RouterSettings) -> tuple[StreamIdentity, StreamIdentity]:
+    """Return what this router proves where it listens and where it calls.
+
+    Raises:
+        ConfigurationRefused: A file cannot be used, or an address is open to strangers.
+    """
+    own = of_worker("replicas_credentials", settings.replicas_credentials)
+    calling = of_router("replicas_credentials", settings.replicas_credentials)
+    if settings.replicas_listen:
+        own.require("replicas_listen", settings.replicas_listen, on_loopback=True)
+    for index, address in enumerate(settings.replicas):
+        calling.require(f"replicas[{index}]", address, on_loopback=True)
+    return own, calling
+
+
+def _refusal(why: str) -> bytes:
+    return pb.ReplicaAnswer(refused=why).SerializeToString()
+
+
+def _cause(error: OSError) -> str:
+    return "it does not answer in time" if isinstance(error, TimeoutError) else cause_of(error, "replicas_credentials")
 
 
 def _is_beside(address: str) -> bool:

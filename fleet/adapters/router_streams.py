@@ -3,7 +3,8 @@
 Rules:
 
 1. Hello comes first, within `HELLO_SECONDS` and once. Who says anything else, or what cannot be parsed, is told why and
-   cut. A piece of work that cannot be understood is rejected, and the stream goes on.
+   cut. A piece of work that cannot be understood is rejected, and the stream goes on. Before that, both ends prove who they are
+   where the worker has a secret or certificates (`fleet.adapters.stream_doors`).
 2. When the connection is over, for whatever reason, its session is, and so is its work.
 3. A worker whose engine hangs takes no stream any more.
 4. What the worker says is encoded and handed to the connection at once, with no task in between, while the router takes
@@ -11,43 +12,54 @@ Rules:
 """
 
 import asyncio
-import ssl
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from google.protobuf.message import DecodeError
 
 from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
+from fleet.adapters.stream_doors import StreamDoor
+from fleet.adapters.stream_proofs import TO_WORKERS, is_opening
+from fleet.adapters.stream_tls import OPEN, StreamIdentity
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import Malformed, decode_router_message, encode_worker_message
 from fleet.work import Goodbye, Hello, Rejected, RouterMessage, WorkerMessage
 from kvstore.errors import StoreNotStarted
-from kvstore.frames import Accept, FrameConnection, open_server
+from kvstore.frames import Accept, FrameConnection, FrameTooLong, open_server
 from workers.server import WorkerServer
 from workers.session import Session
 
+log = logging.getLogger(__name__)
+
+HELLO_BYTES = 64 << 10
+"""The longest payload before hello. The first bytes of a TLS handshake announce more."""
+
 HELLO_SECONDS = 10  # a router says hello with its first packet
 LINGER_SECONDS = 2  # for the last messages of a stream that ends; a router that does not read does not get them
+
+UNSECURED = "hello: you want to prove a secret, and this worker has none: set credentials.secret_file of the worker"
 
 HELLO_FIRST = "hello: the first message on a stream must be hello"
 HUNG = "its engine hangs, and the process ends"
 
 
 @asynccontextmanager
-async def serve_routers(worker: WorkerServer, listen: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+async def serve_routers(worker: WorkerServer, listen: str, identity: StreamIdentity = OPEN) -> AsyncIterator[str]:
     """Listen for routers until left; yields the address, with the port that was chosen.
 
     Args:
         worker: Its `run` is the caller's affair.
         listen: host:port (0: any) or unix:path.
-        tls: Of connections that are not over a Unix socket; see `fleet.adapters.stream_tls`.
+        identity: What both ends prove on connections over TCP.
 
     Raises:
         ConfigurationRefused: The address is in use or none of this machine; nothing was started.
     """
+    door = None if identity.is_open else StreamDoor(identity, TO_WORKERS, _goodbye, limit=MAX_MESSAGE_BYTES)
     try:
-        async with open_server("listen", listen, routers_of(worker), limit=MAX_MESSAGE_BYTES, tls=tls) as address:
+        async with open_server("listen", listen, routers_of(worker), limit=MAX_MESSAGE_BYTES, door=door) as address:
             yield address
     except StoreNotStarted as error:
         raise ConfigurationRefused(str(error)) from error
@@ -62,6 +74,7 @@ class _Stream:
     """Implements `kvstore.frames.Receiver` towards the router and `workers.ports.Outlet` towards the worker."""
 
     def __init__(self, connection: FrameConnection, worker: WorkerServer) -> None:
+        connection.allow(HELLO_BYTES)
         self._connection = connection
         self._worker = worker
         self._session: Session | None = None
@@ -74,7 +87,7 @@ class _Stream:
         try:
             message = decode_router_message(pb.RouterMessage.FromString(payload))
         except DecodeError:
-            self.end("that is no message of fleet.v1")
+            self.end(UNSECURED if is_opening(payload) else "that is no message of fleet.v1")
         except Malformed as error:
             told = False
             if error.request_id and self._session is not None:
@@ -88,10 +101,12 @@ class _Stream:
         if self._session is not None:
             self._session.flow()
 
-    def lost(self, cause: Exception | None) -> None:  # noqa: ARG002 - however it ended
+    def lost(self, cause: Exception | None) -> None:
         self._timer.cancel()
         if self._session is not None:
             self._worker.close(self._session)
+        elif isinstance(cause, FrameTooLong):
+            log.warning("stream refused", extra={"cause": str(cause)})
 
     # What the worker does.
 
@@ -104,6 +119,8 @@ class _Stream:
 
     def end(self, why: str) -> None:
         if why:
+            if self._session is None:
+                log.warning("stream refused", extra={"cause": why})
             self.put(Goodbye(reason=why))
         self._connection.close()
         self._timer.cancel()
@@ -118,11 +135,16 @@ class _Stream:
                 self.end(HUNG)  # or the router would take it for a worker that has come back
                 return
             self._timer.cancel()
+            self._connection.allow(MAX_MESSAGE_BYTES)
             self._session = self._worker.open(message.router_id, self)
         elif isinstance(message, Hello):
             self.end("hello: was already said on this stream")
         elif message is not None:
             self._session.receive(message)
+
+
+def _goodbye(why: str) -> bytes:
+    return encode_worker_message(Goodbye(reason=why)).SerializeToString()
 
 
 def _refusal(error: Malformed) -> Rejected:

@@ -1,61 +1,220 @@
-"""TLS for streams between routers and workers on different hosts: certificates on both ends, or on the worker's only.
+"""Identity of streams of frames over TCP: certificates, a secret, or both, on both ends. Streams over Unix sockets need none.
 
-Streams over Unix sockets need none. Without an authority a worker takes whoever can connect: for closed networks.
+Rules:
+
+1. `certificate` and `key` make a listener speak TLS. With `authority` it asks callers for certificates as well. A caller speaks TLS
+   where it has an `authority`, and shows its own certificate where it is asked.
+2. With `secret_file` both ends prove that they know the secret, over TLS or not (`fleet.adapters.stream_proofs`).
+3. A stream is protected when both ends prove something: the secret, or certificates of the authority. Nobody listens unprotected
+   where strangers can connect, unless `insecure` says that there are none.
+4. A handshake that fails is explained on both ends. Event loops end such a connection before the alert has left, which would
+   tell the peer why; `WatchedTls` lets the alert leave first and remembers the failure.
 """
 
 import ssl
-from collections.abc import Callable
+from typing import Any, Self
+
+from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
+from kvstore import access
+from kvstore.addresses import is_local, unix_path
 from kvstore.credentials import Credentials
+from kvstore.errors import BadCredentials
+from kvstore.frames import HEAD
+from kvstore.tls_diagnosis import PLAIN, explain
+from kvstore.transports.authentication import Key, Purpose
 
 
-def of_worker(field: str, credentials: Credentials) -> ssl.SSLContext | None:
-    """What a worker listens with; None: without TLS.
+class StreamIdentity(Struct, frozen=True, kw_only=True):
+    """How one end of streams proves who it is, and what it asks of the other end."""
+
+    field: str
+    """The settings that it was made of; messages begin with it."""
+
+    tls: ssl.SSLContext | None = None
+    """None: connections are not encrypted."""
+
+    key: Key | None = None
+    """Derived from the secret that both ends prove; None: neither proves one."""
+
+    certified: bool = False
+    """Whether both ends show certificates."""
+
+    insecure: bool = False
+    """Whether strangers are known not to be there."""
+
+    @property
+    def protects(self) -> bool:
+        """Whether both ends prove who they are."""
+        return self.key is not None or self.certified
+
+    @property
+    def is_open(self) -> bool:
+        """Whether streams begin without any handshake."""
+        return self.key is None and self.tls is None
+
+    def require(self, listen_field: str, listen: str, *, on_loopback: bool) -> None:
+        """Refuse an address where a stranger could come in (rule 3).
+
+        Args:
+            listen_field: The setting that holds the address.
+            listen: ``host:port`` or ``unix:/path``.
+            on_loopback: Whether other users of this machine count as strangers.
+
+        Raises:
+            ConfigurationRefused: The address is not protected, or is none.
+        """
+        if self.protects or self.insecure or unix_path(listen):
+            return
+        try:
+            if is_local(listen) and not on_loopback:
+                return
+        except ValueError as error:
+            raise ConfigurationRefused(f"{listen_field}: {error}") from error
+        who = "other users of this machine" if is_local(listen) else "other hosts"
+        raise ConfigurationRefused(
+            f"{listen_field}: {listen} is open to {who}: set {self.field}.secret_file, or certificate, key and authority, or use a "
+            f"Unix socket, or set {self.field}.insecure = true on a network that nobody else is on"
+        )
+
+
+OPEN = StreamIdentity(field="")
+"""Neither secret nor certificate."""
+
+
+def of_worker(field: str, credentials: Credentials) -> StreamIdentity:
+    """Read what a listener proves.
 
     Args:
         field: Of the settings; messages begin with it.
-        credentials: The worker's certificate and key; with an authority, routers have to show a certificate of it.
+        credentials: The certificate and key of this end; with an authority, callers have to show a certificate of it.
 
     Raises:
-        ConfigurationRefused: A file cannot be used, or something is set that streams know nothing of.
+        ConfigurationRefused: A file cannot be used, or fields contradict each other.
     """
     if not credentials.certificate and credentials.authority:
         raise ConfigurationRefused(f"{field}.authority: certificates are looked at within TLS: set certificate and key")
-    return _made(field, credentials, lambda: ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), bool(credentials.key))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if credentials.key else None
+    return _identity(field, credentials, context)
 
 
-def of_router(field: str, credentials: Credentials) -> ssl.SSLContext | None:
-    """What a router dials workers with; None: without TLS.
+def of_router(field: str, credentials: Credentials) -> StreamIdentity:
+    """Read what a caller proves.
 
     Args:
         field: Of the settings; messages begin with it.
-        credentials: The authority that signs workers' certificates, and what the router shows where they ask.
+        credentials: The authority that signs the listeners' certificates, and what this end shows where they ask.
 
     Raises:
-        ConfigurationRefused: A file cannot be used, or something is set that streams know nothing of.
+        ConfigurationRefused: A file cannot be used, or fields contradict each other.
     """
     if credentials.certificate and not credentials.authority:
-        raise ConfigurationRefused(f"{field}.authority: is needed to know a worker's certificate")
-    return _made(field, credentials, ssl.create_default_context, bool(credentials.authority))
+        raise ConfigurationRefused(f"{field}.authority: is needed to know a listener's certificate")
+    return _identity(field, credentials, ssl.create_default_context() if credentials.authority else None)
 
 
-def _made(
-    field: str, credentials: Credentials, make: Callable[[], ssl.SSLContext], wanted: bool
-) -> ssl.SSLContext | None:
-    if credentials.secret_file:
-        raise ConfigurationRefused(
-            f"{field}.secret_file: streams are protected by certificates, see certificate and key"
-        )
-    if not wanted:
-        return None
-    context = make()
+def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | None) -> StreamIdentity:
     try:
-        if credentials.certificate:
-            context.load_cert_chain(credentials.certificate, credentials.key)
-        if credentials.authority:
-            context.load_verify_locations(credentials.authority)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
-        raise ConfigurationRefused(f"{field}: a file cannot be used: {error}") from error
-    return context
+        secret = access.load(credentials).secret
+    except BadCredentials as error:
+        raise ConfigurationRefused(f"{field}{str(error).removeprefix('credentials')}") from error
+    if context is not None:
+        context.sslobject_class = _WatchedHandshake
+        try:
+            if credentials.certificate:
+                context.load_cert_chain(credentials.certificate, credentials.key)
+            if credentials.authority:
+                context.load_verify_locations(credentials.authority)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:
+            raise ConfigurationRefused(f"{field}: a file cannot be used: {error}") from error
+    return StreamIdentity(
+        field=field,
+        tls=context,
+        key=Key(secret, Purpose.STREAMS) if secret else None,
+        certified=bool(credentials.certificate and credentials.authority),
+        insecure=credentials.insecure,
+    )
+
+
+class WatchedTls(ssl.SSLContext):
+    """TLS of one connection, whose handshake tells how it failed (rule 4).
+
+    Attributes:
+        failure: Of the handshake; None while it has not failed.
+    """
+
+    def __new__(cls, shared: ssl.SSLContext, farewell: bytes = b"") -> Self:  # noqa: ARG004 - of `__init__`
+        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
+
+    def __init__(self, shared: ssl.SSLContext, farewell: bytes = b"") -> None:
+        """Behave as `shared` does; nothing of this context itself is used.
+
+        Args:
+            shared: Made by `of_worker` or `of_router`.
+            farewell: A payload for peers that do not speak TLS, in place of the alert that they would not understand.
+        """
+        self._shared = shared
+        self._farewell = HEAD.pack(len(farewell)) + farewell if farewell else b""
+        self._outgoing: ssl.MemoryBIO | None = None
+        self.failure: ssl.SSLError | None = None
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        made = self._shared.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+        assert isinstance(made, _WatchedHandshake)
+        made.watch = self
+        self._outgoing = outgoing
+        return made
+
+    def failed(self, error: ssl.SSLError) -> None:
+        """Remember a failure, once."""
+        if self.failure is None:
+            self.failure = error
+            if error.reason in PLAIN and self._outgoing is not None and self._farewell:
+                self._outgoing.read()
+                self._outgoing.write(self._farewell)
+
+
+class _WatchedHandshake(ssl.SSLObject):
+    watch: WatchedTls | None = None
+
+    def do_handshake(self) -> None:
+        if self.watch is not None and self.watch.failure is not None:
+            raise ssl.SSLWantReadError  # until the peer has left, or the deadline of the handshake is there
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            if self.watch is not None:
+                self.watch.failed(error)
+            if self.watch is None or "ALERT" in (error.reason or ""):
+                raise  # the peer knows already
+            raise ssl.SSLWantReadError from error  # has the event loop send what there is: the alert
+
+
+def cause_of(error: BaseException, field: str) -> str:
+    """Return why a stream did not come about or ended, with the setting to look at where TLS is the reason.
+
+    Args:
+        error: As the event loop told it.
+        field: Of the credentials of this end.
+    """
+    if not isinstance(error, ssl.SSLError):
+        return str(error) or type(error).__name__
+    reason: Any = error.reason or ""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{explain(error)}: see {field}.authority"
+    if "ALERT" in reason:
+        return f"{explain(error)}: see {field}.certificate"
+    if reason in PLAIN:
+        return f"{explain(error)}, and this end does: see {field}"
+    return explain(error)

@@ -26,7 +26,9 @@ from msgspec import structs
 
 from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
 from fleet.adapters.grpc_store_watch import GrpcStoreWatch
-from fleet.adapters.stream_tls import of_router
+from fleet.adapters.stream_doors import dial
+from fleet.adapters.stream_proofs import TO_WORKERS
+from fleet.adapters.stream_tls import cause_of, of_router
 from fleet.control.messages import (
     Connected,
     Disconnected,
@@ -67,7 +69,7 @@ from fleet.work import (
     Step,
     WorkerMessage,
 )
-from kvstore.frames import FrameConnection, SendBufferFull, connect
+from kvstore.frames import FrameConnection, SendBufferFull
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +132,7 @@ class WorkerStreams:
         Raises:
             ConfigurationRefused: A file of `worker_credentials` cannot be used.
         """
-        self._tls = of_router("worker_credentials", settings.worker_credentials)
+        self._identity = of_router("worker_credentials", settings.worker_credentials)
         self._settings = settings
         self._membership = membership
         self._addresses = addresses
@@ -241,7 +243,14 @@ class WorkerStreams:
 
         try:
             async with asyncio.timeout(self._settings.connect_timeout_seconds):
-                await connect(member.address, accept, limit=MAX_MESSAGE_BYTES, send_limit=UNTAKEN_BYTES, tls=self._tls)
+                await dial(
+                    member.address,
+                    accept,
+                    self._identity,
+                    TO_WORKERS,
+                    limit=MAX_MESSAGE_BYTES,
+                    send_limit=UNTAKEN_BYTES,
+                )
                 assert member.link is not None
                 await member.link.begun.wait()
                 member.tried = True
@@ -336,7 +345,7 @@ class _Link:
         """Nothing waits for it: see rule 4."""
 
     def lost(self, cause: Exception | None) -> None:
-        self.end("it ended the stream" if cause is None else str(cause) or type(cause).__name__)
+        self.end("it ended the stream" if cause is None else cause_of(cause, "worker_credentials"))
 
     def _begin(self, first: WorkerMessage | None) -> None:
         if isinstance(first, Goodbye):

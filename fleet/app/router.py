@@ -177,7 +177,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService  # noqa: PLC0415
     from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
     from fleet.adapters.prompt_keys import PrivateKeys  # noqa: PLC0415
-    from fleet.adapters.replicas import Replicas  # noqa: PLC0415
+    from fleet.adapters.replicas import Replicas, SharedLimits  # noqa: PLC0415
     from fleet.adapters.router_metrics import RouterMetrics  # noqa: PLC0415
     from fleet.adapters.tenant_metrics import TenantMetrics  # noqa: PLC0415
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
@@ -237,6 +237,11 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     if settings.tenants_redis:
         limits = _shared_limits(settings.tenants_redis, tenants, clock)
         metrics.registry.register(limits)
+    elif settings.counts_limits_without_redis:
+        log.warning(
+            "tenant limits hold for this router and those in replicas together; each other router counts for itself",
+            extra={"replicas": ",".join(settings.replicas) or "none", "to_share_with_others": "set tenants_redis"},
+        )
     selection = SelectionService(router, selecting, settings.selection, tenant_secret=tenant_secret)
     replicas = None
     if settings.replicas_listen:
@@ -247,6 +252,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
             selection,
             lambda: generate_latest(metrics.registry).decode(),
             private=private.fingerprint,
+            limits=SharedLimits(tenants, clock) if settings.counts_limits_without_redis else None,
         )
         selection.others = replicas
     return _RouterParts(

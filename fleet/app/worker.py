@@ -55,7 +55,8 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     if settings.group is not None and settings.group.rank:
         await _run_rank(settings, settings.group, announce)
         return
-    tls = of_worker("credentials", settings.credentials)
+    identity = of_worker("credentials", settings.credentials)
+    identity.require("listen", settings.listen, on_loopback=False)
     access = control_access("registry_credentials", settings.registry_credentials)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
@@ -89,7 +90,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             evacuator=evacuator,
             store_goes=own_store,
         )
-        listening = await held.enter_async_context(serve_routers(worker, settings.listen, tls))
+        listening = await held.enter_async_context(serve_routers(worker, settings.listen, identity))
         endpoints = {"stream": listening}
         if furnished.node is not None:
             endpoints |= {"store": furnished.node.listen[0], "data": furnished.node.data_address}

@@ -111,6 +111,11 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
         raise ConfigurationRefused(f"--processes: a {arguments.part} is one process; start it several times instead")
     settings = load(arguments.config, RouterSettings, _changes(arguments))
     announce = _announcer(arguments)
+    if settings.counts_limits_without_redis:
+        say(
+            f"tenants' limits hold for these {arguments.processes} processes together; each router elsewhere counts for itself, unless "
+            "tenants_redis names a Redis for all"
+        )
     try:
         with runtime_folder() as folder:
             planned = plan_routers(settings, arguments.processes, folder)

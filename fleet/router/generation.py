@@ -43,6 +43,7 @@ from fleet.router.adapters import meant_by
 from fleet.router.answer import AnswerText
 from fleet.router.messages import Arrived, Complete
 from fleet.router.ports import TextCodec
+from fleet.router.shared_limits import admitted
 from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
 from fleet.telemetry import Metrics
@@ -175,7 +176,7 @@ class Generation:
         tenant = self._tenants.tenant(authorization, request.tenant)
         request = structs.replace(request, tenant=tenant)
         card, _, tokens, sampling = await self._checked(request)
-        self._tenants.admit(tenant, len(tokens) // TOKEN_BYTES, self._clock.now())
+        await admitted(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         # With a seed, since nobody else could go on with an answer whose tokens are not known.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, told), second_hand=True)
@@ -189,7 +190,7 @@ class Generation:
             end_token_ids=frozenset(sampling.stop_token_ids),
             min_tokens=sampling.min_tokens,
         )
-        allowance = self._tenants.admit(request.tenant, prompt_tokens, self._clock.now())
+        allowance = await admitted(self._tenants, request.tenant, prompt_tokens, self._clock)
         complete: Complete | None = None
         last: Delta | None = None
         arrived = self._arrived(request, card, tokens, sampling)

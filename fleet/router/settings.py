@@ -158,11 +158,16 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     Without it a port in use is an error."""
 
     replicas_listen: str = ""
-    """Where other routers of the cluster tell this one what they have booked: ``unix:/path`` or host:port. Empty: there are
-    no others. Not authenticated: a Unix socket, or a network of their own."""
+    """Where other routers of the cluster tell this one what they have booked: ``unix:/path``, or host:port with
+    `replicas_credentials`. Empty: there are no others."""
 
     replicas: tuple[str, ...] = ()
     """`replicas_listen` of the others."""
+
+    replicas_credentials: Credentials = Credentials()
+    """What routers that tell each other prove over TCP, the same on all of them: the secret in `secret_file`, or certificates signed by
+    `authority`, each router with a `certificate` and `key` of its own. Without either, a host:port is refused, on loopback too, unless
+    `insecure` says that nobody else is on that network. Unix sockets need none."""
 
     grpc_listen: str = "127.0.0.1:50051"
     """host:port of the gRPC API for clients."""
@@ -219,8 +224,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """What proves to a store node on another host that this router may watch it."""
 
     worker_credentials: Credentials = Credentials()
-    """TLS of the streams to workers on other hosts: `authority` signs their certificates; `certificate` and `key` are shown
-    to workers that ask."""
+    """Proofs on the streams to workers on other hosts: `secret_file` is the workers' secret, which both ends prove; `authority` signs the
+    workers' certificates, for TLS; `certificate` and `key` are shown to workers that ask."""
 
     tenant_secret: str = ""
     """Key of the salts that keep tenants' blocks apart; equal on all routers of a cluster."""
@@ -239,7 +244,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     tenants_redis: str = ""
     """URL of the Redis or Valkey (``redis://host:port/0``, ``unix:///path``) in which several routers keep their
-    tenants' limits together; empty: each router counts for itself."""
+    tenants' limits together; empty: routers that `replicas` names, and the processes of one command, count together, and each other
+    router counts for itself."""
 
     retry_after_ms: PositiveInt = 1000
     """The hint in refusals that a retry may undo."""
@@ -329,6 +335,11 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     catch_up_seconds: Annotated[float, Meta(ge=0, le=20)] = 5.0
     """How long a router that starts waits at most to hear of the workers that are there, before it says that it is ready and,
     where it shares its ports, before it takes connections."""
+
+    @property
+    def counts_limits_without_redis(self) -> bool:
+        """Whether routers that do not tell each other would each give tenants all they may have."""
+        return not self.tenants_redis and any(tenant.is_limited for tenant in self.tenants.values())
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself; the message begins with the field."""

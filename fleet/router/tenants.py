@@ -9,9 +9,13 @@ Rules:
    bucket may be overdrawn so, and lets nobody in until it is filled again. No limit: no bucket.
 3. Several routers share buckets by telling each other what they took (`taken`) and hearing what is left (`settle`), some
    times a second, with what each believes (`before`) for when the place where they meet has forgotten. In between each counts for itself, so together they let in at most what fits into that time too much.
+4. Routers that tell each other directly (`fleet.adapters.replicas`) each count what all of them take: what another one took comes off here
+   (`took_elsewhere`). Before the others have confirmed that they heard of it, a router lets in at most an equal share of what is left
+   (`is_unsure`), and one request where less is left: N routers together let in at most N - 1 requests too many, which the bucket
+   then owes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
 from math import ceil
 from typing import Annotated
@@ -42,6 +46,10 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     tokens_per_minute: PerMinute = 0.0
     """Tokens of prompts and answers, 1 or more; 0: no limit."""
+
+    @property
+    def is_limited(self) -> bool:
+        return bool(self.requests_per_minute or self.tokens_per_minute)
 
     def __post_init__(self) -> None:
         for field, limit in (("requests", self.requests_per_minute), ("tokens", self.tokens_per_minute)):
@@ -87,12 +95,25 @@ class Usage(Struct, kw_only=True):
     answer_tokens: int = 0
 
 
+class Left(Struct, frozen=True, kw_only=True):
+    """What is left in a tenant's buckets; 0 where there is none of this kind."""
+
+    requests: float
+    tokens: float
+
+
+Settle = Callable[[], Awaitable[bool]]
+"""Waits until the other routers have heard what was taken here; False where one of them did not answer in time."""
+
+
 class _Tenant:
     def __init__(self, settings: TenantSettings, now: Nanos) -> None:
         self.requests = Bucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
         self.tokens = Bucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
+        self.unheard_requests = 0.0  # of which not all other routers have confirmed that they heard
+        self.unheard_tokens = 0.0
 
 
 class Tenants:
@@ -109,12 +130,17 @@ class Tenants:
             for key in tenant.api_key_sha256:
                 if (other := self._by_key.setdefault(key, name)) != name:
                     raise ConfigurationRefused(f"tenants.{name}.api_key_sha256: {key[:8]}… is a key of {other!r} too")
+        self.settle_with_others: Settle | None = None
+        """Set by whoever tells other routers directly what is taken here (rule 4)."""
+
+        self.on_taken: Callable[[], None] | None = None
+        """Called when something was taken from a bucket here; must not block."""
+
+        self.others = 0
+        """Routers that are told directly."""
+
         self._usage = {name: Usage() for name in settings}
-        self._limited = {
-            name: _Tenant(tenant, now)
-            for name, tenant in settings.items()
-            if tenant.requests_per_minute or tenant.tokens_per_minute
-        }
+        self._limited = {name: _Tenant(tenant, now) for name, tenant in settings.items() if tenant.is_limited}
 
     @property
     def by_key(self) -> bool:
@@ -201,6 +227,54 @@ class Tenants:
             0.0 if limited.tokens is None else limited.tokens.level(now) + limited.taken_tokens,
         )
 
+    def is_unsure(self, tenant: str, prompt_tokens: int, now: Nanos) -> bool:
+        """Return whether the other routers should hear what was taken here before this request is let in (rule 4)."""
+        limited = self._limited.get(tenant) if self.others else None
+        if limited is None:
+            return False
+        routers = 1 + self.others
+        return _exceeds_share(limited.requests, limited.unheard_requests, 1, routers, now) or _exceeds_share(
+            limited.tokens, limited.unheard_tokens, prompt_tokens, routers, now
+        )
+
+    def unheard(self) -> dict[str, Taken]:
+        """Return what was taken here and not confirmed, for `confirm`."""
+        return {
+            name: Taken(requests=limited.unheard_requests, tokens=limited.unheard_tokens)
+            for name, limited in self._limited.items()
+            if limited.unheard_requests or limited.unheard_tokens
+        }
+
+    def confirm(self, heard: Mapping[str, Taken]) -> None:
+        """Note that all other routers have heard of so much."""
+        for name, taken in heard.items():
+            limited = self._limited[name]
+            limited.unheard_requests -= taken.requests
+            limited.unheard_tokens -= taken.tokens
+
+    def took_elsewhere(self, tenant: str, taken: Taken, now: Nanos) -> None:
+        """Take what a tenant had from another router off its buckets here."""
+        if (limited := self._limited.get(tenant)) is not None:
+            if limited.requests is not None:
+                limited.requests.take(taken.requests, now)
+            if limited.tokens is not None:
+                limited.tokens.take(taken.tokens, now)
+
+    def left(self, now: Nanos) -> dict[str, Left]:
+        """Return what is left in the buckets of tenants that took anything lately."""
+        return {
+            name: Left(requests=_level(limited.requests, now), tokens=_level(limited.tokens, now))
+            for name, limited in self._limited.items()
+            if _is_used(limited.requests, now) or _is_used(limited.tokens, now)
+        }
+
+    def lower(self, tenant: str, left: Left, now: Nanos) -> None:
+        """Believe another router that less is left than this one knows of."""
+        if (limited := self._limited.get(tenant)) is not None:
+            for bucket, level in ((limited.requests, left.requests), (limited.tokens, left.tokens)):
+                if bucket is not None and level < bucket.level(now):
+                    bucket.settle(level, now)
+
     def limits(self) -> dict[str, tuple[float, float]]:
         """Requests and tokens a minute of each tenant that has a limit; 0: none of this kind."""
         return {
@@ -218,6 +292,25 @@ class Tenants:
             limited.tokens.take(tokens, now)
         limited.taken_requests += requests
         limited.taken_tokens += tokens
+        if self.on_taken is not None:
+            limited.unheard_requests += requests
+            limited.unheard_tokens += tokens
+            self.on_taken()
+
+
+def _exceeds_share(bucket: Bucket | None, unheard: float, more: float, routers: int, now: Nanos) -> bool:
+    """Return whether a router should ask the others first, of `routers` that share what is left."""
+    if bucket is None or not unheard or (level := bucket.level(now)) < 1:
+        return False  # below one the request is refused, whatever the others took
+    return unheard + more > max(1.0, (level + unheard) / routers)
+
+
+def _level(bucket: Bucket | None, now: Nanos) -> float:
+    return 0.0 if bucket is None else bucket.level(now)
+
+
+def _is_used(bucket: Bucket | None, now: Nanos) -> bool:
+    return bucket is not None and bucket.level(now) < bucket.per_minute
 
 
 def _check(bucket: Bucket | None, what: str, now: Nanos) -> None:

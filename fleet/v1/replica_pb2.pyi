@@ -35,6 +35,8 @@ class ReplicaMessage(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___ReplicaHello: ...
     @_builtins.property
@@ -63,6 +65,12 @@ class ReplicaMessage(_message.Message):
     def members(self) -> Global___ReplicaMembers:
         """to a router that is reached later, before its first bookings"""
 
+    @_builtins.property
+    def taken(self) -> Global___ReplicaTaken: ...
+    @_builtins.property
+    def left(self) -> Global___ReplicaLeft:
+        """to a router that is reached later, before its first bookings"""
+
     def __init__(
         self,
         *,
@@ -75,12 +83,14 @@ class ReplicaMessage(_message.Message):
         sessions: Global___ReplicaSessions | None = ...,
         prompts: Global___ReplicaPrompts | None = ...,
         members: Global___ReplicaMembers | None = ...,
+        taken: Global___ReplicaTaken | None = ...,
+        left: Global___ReplicaLeft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "left", b"left", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "taken", b"taken", "tuned", b"tuned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "tuned", b"tuned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "left", b"left", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "taken", b"taken", "tuned", b"tuned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned", "sessions", "prompts", "members"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned", "sessions", "prompts", "members", "taken", "left"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -344,6 +354,75 @@ class PlacedPrompt(_message.Message):
 Global___PlacedPrompt: _TypeAlias = PlacedPrompt  # noqa: Y015
 
 @_typing.final
+class ReplicaTaken(_message.Message):
+    """What tenants with limits took at the sender since its last such message. Not sent where limits are shared in another way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantAmount]: ...
+    def __init__(
+        self,
+        *,
+        tenants: _abc.Iterable[Global___TenantAmount] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaTaken: _TypeAlias = ReplicaTaken  # noqa: Y015
+
+@_typing.final
+class ReplicaLeft(_message.Message):
+    """What is left of tenants' limits by the sender's count. A router that believes in more is wrong."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantAmount]: ...
+    def __init__(
+        self,
+        *,
+        tenants: _abc.Iterable[Global___TenantAmount] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaLeft: _TypeAlias = ReplicaLeft  # noqa: Y015
+
+@_typing.final
+class TenantAmount(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    requests: _builtins.float
+    tokens: _builtins.float
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        requests: _builtins.float = ...,
+        tokens: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantAmount: _TypeAlias = TenantAmount  # noqa: Y015
+
+@_typing.final
 class ReplicaQuestion(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -352,6 +431,7 @@ class ReplicaQuestion(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """of the connection's questions"""
     @_builtins.property
@@ -366,6 +446,10 @@ class ReplicaQuestion(_message.Message):
     def release(self) -> _selection_pb2.ReleaseRequest:
         """likewise"""
 
+    @_builtins.property
+    def settled(self) -> Global___SettledRequest:
+        """all that was said before has been heard"""
+
     def __init__(
         self,
         *,
@@ -374,12 +458,13 @@ class ReplicaQuestion(_message.Message):
         metrics: Global___MetricsRequest | None = ...,
         report: _selection_pb2.ReportRequest | None = ...,
         release: _selection_pb2.ReleaseRequest | None = ...,
+        settled: Global___SettledRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "metrics", b"metrics", "question", b"question", "release", b"release", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "metrics", b"metrics", "question", b"question", "release", b"release", "report", b"report", "settled", b"settled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "metrics", b"metrics", "number", b"number", "question", b"question", "release", b"release", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "metrics", b"metrics", "number", b"number", "question", b"question", "release", b"release", "report", b"report", "settled", b"settled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_question: _TypeAlias = _typing.Literal["explain", "metrics", "report", "release"]  # noqa: Y015
+    _WhichOneofReturnType_question: _TypeAlias = _typing.Literal["explain", "metrics", "report", "release", "settled"]  # noqa: Y015
     _WhichOneofArgType_question: _TypeAlias = _typing.Literal["question", b"question"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_question) -> _WhichOneofReturnType_question | None: ...
 
@@ -401,6 +486,36 @@ class MetricsRequest(_message.Message):
 Global___MetricsRequest: _TypeAlias = MetricsRequest  # noqa: Y015
 
 @_typing.final
+class SettledRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettledRequest: _TypeAlias = SettledRequest  # noqa: Y015
+
+@_typing.final
+class SettledResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettledResponse: _TypeAlias = SettledResponse  # noqa: Y015
+
+@_typing.final
 class ReplicaAnswer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -410,18 +525,24 @@ class ReplicaAnswer(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     REPORTED_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """of the question"""
     router_id: _builtins.str
     """who answers"""
     metrics: _builtins.str
     """all of a router, as Prometheus reads them"""
+    refused: _builtins.str
+    """the connection is not let in, and why; there may have been no question"""
     @_builtins.property
     def explained(self) -> _control_pb2.ExplainResponse: ...
     @_builtins.property
     def reported(self) -> _selection_pb2.ReportResponse: ...
     @_builtins.property
     def released(self) -> _selection_pb2.ReleaseResponse: ...
+    @_builtins.property
+    def settled(self) -> Global___SettledResponse: ...
     def __init__(
         self,
         *,
@@ -431,12 +552,14 @@ class ReplicaAnswer(_message.Message):
         metrics: _builtins.str = ...,
         reported: _selection_pb2.ReportResponse | None = ...,
         released: _selection_pb2.ReleaseResponse | None = ...,
+        settled: Global___SettledResponse | None = ...,
+        refused: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "explained", b"explained", "metrics", b"metrics", "released", b"released", "reported", b"reported"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "explained", b"explained", "metrics", b"metrics", "refused", b"refused", "released", b"released", "reported", b"reported", "settled", b"settled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "explained", b"explained", "metrics", b"metrics", "number", b"number", "released", b"released", "reported", b"reported", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "explained", b"explained", "metrics", b"metrics", "number", b"number", "refused", b"refused", "released", b"released", "reported", b"reported", "router_id", b"router_id", "settled", b"settled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["explained", "metrics", "reported", "released"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["explained", "metrics", "reported", "released", "settled", "refused"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 

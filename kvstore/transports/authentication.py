@@ -38,6 +38,7 @@ class Purpose(StrEnum):
     DATA = "kvstore.v1 data plane"
     CONTROL = "kvstore.v1 control plane"
     ROUTER_CONTROL = "fleet.v1 control port"
+    STREAMS = "fleet.v1 streams of frames"
 
 
 class Side(StrEnum):

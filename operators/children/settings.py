@@ -54,6 +54,8 @@ def worker_settings(deployment: Deployment, role: Role) -> Manifest:
         "registry": f"{host_of(f'{router_service(deployment)}-control', deployment.namespace)}:{CONTROL}",
         **({"registry_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
         "listen": f"0.0.0.0:{WORKER}",
+        # Only the deployment's NetworkPolicy says who gets there.
+        "credentials": {"insecure": True},
         "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
         "drain_timeout_ms": role.drain.timeout_seconds * 1000,
         "kv_paths": [path.value for path in spec.kv_transfer.paths],

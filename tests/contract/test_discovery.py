@@ -145,7 +145,16 @@ async def test_etcd_over_tls_asks_both_ends_who_they_are_and_the_next_endpoint_i
             await directory.register(WORKER, OLD, ADDRESS)
         unknown = Credentials(authority=authority.file)
         async with directory_of(EtcdDiscovery(endpoints=endpoints[1:], credentials=unknown)) as directory:
-            with pytest.raises(RegistryUnreachable):
+            with pytest.raises(
+                RegistryUnreachable, match=r"shows no certificate: set discovery\.credentials\.certificate"
+            ):
+                await directory.register(WORKER, NEW, ADDRESS)
+        others = Credentials(authority=Authority(tmp_path, "others").file, **ours)
+        async with directory_of(EtcdDiscovery(endpoints=endpoints[1:], credentials=others)) as directory:
+            with pytest.raises(RegistryUnreachable, match=r"is not signed by the authority in .*others\.pem"):
+                await directory.register(WORKER, NEW, ADDRESS)
+        async with directory_of(EtcdDiscovery(endpoints=endpoints[1:])) as directory:
+            with pytest.raises(RegistryUnreachable, match=r"speaks TLS, and this client does not: set discovery\.cred"):
                 await directory.register(WORKER, NEW, ADDRESS)
 
 

@@ -10,12 +10,13 @@ import pytest
 from fleet.adapters import replicas
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService
-from fleet.adapters.replicas import Replicas
+from fleet.adapters.replicas import Replicas, SharedLimits
 from fleet.client.errors import error_of
+from fleet.clock import SECOND
 from fleet.control.messages import MemberJoined, Register
 from fleet.control.server import RegistryServer
 from fleet.control.settings import ControlSettings
-from fleet.errors import Reason
+from fleet.errors import Reason, Refused
 from fleet.ids import Incarnation, WorkerId
 from fleet.roles import Role
 from fleet.router.machine import RouterMachine
@@ -23,6 +24,8 @@ from fleet.router.messages import ReplicaBooked
 from fleet.router.selection_settings import SelectionSettings
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
+from fleet.router.shared_limits import admitted
+from fleet.router.tenants import Tenants, TenantSettings
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
 from kvstore.frames import open_server
@@ -300,3 +303,57 @@ async def test_what_a_router_that_dies_had_booked_is_free(tmp_path):
             await until(lambda: a.booked_elsewhere() == 1)
 
         await until(lambda: a.booked_elsewhere() == 0)
+
+
+def limited(address, others, limit=12):
+    """A router that shares the limits of tenants, by itself."""
+    clock = SystemClock()
+    tenants = Tenants({"acme": TenantSettings(requests_per_minute=limit)}, clock.now())
+    settings = RouterSettings(router_id=address, replicas_listen=address, replicas=others)
+    router = Told(RouterMachine(settings, random.Random(1)), SelectingWorkers(NoWorkers()), clock)
+    members = RegistryServer(ControlSettings(lease_ms=60_000), clock)
+    shared = Replicas(settings, router, members, None, lambda: "", limits=SharedLimits(tenants, clock))
+    return tenants, shared, clock
+
+
+async def let_in(tenants, clock, count):
+    number = 0
+    for _ in range(count):
+        with suppress(Refused):
+            await admitted(tenants, "acme", 1, clock)
+            number += 1
+    return number
+
+
+async def test_router_that_answers_nothing_holds_up_no_limit(tmp_path):
+    """It is waited for once; then the others count without it."""
+    address, deaf = f"unix:{tmp_path}/r", f"unix:{tmp_path}/deaf"
+    async with open_server("listen", deaf, lambda _: Deaf()):
+        tenants, shared, clock = limited(address, (deaf,))
+        running = asyncio.create_task(shared.run())
+        await until(lambda: tenants.others == 1)
+        began = clock.now()
+
+        assert await let_in(tenants, clock, 20) == 12
+
+        assert tenants.others == 0
+        assert clock.now() - began < 60 * SECOND
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_limit_is_shared_by_a_router_that_comes_later(tmp_path):
+    one, other = f"unix:{tmp_path}/one", f"unix:{tmp_path}/other"
+    tenants, shared, clock = limited(one, (other,))
+    running = [asyncio.create_task(shared.run())]
+    assert await let_in(tenants, clock, 8) == 8
+    later, shared_later, _ = limited(other, (one,))
+    running.append(asyncio.create_task(shared_later.run()))
+    await until(lambda: tenants.others == later.others == 1 and later.left(clock.now()))
+
+    let_in_by_both = await let_in(later, clock, 10) + await let_in(tenants, clock, 10)
+
+    assert 4 <= let_in_by_both <= 5, "one too many may be let in before the other has heard"
+    for each in running:
+        each.cancel()
+    await asyncio.wait(running)

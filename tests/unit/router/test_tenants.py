@@ -4,10 +4,12 @@ from hashlib import sha256
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused, Reason, Refused
-from fleet.router.tenants import Tenants, TenantSettings
+from fleet.router.tenants import Left, Taken, Tenants, TenantSettings
 
 START = Nanos(5 * SECOND)
 
@@ -179,3 +181,104 @@ def test_what_was_taken_while_the_others_were_asked_is_not_forgotten():
 
     assert acme.admit("acme", 1, START).requests.remaining == 7
     assert acme.taken()["acme"].requests == 2
+
+
+# Routers that tell each other directly.
+
+
+def sharing(others=2, **settings):
+    routers = limited(**settings)
+    routers.others, routers.on_taken = others, lambda: None
+    return routers
+
+
+def test_what_is_taken_elsewhere_is_gone_here():
+    here = sharing(requests_per_minute=3, tokens_per_minute=100)
+    here.took_elsewhere("acme", Taken(requests=2, tokens=10), START)
+    here.took_elsewhere("nobody", Taken(requests=2, tokens=10), START)
+
+    assert here.left(START) == {"acme": Left(requests=1, tokens=90)}
+    assert here.taken() == {}, "it is the other's to tell"
+
+
+def test_router_is_unsure_past_its_share_until_others_heard():
+    here = sharing(requests_per_minute=9)
+    for _ in range(3):
+        assert not here.is_unsure("acme", 1, START)
+        here.admit("acme", 1, START)
+    assert here.is_unsure("acme", 1, START)
+
+    here.confirm(here.unheard())
+
+    assert [here.admit("acme", 1, START) is None for _ in range(2)] == [False, False], "a third of six"
+    assert here.is_unsure("acme", 1, START)
+
+
+def test_one_request_goes_unheard_where_less_than_one_each_is_left():
+    here = sharing(requests_per_minute=2)
+    assert not here.is_unsure("acme", 1, START)
+    here.admit("acme", 1, START)
+    assert here.is_unsure("acme", 1, START)
+
+
+def test_router_is_sure_alone_and_of_an_empty_bucket():
+    assert not sharing(others=0, requests_per_minute=2).is_unsure("acme", 1, START)
+    here = sharing(requests_per_minute=2)
+    for _ in range(2):
+        here.admit("acme", 1, START)
+    assert not here.is_unsure("acme", 1, START), "it is refused anyway"
+    refusal(here.admit, "acme", 1, START)
+
+
+def test_long_prompt_is_unsure_by_its_tokens():
+    here = sharing(tokens_per_minute=300)
+    here.admit("acme", 60, START)
+    assert not here.is_unsure("acme", 40, START)
+    assert here.is_unsure("acme", 41, START)
+
+
+def test_lower_count_of_another_router_holds():
+    here, there = sharing(requests_per_minute=10), sharing(requests_per_minute=10)
+    here.admit("acme", 1, START)
+    for _ in range(4):
+        there.admit("acme", 1, START)
+
+    for name, left in there.left(START).items():
+        here.lower(name, left, START)
+    for name, left in here.left(START).items():
+        there.lower(name, left, START)
+
+    assert here.left(START) == there.left(START) == {"acme": Left(requests=6, tokens=0)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=60), st.integers(4, 30))
+def test_routers_in_any_order_let_in_two_too_many_at_most(steps, limit):
+    """Three routers; each step has one try a request, after some of what was told has arrived in order."""
+    routers = [sharing(requests_per_minute=limit) for _ in range(3)]
+    mail = [[] for _ in range(3)]
+    let_in = 0
+
+    def deliver(to, count):
+        for _ in range(min(count, len(mail[to]))):
+            routers[to].took_elsewhere("acme", mail[to].pop(0), START)
+
+    for number, arrive in steps:
+        here = routers[number]
+        deliver(number, arrive)
+        if here.is_unsure("acme", 1, START):
+            heard = here.unheard()
+            for other in {0, 1, 2} - {number}:
+                deliver(other, len(mail[other]))
+            here.confirm(heard)
+            if here.is_unsure("acme", 1, START):
+                continue
+        try:
+            here.admit("acme", 1, START)
+        except Refused:
+            continue
+        let_in += 1
+        for taken in here.taken().values():
+            for other in {0, 1, 2} - {number}:
+                mail[other].append(taken)
+
+    assert let_in <= limit + 2

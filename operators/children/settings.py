@@ -54,8 +54,8 @@ def worker_settings(deployment: Deployment, role: Role) -> Manifest:
         "registry": f"{host_of(f'{router_service(deployment)}-control', deployment.namespace)}:{CONTROL}",
         **({"registry_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
         "listen": f"0.0.0.0:{WORKER}",
-        # Only the deployment's NetworkPolicy says who gets there.
-        "credentials": {"insecure": True},
+        # Routers and workers prove the control secret to each other. Without one only the deployment's NetworkPolicy says who gets there.
+        "credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
         "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
         "drain_timeout_ms": role.drain.timeout_seconds * 1000,
         "kv_paths": [path.value for path in spec.kv_transfer.paths],
@@ -102,6 +102,7 @@ def router_settings(deployment: Deployment) -> Manifest:
         "control_listen": f"0.0.0.0:{CONTROL}",
         # Without a secret only the deployment's NetworkPolicy says who gets there.
         "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
+        **({"worker_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
         "connection_seconds": CONNECTION_SECONDS,
         "models": {spec.model.name: _model_dir(deployment)},
         **_hub(deployment, patience_seconds=PATIENCE_SECONDS),

@@ -65,7 +65,7 @@ def test_the_toml_sample_of_the_stores_page_is_a_node():
 
 
 def test_the_toml_samples_of_the_routers_page_are_settings():
-    first, tenants, replicas, directories, patience = blocks("toml", ROOT / "docs" / "router.md")
+    first, tenants, replicas, directories, patience, control = blocks("toml", ROOT / "docs" / "router.md")
 
     settings = msgspec.convert(tomllib.loads(first) | tomllib.loads(tenants), RouterSettings)
     assert (len(settings.openai_workers), list(settings.tenants)) == (2, ["acme"])
@@ -73,6 +73,7 @@ def test_the_toml_samples_of_the_routers_page_are_settings():
     for line in directories.splitlines():
         assert msgspec.convert(tomllib.loads(line), RouterSettings).discovery is not None
     assert msgspec.convert(tomllib.loads(patience), Topology).pools[0].watchdog.floor_seconds == 5
+    assert msgspec.convert(tomllib.loads(control), RouterSettings).control_credentials.secret_file
 
 
 def test_the_toml_sample_of_the_hardware_page_is_a_profile():

@@ -75,6 +75,7 @@ class World:
             model_dir=folder,
             http="",
             grpc="",
+            health="",
             control="",
             control_credentials=Credentials(),
             kserve="",

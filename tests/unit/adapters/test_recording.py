@@ -156,6 +156,7 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
     assert lost <= {
         "router_id",
         "http_listen",
+        "health_listen",
         "share_ports",
         "replicas_listen",
         "grpc_listen",

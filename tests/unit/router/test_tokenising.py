@@ -17,10 +17,12 @@ class Slow:
 
     def __init__(self) -> None:
         self.go = threading.Event()
+        self.started = threading.Event()
         self.begun = 0
 
     def __call__(self) -> int:
         self.begun += 1
+        self.started.set()
         assert self.go.wait(60)
         return 7
 
@@ -97,12 +99,12 @@ async def test_a_long_prompt_goes_past_any_number_of_very_long_ones(threads):
     waiting = [threads.run(very_long, VERY_LONG) for _ in range(MOST_VERY_LONG)]
 
     try:
+        assert await asyncio.to_thread(very_long.started.wait, 60)
         async with asyncio.timeout(60):
             assert await threads.run(lambda: 7, SIZE) == 7
     finally:
         very_long.go.set()
 
-    assert very_long.begun
     async with asyncio.timeout(60):
         assert [await each for each in waiting] == [7] * MOST_VERY_LONG
 

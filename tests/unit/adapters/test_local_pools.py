@@ -74,6 +74,7 @@ class World:
             model_dir=folder,
             http="",
             grpc="",
+            health="",
             control="",
             kserve="",
             pools=pools,

@@ -511,7 +511,7 @@ async def test_unread_answer_does_not_keep_its_connection(model_dir):
         while not connection._transport.get_write_buffer_size():
             idle_until = connection._deadline
             await peer.send(get("/openapi.json"))
-            await until(lambda: connection._exchange is None and connection._deadline != idle_until)
+            await until(lambda before=idle_until: connection._exchange is None and connection._deadline != before)
         assert connection._paused is None, "so nobody waits for the client to read"
 
         await until(lambda: not fronts.http._connections)
@@ -643,7 +643,9 @@ async def test_client_that_never_speaks_is_cut_before_idle_ones(model_dir):
         (b"GET /health\r\n\r\n", "version must be"),
         (b"GET /health\r\nhost: a\r\n\r\n", "version must be"),
         (b"GET /health\n", "version must be"),
+        (b"GET /health\n\n", "version must be"),
         (b"GET /health HTTP/0.9\r\nhost: a\r\n\r\n", "version must be"),
+        (b"GET /health /v1\r\n", "not HTTP"),
         (b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n", "version must be"),
     ],
 )

@@ -207,9 +207,8 @@ class Connection(asyncio.Protocol):
             self._decline(data[offered.args[0] :])
             return
         except httptools.HttpParserError as error:
-            if self._is_http_0_9(data):
-                self._refuse(HTTPStatus.BAD_REQUEST, WRONG_VERSION)
-            self._refuse(HTTPStatus.BAD_REQUEST, f"the request is not HTTP: {error}")
+            no_version = self._is_http_0_9(b"")
+            self._refuse(HTTPStatus.BAD_REQUEST, WRONG_VERSION if no_version else f"the request is not HTTP: {error}")
         if self._stage in (Stage.IDLE, Stage.HEAD) and self._head_bytes > self._settings.max_head_bytes:
             self._refuse_head()
         elif self._stage is Stage.BODY and self._between_bytes > self._settings.max_head_bytes:

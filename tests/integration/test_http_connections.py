@@ -3,8 +3,9 @@
 import asyncio
 import json
 import os
+import socket
 import tracemalloc
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from fleet.errors import ConfigurationRefused
 from fleet.requests import Logprobs
 from fleet.router.http_settings import HttpSettings
 from tests.fronts import Fronts, open_fronts
-from tests.http_peers import connected, error_of, get, post
+from tests.http_peers import Peer, connected, error_of, get, post
 from tests.text_model import EOS
 from tests.waiting import until
 
@@ -470,17 +471,30 @@ async def test_client_that_drips_is_cut_off_as_well(model_dir):
         await until(lambda: fronts.generation.running == 0 and not fronts.http._connections)
 
 
+@asynccontextmanager
+async def with_small_buffers(fronts):
+    """A client whose system takes little before the client reads."""
+    host, _, port = fronts.http.address.rpartition(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=16 << 10)
+        yield Peer(reader, writer)
+        writer.close()
+
+
 async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
     """In each period, that is, and not all of it in one."""
     async with open_fronts(model_dir, write_timeout_seconds=0.5) as fronts:
         will_answer_much(fronts)
-        async with connected(fronts, limit=16 << 10) as peer:
+        async with with_small_buffers(fronts) as peer:
             await peer.send(post(CHAT, {**MUCH, "stream": False}, "connection: close"))
             status, headers = await peer.head()
             left = int(headers["content-length"])
             began = asyncio.get_running_loop().time()
             while left:
-                left -= len(await peer._reader.readexactly(min(left, 100_000)))
+                left -= len(await peer._reader.readexactly(min(left, 50_000)))
                 await asyncio.sleep(0.02)
 
             assert status == 200
@@ -489,13 +503,17 @@ async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
 
 
 async def test_unread_answer_does_not_keep_its_connection(model_dir):
-    limits = {"write_timeout_seconds": 1.0, "idle_timeout_seconds": 0.2}
-    async with open_fronts(model_dir, **limits) as fronts, connected(fronts, limit=1) as peer:
+    limits = {"write_timeout_seconds": 0.5, "idle_timeout_seconds": 1.0}
+    async with open_fronts(model_dir, **limits) as fronts, with_small_buffers(fronts) as peer:
         peer.writer.transport.pause_reading()
-        with suppress(ConnectionError):
-            for _ in range(400):
-                await peer.send(get("/openapi.json"))
-                await asyncio.sleep(0)
+        await until(lambda: fronts.http._connections)
+        (connection,) = fronts.http._connections
+        while not connection._transport.get_write_buffer_size():
+            idle_until = connection._deadline
+            await peer.send(get("/openapi.json"))
+            await until(lambda before=idle_until: connection._exchange is None and connection._deadline != before)
+        assert connection._paused is None, "so nobody waits for the client to read"
+
         await until(lambda: not fronts.http._connections)
 
 
@@ -625,7 +643,9 @@ async def test_client_that_never_speaks_is_cut_before_idle_ones(model_dir):
         (b"GET /health\r\n\r\n", "version must be"),
         (b"GET /health\r\nhost: a\r\n\r\n", "version must be"),
         (b"GET /health\n", "version must be"),
+        (b"GET /health\n\n", "version must be"),
         (b"GET /health HTTP/0.9\r\nhost: a\r\n\r\n", "version must be"),
+        (b"GET /health /v1\r\n", "not HTTP"),
         (b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n", "version must be"),
     ],
 )

@@ -160,6 +160,8 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
         "share_ports",
         "replicas_listen",
         "grpc_listen",
+        "grpc",
+        "health_listen",
         "grpc_max_held_bytes",
         "kserve_listen",
         "store",

@@ -188,6 +188,7 @@ class Http2Server:
         self.connections.pop(connection, None)
         if connection.place is not None:
             self.table.remove(connection.place)
+            connection.place = None  # the two hold each other
         if not self.connections:
             self._left.set()
 

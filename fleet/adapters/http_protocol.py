@@ -143,8 +143,10 @@ class Connection(asyncio.Protocol):
         self._connections.pop(self, None)
         if self._place is not None:
             self._table.remove(self._place)
+            self._place = None  # the two hold each other
         self._hold(-self._held_bytes)
         self._forget_waiting()
+        del self._parser  # likewise
         self._source = None
         if self._serving is not None:
             self._serving.cancel()

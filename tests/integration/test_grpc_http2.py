@@ -3,9 +3,11 @@
 import asyncio
 import base64
 import contextlib
+import gc
 import gzip
 import socket
 import tracemalloc
+import weakref
 from contextlib import asynccontextmanager
 
 import grpc
@@ -648,6 +650,18 @@ async def test_idle_connections_give_way_to_newcomers(crowded_world):
                     assert await idle.reader.read() == b""
         world.service.go.set()
         assert [each async for each in waiting] == [b"a"]
+
+
+async def test_closed_connection_is_freed_without_the_collector(world):
+    gc.disable()
+    try:
+        async with world.client() as client:
+            asked = client.call("One", message(b""))
+            await client.until(lambda: asked in client.closed)
+            (known,) = (weakref.ref(each) for each in world.server.connections)
+        await until(lambda: known() is None)
+    finally:
+        gc.enable()
 
 
 async def test_newcomers_are_refused_where_all_connections_have_calls(crowded_world):

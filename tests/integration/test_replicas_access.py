@@ -85,7 +85,7 @@ def routers(tmp_path_factory, model_dir):
                     )
                 assert endpoints, log.read_text()
                 processes.append(process)
-                clients.append(Client(endpoints["control"]))
+                clients.append(Client(endpoints["grpc"], control=endpoints["control"]))
                 logs.append(log)
             yield clients, ports, logs
         finally:

@@ -136,7 +136,8 @@ def _container(
     routes = role.type is RoleType.ROUTER
     own = ["router_id=$(POD_NAME)"]
     if not routes:
-        own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", "generation=$(REVISION)"]
+        # In quotes, since a digest such as 4407e947 would be a number.
+        own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", 'generation="$(REVISION)"']
     if "picker" in ports:
         own.append(f"endpoint_picker.router_endpoint=$(POD_IP):{HTTP}")
     if not routes and role.nodes_per_replica > 1:

@@ -3,6 +3,7 @@
 import msgspec
 
 from fleet.adapters.grpc_port import LIVENESS
+from fleet.config import changes_of
 from operators.children.pods import GOODBYE_SECONDS
 from operators.children.settings import CONNECTION_SECONDS
 from operators.children.shared import shared
@@ -79,7 +80,9 @@ def test_a_workers_generation_is_its_revision():
 
     [revision] = [each for each in container["env"] if each["name"] == "REVISION"]
     assert revision["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['fleet-serving.io/revision']"
-    assert "generation=$(REVISION)" in container["command"]
+    (generation,) = [word for word in container["command"] if word.startswith("generation=")]
+    for revision in ("4407e947", "12345678", "aee2b89c"):
+        assert changes_of([generation.replace("$(REVISION)", revision)]) == {"generation": revision}
 
 
 def test_no_connection_of_a_client_outlasts_a_routers_goodbye():

@@ -46,7 +46,7 @@ from fleet.clock import Clock, Nanos
 from fleet.errors import Reason, Refused, internal_error
 from fleet.ids import ModelName, RequestId
 from fleet.requests import TOKEN_BYTES
-from fleet.router.messages import Arrived, Complete, Emit
+from fleet.router.messages import Arrived, Complete, Emit, StartedOver
 from fleet.router.server import Listener
 from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
@@ -140,7 +140,7 @@ class Relayed:
 
     # From the router
 
-    def put(self, item: Emit | Complete | Refused) -> None:
+    def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
         """Only a refusal is news: what the others tell, was passed on before."""
         if isinstance(item, Refused):
             self.refuse(renamed(item, NAMES))

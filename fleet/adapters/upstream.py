@@ -185,6 +185,7 @@ class Upstream(asyncio.Protocol):
         """Give the answer up."""
         assert self._relayed is not None
         self._send_answer()
+        self._tell()
         self._relayed = None
         self._transport.abort()
         self._owner.failed(self._work_id, reason, message)
@@ -240,6 +241,9 @@ class Upstream(asyncio.Protocol):
             self._owner.stale(self._work_id, relayed)
         else:
             cause = "" if exc is None else f": {exc}"
+            self._relayed = relayed
+            self._tell()  # the router has to know of an answer that has begun, or it would begin another one
+            self._relayed = None
             self._owner.failed(self._work_id, Reason.WORKER_LOST, f"it closed the connection before the end{cause}")
 
     def usage(self) -> "Usage | None":

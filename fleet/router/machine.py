@@ -11,7 +11,8 @@ Rules:
    that token ends it, and whether the client gets it: `ends_with_prefill_token`, `emits_prefill_token` of `LiveRequest`.
 4. Work that fails (worker left, unreachable, rejected for a reason that is not the request's fault) is placed again
    elsewhere, at most `max_attempts` placements in all. The client sees latency only: tokens it has become part of the
-   prompt. Where another worker could not go on in the same way, the request is refused with WORKER_LOST.
+   prompt. Where another worker could not go on in the same way, the answer is started over if the client has seen nothing
+   of it yet (`Arrived.whole`); else the request is refused with WORKER_LOST.
 5. What arrives from work that was given up is ignored: each piece of work has an id of its own (`fleet.router.works`).
 6. A deadline ends a request wherever it is; the server sends `Ticked` when `next_deadline()` has come.
 """
@@ -51,6 +52,7 @@ from fleet.router.messages import (
     ReplicaPlaced,
     RouterEvent,
     SessionsBound,
+    StartedOver,
     Stepped,
     StoreChanged,
     Ticked,
@@ -458,14 +460,16 @@ class RouterMachine:
         live.failures += 1
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
             self._complete(live, Finish.LENGTH, out)  # the client has it all; only the worker's last word is missing
-        elif not live.may_continue:
-            message = f"{message}; another worker cannot go on with this sampling, send the request again"
-            self._refuse(live, Reason.WORKER_LOST, message, out)
+        elif not (live.may_continue or live.arrived.whole):
+            self._refuse(live, Reason.WORKER_LOST, f"{message}; {_why_it_ends(live)}, send the request again", out)
         elif live.failures >= self._settings.max_attempts:
             self._refuse(live, reason, message, out)
         else:
             self._counters.retried += 1
             self._withdraw(live)
+            if not live.may_continue:
+                live.start_over()
+                out.append(StartedOver(request_id=live.id))
             live.stage = advance(live.stage, Turn.LOST)
             live.placed = None
             live.forget_chains()
@@ -605,3 +609,10 @@ class RouterMachine:
                 assert live.work.worker_id in live.booked_on, live
         due = sorted(live.id for live in self._live.values() if live.arrived.deadline is not None)
         assert due == sorted(self._deadlines.ids())
+
+
+def _why_it_ends(live: LiveRequest) -> str:
+    """Say why no other worker goes on with an answer that has begun."""
+    if live.arrived.only_end:
+        return "a part of its answer was passed on, and another server cannot go on with it"
+    return "another worker cannot go on with this sampling"

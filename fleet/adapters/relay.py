@@ -100,6 +100,9 @@ class Relayed:
         self.body = request.body
         self.keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt, by block size; not of what nobody caches
         self.began_at = began_at
+        self.first_byte_at = began_at  # once an answer has begun
+        self.streams = False  # the client asked for events as they come
+        self.moved = False  # from a server that was silent to another one
         self.tenant = tenant
         self.flow: Flow | None = None  # while an answer comes
         self.answer_tokens = 0  # passed on, roughly
@@ -310,7 +313,8 @@ class Relay:
     # From requests
 
     def first_byte(self, relayed: Relayed) -> None:
-        self._metrics.first_byte(self._clock.now() - relayed.began_at)
+        now = relayed.first_byte_at = self._clock.now()
+        self._metrics.first_byte(Nanos(now - relayed.began_at))
 
     def ended(self, relayed: Relayed, refused: Refused | None) -> None:
         self._workers.forget(relayed)
@@ -349,6 +353,7 @@ class Relay:
             Refused: The tenant may not have it, the object ``fleet`` is wrong, or the router takes no requests.
         """
         relayed.keys = read.keys
+        relayed.streams = bytes(body.stream) == b"true"
         allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         if allowance is not None:
             relayed.limits = b"".join(f"\r\n{name}: {value}".encode() for name, value in what_is_left(allowance))

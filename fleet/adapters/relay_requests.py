@@ -40,6 +40,7 @@ class Asking(Struct, kw_only=True):
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    stream: Raw = Raw()
     cache_salt: Raw = Raw()
     fleet: FleetOptions | None = None
 

@@ -84,6 +84,10 @@ class Owner(Protocol):
     heads: AnswerHeads
     turn_end: TurnEnd
 
+    def began(self, upstream: "Upstream", relayed: Relayed) -> None:
+        """The first byte of an answer was passed on."""
+        ...
+
     def advanced(self, work_id: RequestId, tokens: int) -> None:
         """So many tokens more were passed on."""
         ...
@@ -134,6 +138,8 @@ class Upstream(asyncio.Protocol):
         self._events = 0  # not told yet
         self._keep_alive = False  # of the client's connection
         self._bodies: list[bytes] | None = None  # unpacked, for a client that does not understand chunks
+        self.sent_at = Nanos(0)  # this and the next one are the worker's: when it sent the request, and as which
+        self.turn = 0
         self.quiet = True  # nothing came since the worker looked last
         self._quiet_since: Nanos | None = None  # as it found then; None: it has not looked since the request was sent
 
@@ -142,6 +148,16 @@ class Upstream(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         return not self._transport.is_closing()
+
+    @property
+    def relayed(self) -> Relayed | None:
+        """The request that is under way."""
+        return self._relayed
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the answer was passed on."""
+        return self._client is not None
 
     def quiet_for(self, now: Nanos) -> Nanos:
         """Since when nothing was heard, as far as one can tell who looks now and then; looking is what this is."""
@@ -314,6 +330,7 @@ class Upstream(asyncio.Protocol):
         except ClientGone:
             self._held = data  # until the request hears of it, from its connection
             return
+        self._owner.began(self, relayed)
         self._held = b""
         plain = self._bodies is not None
         keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or plain)

@@ -61,6 +61,7 @@ from fleet.router.messages import (
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
+    WorkerResumed,
     WorkRejected,
 )
 from fleet.router.placement import Decision
@@ -186,6 +187,10 @@ class RouterMachine:
                     if (worker := self._roster.get(event.worker_id)) is not None:
                         self._roster.drain(event.worker_id)
                         self._holdings.gone(worker)
+                case WorkerResumed():
+                    if (worker := self._roster.get(event.worker_id)) is not None:
+                        self._roster.resume(event.worker_id)
+                        self._holdings.joined(worker.description.model)
                 case WorkRejected():
                     self._rejected(event, now, out)
                 case Undelivered():

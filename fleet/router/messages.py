@@ -40,6 +40,12 @@ class WorkerDraining(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
 
 
+class WorkerResumed(Struct, frozen=True, kw_only=True):
+    """A worker that was draining takes requests again."""
+
+    worker_id: WorkerId
+
+
 class LoadReported(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     load: Load
@@ -142,6 +148,7 @@ WorkerEvent = (
     WorkerJoined
     | WorkerLeft
     | WorkerDraining
+    | WorkerResumed
     | LoadReported
     | KvChanged
     | CacheAssumed

@@ -90,6 +90,11 @@ class Roster:
         self._cards = None
         self._pools[self.workers[worker_id].description.model].drain(worker_id)
 
+    def resume(self, worker_id: WorkerId) -> None:
+        """Let a draining worker take work again."""
+        self._cards = None
+        self._pools[self.workers[worker_id].description.model].resume(worker_id)
+
     def cache_changed(self, worker_id: WorkerId, events: Iterable[KvEvent]) -> None:
         holder = engine_cache(worker_id)
         for event in events:

@@ -71,8 +71,26 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     probe_seconds: PositiveSeconds = 2.0
     """Between two of these questions, and for an answer."""
 
+    silence_factor: Annotated[float, Meta(ge=1, le=1000)] = 8.0
+    """A server that gives no byte for so many times as long as its past explains, though it owes some, is out of rotation once it has not
+    answered a trial request either. The past is the time below which 95 % of its first bytes came. Eight, since a load that doubles twice
+    and a prompt that nobody has cached are no hang; a trial request is sent after twice the time."""
+
+    silence_floor_seconds: Annotated[float, Meta(ge=0.01, le=3600)] = 1.0
+    """Shorter silences are never taken for a hang, however quick a server was before: a collection of garbage, a busy core or a
+    retransmission on the network last for some hundreds of milliseconds. Clients give up after a second or more."""
+
     silence_timeout_seconds: PositiveSeconds = 600.0
-    """A request of which nothing is heard for so long has failed: longer than any queue and prefill is taken to last."""
+    """The ceiling: a request of which nothing is heard for so long has failed, whatever the past explains and even if nobody has
+    answered yet, as when a server loads its model at the first request. Model loads and long answers in one piece take minutes."""
+
+    silence_cut_seconds: PositiveSeconds = 30.0
+    """An answer that has begun, and a request that no other server can take, ends after so long without a byte, if the server has not
+    answered a trial request either. Nobody can go on with such an answer, and a server that was stopped for a moment may."""
+
+    trial_requests: bool = True
+    """Whether a server that looks silent is asked for a completion of one token, on a connection of its own and with `api_key`. Without
+    that, three silent requests put it out of rotation, and clients' requests find out whether it is back."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)

@@ -102,6 +102,7 @@ class OpenAiWorker:
         self.worker_id = WorkerId(settings.worker_id)
         self.settings = settings
         self.heads = AnswerHeads()
+        self.says_done = False
         self.turn_end = turn_end or TurnEnd()
         self._compared_tokens = settings.compared_tokens
         self.joined = False

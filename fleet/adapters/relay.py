@@ -10,6 +10,7 @@ Rules:
    the connection to the server is cut, which is how such servers learn it), or when the router has refused it.
 4. What goes wrong before the first byte of an answer was passed on is an HTTP status of its own. After that, a stream of
    events whose last event is whole gets an event with an ``error`` object, and any other answer ends with its connection.
+   The error says which server was lost, and not what another server could have done.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from msgspec import structs
 from fleet.adapters.allowances import what_is_left
 from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_messages import ClientGone
+from fleet.adapters.openai_answers import error_event
 from fleet.adapters.openai_bodies import NAMES
 from fleet.adapters.openai_failures import fail
 from fleet.adapters.prompt_keys import PromptReader, Read
@@ -71,6 +73,10 @@ class Flow(Protocol):
 
     def at_boundary(self) -> bool:
         """Whether what was passed on so far ends with a whole event, so that another one may follow."""
+        ...
+
+    def say_last(self, event: bytes) -> None:
+        """Pass on one more event, if the answer ends with its connection and so far with a whole event."""
         ...
 
 
@@ -159,6 +165,8 @@ class Relayed:
         if self.flow is not None:
             self.flow.flush()
         if self._began and (self.flow is None or not self.flow.at_boundary()):
+            if self.flow is not None:
+                self.flow.say_last(error_event(refused))
             self._exchange.relayed(keep_alive=False)
             return
         with suppress(ClientGone):

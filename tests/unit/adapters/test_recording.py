@@ -32,6 +32,7 @@ from fleet.router.messages import (
     ReplicaPlaced,
     RouterEvent,
     SessionsBound,
+    StartedOver,
     Stepped,
     StoreChanged,
     Ticked,
@@ -40,6 +41,7 @@ from fleet.router.messages import (
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
+    WorkerResumed,
     WorkRejected,
 )
 from fleet.router.sessions import SessionBinding
@@ -57,6 +59,7 @@ EVENTS = (
     WorkerLeft(worker_id="w"),
     WorkerDraining(worker_id="w"),
     LoadReported(worker_id="w", load=a_load(running=3)),
+    WorkerResumed(worker_id="w"),
     KvChanged(worker_id="w", events=(KvCleared(), KvStored((HASH,)), KvRemoved((HASH, HASH)))),
     CacheAssumed(worker_id="w", stored=[1, (1 << 64) - 1], removed=[3]),
     CacheAged(worker_id="w"),
@@ -107,6 +110,7 @@ COMMANDS = (
         kv=(KvPhase(phase=Phase.DECODE, worker_id="w", report=REPORT),),
         cached_tokens=32,
     ),
+    StartedOver(request_id="r"),
     Refuse(request_id="r", reason=Reason.QUEUE_FULL, message="text", field="f", retry_after_ms=7),
     CacheDrifts(worker_id="w", knowledge=Knowledge.EXACT, drifting=True, precision=0.1, recall=1 / 3),
 )

@@ -63,6 +63,10 @@ class Owner:
         self.heads = AnswerHeads()
         self.turn_end = TurnEnd()
         self.told = []
+        self.says_done = False
+
+    def began(self, upstream, relayed):
+        pass
 
     def advanced(self, work_id, tokens):
         self.told.append(("advanced", tokens))

@@ -22,8 +22,9 @@ from fleet.router.ranked import Ranked
 class _Prompt(Struct):
     worker_id: WorkerId
     tokens: int  # to compute
-    rank: int = 0  # this and the next one of those who have waited
+    rank: int = 0  # this and the next two of those who have waited
     seq: int = 0
+    priority: int = 0
     sent: bool = True
 
 
@@ -56,16 +57,17 @@ class Lanes:
         if not self._window:
             return True
         assert request_id not in self._prompts, request_id
-        ahead = self._tokens.get(worker_id, 0)
-        if ahead >= self._window or worker_id in self._held:
+        if self.full(worker_id):
             return False
-        self._tokens[worker_id] = ahead + tokens
+        self._tokens[worker_id] = self._tokens.get(worker_id, 0) + tokens
         self._prompts[request_id] = _Prompt(worker_id, tokens)
         return True
 
-    def wait(self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int) -> None:
+    def wait(
+        self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int, priority: int = 0
+    ) -> None:
         """It waits in the worker's lane; `next` will name it."""
-        self._prompts[request_id] = _Prompt(worker_id, tokens, rank, seq, sent=False)
+        self._prompts[request_id] = _Prompt(worker_id, tokens, rank, seq, priority, sent=False)
         if (held := self._held.get(worker_id)) is None:
             held = self._held[worker_id] = Ranked()
         held.add(rank, seq, request_id)
@@ -85,6 +87,31 @@ class Lanes:
             self._tokens.pop(worker_id, None)
         if worker_id in self._held:
             self._opened[worker_id] = None
+
+    def full(self, worker_id: WorkerId) -> bool:
+        """Return whether a prompt for a worker has to wait in its lane."""
+        if not self._window:
+            return False
+        return worker_id in self._held or self._tokens.get(worker_id, 0) >= self._window
+
+    def sent_tokens(self, worker_id: WorkerId) -> int:
+        """Return what a worker has been sent and has not computed."""
+        return self._tokens.get(worker_id, 0)
+
+    def held_tokens(self, worker_id: WorkerId, priority: int) -> int:
+        """Return what waits in a worker's lane with at least this priority.
+
+        Short prompts go before long ones, and so does each that still comes. Whoever counted only what goes before him now would
+        expect too little if he is long, and if he is short he would make those wait that were told that their wait is short.
+        """
+        held = self._held.get(worker_id, ())
+        prompts = [self._prompts[request_id] for request_id in held]
+        return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority)
+
+    def tokens_of(self, request_id: RequestId) -> int:
+        """Return what a worker has to compute of a prompt that it was sent; 0 for all others."""
+        prompt = self._prompts.get(request_id)
+        return prompt.tokens if prompt is not None and prompt.sent else 0
 
     def holds(self, request_id: RequestId) -> bool:
         """Whether it waits in a lane."""

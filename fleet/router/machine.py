@@ -90,6 +90,9 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
+CLEARLY_SHORTER = 0.25
+OTHER_LANES = 2  # that are looked at for a request that would wait too long; each look is a placement
+
 # Requests need some ten of these each: a member takes 65 ns to look up in its enum, and 5 here.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
 _QUEUED, _HANDED_OVER, _DECODING = Stage.QUEUED, Stage.HANDED_OVER, Stage.DECODING
@@ -227,12 +230,12 @@ class RouterMachine:
         # Where somebody has room, those who wait do so for others.
         busy = NOBODY_KNOWN
         if self._waiting.first(event.model) is None or self._roster.worth_trying(event.model):
-            outcome = self._place(live, now, out)
+            outcome = self._place(live, now, out, new=True)
             if not isinstance(outcome, Wait):
                 return
             busy = outcome.busy
         admission = self._admission
-        if (cause := admission.too_long(live, now)) is not None:
+        if (cause := admission.too_long(live, admission.seconds_to_wait(live, now), now)) is not None:
             self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=admission.retry_after_ms(event, now))
             return
         admission.enqueue(live, now, busy)
@@ -252,9 +255,22 @@ class RouterMachine:
 
     # Placement.
 
-    def _place(self, live: LiveRequest, now: Nanos, out: list[Command]) -> Decision | Wait | Impossible:
-        """Place a queued or new request; after anything but `Wait` it is in no queue."""
+    def _place(
+        self, live: LiveRequest, now: Nanos, out: list[Command], *, new: bool = False
+    ) -> Decision | Wait | Impossible:
+        """Place a queued or new request; after anything but `Wait` it is in no queue. A new one may be refused for a long wait."""
         outcome = self._chooser.choose(live, self._roster.standings(live), now)
+        if (
+            new
+            and isinstance(outcome, Decision)
+            and (seconds := self._works.seconds_to_wait(live, outcome, now)) is not None
+            and (cause := self._admission.too_long(live, seconds, now)) is not None
+        ):
+            if (other := self._shorter_wait(live, outcome, now)) is None:
+                hint = self._admission.hint_ms(seconds)
+                self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=hint)
+                return outcome
+            outcome = other
         match outcome:
             case Decision():
                 if len(self._waiting):
@@ -271,6 +287,23 @@ class RouterMachine:
                 assert_never(outcome)
         self._sessions_dropped()
         return outcome
+
+    def _shorter_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> Decision | None:
+        """Return where else a request would not wait too long. The cheapest worker may be a slow one, or have most of the prompt."""
+        passed_over: list[WorkerId] = []
+        found: Decision | None = None
+        while found is None and len(passed_over) < OTHER_LANES:
+            passed_over.append(placed.prefill or placed.decode)
+            live.failed_on = {(each, self._roster[each].description.incarnation): None for each in passed_over}
+            outcome = self._chooser.choose(live, self._roster.standings(live), now)
+            if not isinstance(outcome, Decision):
+                break
+            placed = outcome
+            seconds = self._works.seconds_to_wait(live, placed, now)
+            if seconds is None or seconds <= CLEARLY_SHORTER * self._settings.max_queue_seconds:
+                found = placed
+        live.failed_on = {}
+        return found
 
     def _sessions_dropped(self) -> None:
         for session in self._chooser.sessions.dropped():
@@ -338,7 +371,7 @@ class RouterMachine:
                     self._chooser.handed_over(live, now)
                 live.stage = advance(live.stage, _FIRST_TOKEN)
                 self._workers[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
-                self._works.computed(live)
+                self._works.computed(live, now)
             # Of the last tokens nobody hears who is told of the end only, and what they would book goes with it.
             if progress.finish is None or not live.arrived.only_end:
                 self._emit(live, work.worker_id, progress, out)
@@ -349,7 +382,7 @@ class RouterMachine:
         if progress.finish is None:
             return  # the token comes again with the finish
         self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
-        self._works.computed(live)
+        self._works.computed(live, now)
         assert live.placed is not None
         assert live.placed.kv_path is not None
         stopped = progress.finish is Finish.STOP and live.ends_with_prefill_token(live.placed.kv_path)
@@ -410,6 +443,7 @@ class RouterMachine:
         if worker is None:
             return
         self._counters.workers_lost += 1
+        self._works.forget(worker_id)
         booked = [self._live[request_id] for request_id in worker.bookings]
         self._roster.leave(worker_id)
         self._holdings.gone(worker)

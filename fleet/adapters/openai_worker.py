@@ -40,7 +40,7 @@ from fleet.adapters.relay import Relayed
 from fleet.adapters.relay_requests import COMPLETIONS, PATHS
 from fleet.adapters.turn_end import TurnEnd
 from fleet.adapters.upstream import AnswerHeads, Upstream, Usage
-from fleet.clock import SECOND, Clock, Nanos
+from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.errors import Reason, Refused
 from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
 from fleet.requests import Finish
@@ -76,6 +76,9 @@ IDLE_SECONDS = 60.0  # of a connection that a burst has left over; servers close
 STARVED_SECONDS = 0.05  # between two attempts then (rule 8)
 RETRY_AFTER_MS = 1000
 TOKEN = 0  # stands for each that is not known
+LOOK_PAUSE = MILLISECOND // 2  # for each request there, between looks at all; each takes two microseconds
+LOOK_PAUSE_HEARD = SECOND  # while some are answered
+LEARNED_AT_ONCE = 64  # first bytes that are counted at a look, ten times a second
 
 Hear = Callable[[WorkerEvent], None]
 """`fleet.router.server.RouterServer.hear`."""
@@ -103,6 +106,7 @@ class OpenAiWorker:
         self.settings = settings
         self.heads = AnswerHeads()
         self.says_done = False
+        self.first_bytes: list[tuple[Nanos, Nanos, int, bool]] = []
         self.turn_end = turn_end or TurnEnd()
         self._compared_tokens = settings.compared_tokens
         self.joined = False
@@ -116,7 +120,8 @@ class OpenAiWorker:
         self._incarnations = 0
         self._works: dict[RequestId, Upstream | asyncio.Task[None]] = {}
         self._idle: list[Upstream] = []
-        self._heard = False  # since the last look
+        self._heard = False  # since the last look at its health
+        self._looked_at = Nanos(0)  # at all of its requests
         self._failures = 0  # in a row
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
@@ -174,6 +179,7 @@ class OpenAiWorker:
             if not work.begun and (relayed := work.relayed) is not None:
                 now = self._own_time.of(self._clock.now())
                 self._trial_path = relayed.path
+                self._tell_first_bytes()
                 self.silence.abandoned(self._outstanding(work_id, work, relayed, now), now)
             work.drop()
         elif work is not None:
@@ -189,14 +195,40 @@ class OpenAiWorker:
         finally:
             self._close()
 
-    def look(self, now: Nanos) -> None:
-        """See how its requests stand; the instants of this and of `decide` are the router's own time."""
-        outstanding = []
-        for work_id, work in self._works.items():
-            if isinstance(work, Upstream) and (relayed := work.relayed) is not None:
-                outstanding.append(self._outstanding(work_id, work, relayed, now))
-                self._heard = self._heard or outstanding[-1].heard
-        self.silence.note(now, outstanding)
+    def look(self, now: Nanos) -> bool:
+        """See how its requests stand; the instants of this and of `decide` are the router's own time.
+
+        While some of them go on, all are looked at once a second only: it is silence that has to be noticed soon. Very many are looked
+        at less often, so that looking takes no more than a hundredth of the processor.
+
+        Returns:
+            Whether there is something to decide.
+        """
+        silence, works = self.silence, self._works
+        heard = self._tell_first_bytes() or self._hears(now)
+        pause = len(works) * LOOK_PAUSE
+        if heard:
+            self._heard = True
+            silence.heard(now)
+            pause = max(pause, LOOK_PAUSE_HEARD)
+        if works and now < self._looked_at + pause and silence.calm:
+            return False
+        self._looked_at = now
+        outstanding = [
+            self._outstanding(work_id, work, relayed, now)
+            for work_id, work in works.items()
+            if isinstance(work, Upstream) and (relayed := work.relayed) is not None
+        ]
+        silence.note(now, outstanding)
+        return not silence.settled
+
+    def _hears(self, now: Nanos) -> bool:
+        """Say whether some answer that has begun goes on; the first one that does is enough."""
+        for work in self._works.values():
+            if isinstance(work, Upstream) and not work.quiet and work.begun:
+                work.quiet_for(now)
+                return True
+        return False
 
     def decide(self, now: Nanos, siblings: "Sequence[OpenAiWorker]") -> None:
         """Do what its silence asks for (rule 7).
@@ -224,6 +256,20 @@ class OpenAiWorker:
                     self._give_up(work_id, why)
                 case _:
                     assert_never(command)
+
+    def _tell_first_bytes(self) -> bool:
+        """Tell what has begun since the last look, if anything has. Of very many the first ones are enough to know how fast it is."""
+        first_bytes, lost = self.first_bytes, self._own_time.lost
+        if first_bytes:
+            for sent_at, first_byte_at, size, streams in first_bytes[:LEARNED_AT_ONCE]:
+                waited = Nanos(max(0, first_byte_at - lost - sent_at))
+                self.silence.answered(sent_at, waited, size, streams=streams)
+            if len(first_bytes) > LEARNED_AT_ONCE:
+                sent_at, first_byte_at, _, _ = first_bytes[-1]
+                self.silence.answered_more(sent_at, Nanos(first_byte_at - lost), len(first_bytes) - LEARNED_AT_ONCE)
+            first_bytes.clear()
+            return True
+        return False
 
     def _outstanding(self, work_id: RequestId, work: Upstream, relayed: Relayed, now: Nanos) -> Outstanding:
         heard = not work.quiet
@@ -259,11 +305,6 @@ class OpenAiWorker:
             self._trial = None
 
     # From connections
-
-    def began(self, upstream: Upstream, relayed: Relayed) -> None:
-        sent_at = upstream.sent_at
-        waited = Nanos(relayed.first_byte_at - self._own_time.lost - sent_at)
-        self.silence.answered(sent_at, waited, len(relayed.body), streams=relayed.streams)
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
         self._step(work_id, tokens, None)

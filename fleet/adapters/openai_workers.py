@@ -102,11 +102,8 @@ class OpenAiWorkers:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._own_time.tick(self._clock.now())
-            for worker in self._workers.values():
-                worker.look(now)
-            for worker in self._workers.values():
-                if not worker.silence.settled:
-                    worker.decide(now, self._siblings(worker))
+            for worker in [worker for worker in self._workers.values() if worker.look(now)]:
+                worker.decide(now, self._siblings(worker))
 
     def _siblings(self, worker: OpenAiWorker) -> list[OpenAiWorker]:
         """Return the other servers of its model that take requests."""
@@ -130,6 +127,13 @@ class OpenAiWorkers:
                 seen = worker.alert is None and worker.tokenises is not Tokenises.OTHERWISE
                 followed = "events" if seen else "blind"
                 counts[followed if worker.settings.kv_events else "approximate"] += 1
+        return counts
+
+    def standing(self) -> dict[str, float]:
+        """Return how many servers take requests, are out for their silence, and are away for other reasons."""
+        counts = {"serving": 0.0, "silent": 0.0, "away": 0.0}
+        for worker in self._workers.values():
+            counts["serving" if worker.taking else "silent" if worker.silence.out else "away"] += 1
         return counts
 
     def tokenizers(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Protocol
 
-from msgspec import structs
+from msgspec import Raw, structs
 
 from fleet.adapters.allowances import what_is_left
 from fleet.adapters.http_exchange import Exchange, Serving
@@ -361,7 +361,8 @@ class Relay:
             Refused: The tenant may not have it, the object ``fleet`` is wrong, or the router takes no requests.
         """
         relayed.keys = read.keys
-        relayed.streams = bytes(body.stream) == b"true"
+        stream = body.stream
+        relayed.streams = bytes(stream) == b"true" if isinstance(stream, Raw) else stream is True
         allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         if allowance is not None:
             relayed.limits = b"".join(f"\r\n{name}: {value}".encode() for name, value in what_is_left(allowance))

@@ -41,7 +41,7 @@ SMALL_BODY_BYTES = 16 << 10  # up to here copying is cheaper than a second buffe
 MAX_INTERIM_HEADS = 16  # before an answer; usual is one
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
-UNFINISHED = "its stream ended without [DONE]"
+UNFINISHED = "its stream ended before its last event"
 USAGE_BYTES = 4096  # at the end of an answer, where usage is
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # of more digits it is no count
@@ -88,12 +88,12 @@ class Owner(Protocol):
 
     heads: AnswerHeads
     turn_end: TurnEnd
+    first_bytes: list[tuple[Nanos, Nanos, int, bool]]
+    """Of the answers that have begun since the worker looked: when each was asked for and begun, how long the request is, and whether it
+    is a stream."""
+
     says_done: bool
     """Whether a stream of its has ended with ``[DONE]``."""
-
-    def began(self, upstream: "Upstream", relayed: Relayed) -> None:
-        """The first byte of an answer was passed on."""
-        ...
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
         """So many tokens more were passed on."""
@@ -236,7 +236,7 @@ class Upstream(asyncio.Protocol):
         if client is None:
             self._open(data)
             return
-        if not self._due.end and self._cut_short(data):
+        if not self._due.end and self._head is not None and self._head.streams and self._cut_short(data):
             self._end_early(data)
             return
         if self._bodies is None and not self._unsent:
@@ -342,7 +342,7 @@ class Upstream(asyncio.Protocol):
         assert relayed is not None
         head = self._head = self._owner.heads.find(data[:end])
         self._latest = b""
-        if complete and self._cut_short(data):
+        if complete and head.streams and self._cut_short(data):
             self.fail(UNFINISHED)
             return
         try:
@@ -350,7 +350,7 @@ class Upstream(asyncio.Protocol):
         except ClientGone:
             self._held = data  # until the request hears of it, from its connection
             return
-        self._owner.began(self, relayed)
+        self._owner.first_bytes.append((self.sent_at, relayed.first_byte_at, len(relayed.body), relayed.streams))
         self._held = b""
         plain = self._bodies is not None
         keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or plain)
@@ -395,8 +395,7 @@ class Upstream(asyncio.Protocol):
     def _cut_short(self, data: bytes) -> bool:
         """Say whether an answer that ends with `data` is a stream that breaks off."""
         head, owner = self._head, self._owner
-        assert head is not None
-        if not head.streams:
+        if head is None or not head.streams:
             return False
         if _DONE in data or _DONE in _BETWEEN_CHUNKS.sub(b"", self._latest[-USAGE_BYTES:] + data):
             owner.says_done = True

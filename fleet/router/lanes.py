@@ -73,20 +73,25 @@ class Lanes:
         held.add(rank, seq, request_id)
         self._waiting += 1
 
-    def leave(self, request_id: RequestId) -> None:
-        """Its prompt is computed, or will not be there; nothing happens if it is in no lane."""
+    def leave(self, request_id: RequestId) -> int:
+        """Its prompt is computed, or will not be there; nothing happens if it is in no lane.
+
+        Returns:
+            The tokens that its worker was sent to compute; 0 if it was sent none.
+        """
         if (prompt := self._prompts.pop(request_id, None)) is None:
-            return
+            return 0
         worker_id = prompt.worker_id
         if not prompt.sent:
             self._no_longer(prompt, request_id)
-            return
+            return 0
         if left := self._tokens.get(worker_id, 0) - prompt.tokens:
             self._tokens[worker_id] = left
         else:
             self._tokens.pop(worker_id, None)
         if worker_id in self._held:
             self._opened[worker_id] = None
+        return prompt.tokens
 
     def full(self, worker_id: WorkerId) -> bool:
         """Return whether a prompt for a worker has to wait in its lane."""
@@ -107,11 +112,6 @@ class Lanes:
         held = self._held.get(worker_id, ())
         prompts = [self._prompts[request_id] for request_id in held]
         return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority)
-
-    def tokens_of(self, request_id: RequestId) -> int:
-        """Return what a worker has to compute of a prompt that it was sent; 0 for all others."""
-        prompt = self._prompts.get(request_id)
-        return prompt.tokens if prompt is not None and prompt.sent else 0
 
     def holds(self, request_id: RequestId) -> bool:
         """Whether it waits in a lane."""

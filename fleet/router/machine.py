@@ -90,8 +90,10 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
-CLEARLY_SHORTER = 0.25
 OTHER_LANES = 2  # that are looked at for a request that would wait too long; each look is a placement
+CLEARLY_SHORTER = (
+    0.25  # of what a request may wait: below that another lane is worth the blocks that are cached elsewhere
+)
 
 # Requests need some ten of these each: a member takes 65 ns to look up in its enum, and 5 here.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
@@ -262,6 +264,7 @@ class RouterMachine:
         outcome = self._chooser.choose(live, self._roster.standings(live), now)
         if (
             new
+            and not live.arrived.only_end
             and isinstance(outcome, Decision)
             and (seconds := self._works.seconds_to_wait(live, outcome, now)) is not None
             and (cause := self._admission.too_long(live, seconds, now)) is not None
@@ -269,6 +272,7 @@ class RouterMachine:
             if (other := self._shorter_wait(live, outcome, now)) is None:
                 hint = self._admission.hint_ms(seconds)
                 self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=hint)
+                self._sessions_dropped()
                 return outcome
             outcome = other
         match outcome:
@@ -290,6 +294,9 @@ class RouterMachine:
 
     def _shorter_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> Decision | None:
         """Return where else a request would not wait too long. The cheapest worker may be a slow one, or have most of the prompt."""
+        arrived = live.arrived
+        if arrived.pin is not None or (arrived.session and self._settings.session_affinity == "hard"):
+            return None
         passed_over: list[WorkerId] = []
         found: Decision | None = None
         while found is None and len(passed_over) < OTHER_LANES:

@@ -23,6 +23,7 @@ Silence may also be a long prompt, a long answer that comes in one piece, a queu
 7. Instants are the router's own time (`fleet.router.own_time`), which stands still while the router does not run.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -109,8 +110,6 @@ class _Left(Struct, frozen=True):
 
     sent_at: Nanos
     waited: Nanos
-    kib: int
-    streams: bool
 
 
 class ServerSilence:
@@ -134,9 +133,11 @@ class ServerSilence:
         self._silent = 0.0  # requests, less what answers made up for
         self._overtakes = 0
         self._siblings: Sequence[ServerSilence] = ()
+        self._known: dict[tuple[bool, int], float | None] = {}  # what `_limit` says, until the next look
         self._outstanding: Sequence[Outstanding] = ()
         self._counted: set[RequestId] = set()  # outstanding requests that are in `_silent`
         self._left: _Left | None = None
+        self._left_at = Nanos(0)
         self._left_kib = [
             0,
             0,
@@ -161,35 +162,47 @@ class ServerSilence:
     @property
     def settled(self) -> bool:
         """Whether it owes nothing and there is nothing to find out, so that `decide` would say nothing."""
-        return not (self._outstanding or self._out or self._left is not None or self._asked_at is not None)
+        return self.calm and not self._outstanding
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing is found out about it, so that it need be looked at only for its silence."""
+        return not (self._out or self._left is not None or self._asked_at is not None)
 
     # From requests
+
+    def heard(self, now: Nanos) -> None:
+        """Take in that some answer goes on."""
+        self._heard_at = max(self._heard_at, now)
 
     def answered(self, sent_at: Nanos, waited: Nanos, size: int, *, streams: bool) -> None:
         """Take in the first byte of an answer."""
         self.answers += 1
         self.past[streams].add(waited, (size >> 10) + 1)
-        heard_at = sent_at + waited
-        if heard_at > self._heard_at:
-            self._heard_at = Nanos(heard_at)
-        if sent_at > self._latest_sent:  # noqa: PLR1730 - every request has it, and a call takes three times as long
-            self._latest_sent = sent_at
+        self._heard_at = max(self._heard_at, Nanos(sent_at + waited))
+        self._latest_sent = max(self._latest_sent, sent_at)
         if self._silent:
             self._silent *= KEPT_BY_AN_ANSWER
+
+    def answered_more(self, sent_at: Nanos, heard_at: Nanos, answers: int) -> None:
+        """Take in that more answers have begun, of which only the latest is told."""
+        self.answers += answers
+        self._heard_at = max(self._heard_at, heard_at)
+        self._latest_sent = max(self._latest_sent, sent_at)
 
     def abandoned(self, request: Outstanding, now: Nanos) -> None:
         """Take in that a client left before a byte of its answer came."""
         waited, kib = Nanos(now - request.sent_at), _kib(request.size)
+        self._left_at = now
         self._left_kib[request.streams] = max(self._left_kib[request.streams], kib)
         silent = self._heard_at <= request.sent_at
         if silent and (self._left is None or waited > self._left.waited):
-            self._left = _Left(request.sent_at, waited, kib, request.streams)
-        expected = self._expected(request.streams, kib, kib)
-        if expected is None or request.work_id in self._counted:
+            self._left = _Left(request.sent_at, waited)
+        if request.work_id in self._counted:
             return
-        overtaken = request.streams and request.overtaken >= OVERTAKEN
-        if (silent and waited >= self._suspicious(expected, request.size)) or (
-            overtaken and waited >= self._too_long(expected, request.size)
+        limits, limit = self._limits(), self._limit(request)
+        if (silent and limits is not None and waited >= limits[0]) or (
+            limit is not None and waited >= limit and self._overtaken(request)
         ):
             self._silent += 1
 
@@ -198,6 +211,7 @@ class ServerSilence:
     def note(self, now: Nanos, outstanding: Sequence[Outstanding]) -> None:
         """Take in how its requests stand."""
         self._outstanding = outstanding
+        self._known.clear()
         if any(each.begun and each.heard for each in outstanding):
             self._heard_at = max(self._heard_at, now)
         waiting = [each for each in outstanding if not each.begun]
@@ -207,6 +221,7 @@ class ServerSilence:
         self._counted.intersection_update(each.work_id for each in waiting)
         if self._left is not None and self._left.sent_at < self._heard_at:
             self._left = None
+        if self._left_at < self._heard_at:
             self._left_kib = [0, 0]
         if self._asked_at is not None and self._asked_at < self._heard_at:
             self._unresponsive = False
@@ -221,16 +236,15 @@ class ServerSilence:
         """
         self._siblings = siblings
         commands: list[Command] = []
-        expected, since = self._expected_now(), self._silent_since()
+        limits = self._limits()
+        since = self._silent_since(limits)
         silence = Nanos(0) if since is None else Nanos(now - since)
-        kib = self._kib_now()
-        self._suspect = expected is not None and silence >= self._suspicious(expected, kib << 10)
-        if expected is not None:
-            self._count(now, silence)
-            if self._asked_at is not None:
-                trial = now - max(self._asked_at, self._heard_at)
-                if silence >= self._too_long(expected, kib << 10) and trial >= self._suspicious(expected, kib << 10):
-                    self._unresponsive = True
+        self._suspect = limits is not None and silence >= limits[0]
+        too_long = limits is not None and silence >= limits[1]
+        self._count(now, too_long=too_long)
+        if too_long and self._asked_at is not None and limits is not None:
+            trial = now - max(self._asked_at, self._heard_at)
+            self._unresponsive = self._unresponsive or trial >= limits[0]
         if self._out:
             self._return(now, commands)
         elif self._asked_at is not None:
@@ -241,7 +255,7 @@ class ServerSilence:
             self._ask(now, commands)
         if not self._out:
             self._judge(now, silence, commands, spare=spare)
-        self._give_up(now, silence, commands)
+        self._give_up(now, commands, too_long=too_long)
         return commands
 
     def told(self, now: Nanos, waited: Nanos, trial: Trial) -> None:
@@ -258,7 +272,8 @@ class ServerSilence:
             self._unresponsive = False
         if trial is not Trial.ANSWERED:
             return
-        self.past[True].add(waited, 1)
+        if not self._unresponsive or self.past[True].count < ENOUGH:  # what a hang took is not how fast it is
+            self.past[True].add(waited, 1)
         self._heard_at = max(self._heard_at, now)
         self._unresponsive = False
         self._left = None
@@ -300,6 +315,7 @@ class ServerSilence:
         self._out, self._passed = True, False
         self._back_from = Nanos(now + self._out_pause)
         self._out_pause = min(2 * self._out_pause, LONGEST_OUT_PAUSE)
+        self._ask_pause, self._ask_from = FIRST_PAUSE, now  # it was no false alarm
         if self._unresponsive:
             why = f"no byte came for {silence / SECOND:.1f} s, and no answer to a trial request"
         else:
@@ -324,23 +340,26 @@ class ServerSilence:
         elif self._asked_at is None:
             self._ask(now, commands)
 
-    def _count(self, now: Nanos, silence: Nanos) -> None:
-        """Count requests that wait for too long (rule 4)."""
+    def _count(self, now: Nanos, *, too_long: bool) -> None:
+        """Count requests that wait for too long, on a server whose silence is too long or which passes them over (rule 4)."""
         for each in self._outstanding:
             if each.begun or each.work_id in self._counted:
                 continue
             limit = self._limit(each)
             if limit is None or now - each.sent_at < limit:
                 continue
-            if silence >= limit or self._stuck(each, now, limit):
+            if too_long or self._stuck(each, now, limit):
                 self._counted.add(each.work_id)
                 self._silent += 1
 
-    def _stuck(self, each: Outstanding, now: Nanos, limit: float) -> bool:
-        """Say whether a request is passed over while others are answered. Of answers in one piece nobody knows how long they get."""
-        return each.streams and each.overtaken >= OVERTAKEN and now - each.sent_at >= 2 * limit
+    def _overtaken(self, each: Outstanding) -> bool:
+        """Say whether later requests were answered. It tells nothing of an answer in one piece, which may be a long one."""
+        return each.streams and each.overtaken >= OVERTAKEN
 
-    def _give_up(self, now: Nanos, silence: Nanos, commands: list[Command]) -> None:
+    def _stuck(self, each: Outstanding, now: Nanos, limit: float) -> bool:
+        return self._overtaken(each) and now - each.sent_at >= 2 * limit
+
+    def _give_up(self, now: Nanos, commands: list[Command], *, too_long: bool) -> None:
         for each in self._outstanding:
             quiet = Nanos(max(0, now - each.sent_at)) if not each.begun else each.quiet_for
             limit = self._limit(each)
@@ -352,7 +371,7 @@ class ServerSilence:
                 over = self._unresponsive and quiet >= max(limit, self._cut)
             elif self._out and self._unresponsive:
                 over = quiet >= limit * min(1.0, SUSPECT_FACTOR / self._factor)
-            elif self._out and silence >= limit:
+            elif self._out and too_long:
                 over = quiet >= limit
             elif self._unresponsive:
                 over = quiet >= max(limit, self._cut)
@@ -361,43 +380,41 @@ class ServerSilence:
             if over:
                 commands.append(GiveUp(each.work_id, f"it said nothing for {quiet / SECOND:.1f} s"))
 
-    def _silent_since(self) -> Nanos | None:
-        """Return since when it owes somebody a byte and has given none; None if it owes nothing."""
+    def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
+        """Return since when it owes somebody a byte and has given none; None if it owes nothing.
+
+        A client that left counts for one that waits if it had waited for suspiciously long; else it has simply changed its mind.
+        """
         sent = [each.sent_at for each in self._outstanding]
-        if (left := self._left) is not None:
-            expected = self._expected(left.streams, left.kib, left.kib)
-            if expected is not None and left.waited >= self._suspicious(expected, left.kib << 10):
-                sent.append(left.sent_at)
+        if self._left is not None and limits is not None and self._left.waited >= limits[0]:
+            sent.append(self._left.sent_at)
         if self._asked_at is not None:
             sent.append(self._asked_at)
         return Nanos(max(self._heard_at, min(sent))) if sent else None
 
-    def _kinds(self) -> list[tuple[bool, int]]:
-        """Return what it may be busy with: whether it streams, and KiB."""
-        kinds = [(True, 1) if each.begun else (each.streams, _kib(each.size)) for each in self._outstanding]
-        kinds += [(bool(streams), kib) for streams, kib in enumerate(self._left_kib) if kib]
-        return kinds or ([(True, 1)] if self._asked_at is not None else [])
+    def _kinds(self) -> Counter[tuple[bool, int]]:
+        """Return what it may be busy with: whether it streams, and KiB, and how many such there are."""
+        kinds = Counter([(True, 1) if each.begun else (each.streams, _kib(each.size)) for each in self._outstanding])
+        kinds.update([(bool(streams), kib) for streams, kib in enumerate(self._left_kib) if kib])
+        if not kinds and self._asked_at is not None:
+            kinds[True, 1] = 1
+        return kinds
 
-    def _kib_now(self) -> int:
-        """Return the size of the prompt that explains the silence."""
-        sizes = [kib for _, kib in self._kinds()]
-        if not sizes:
-            return 1
-        return min(sizes) if self._overtakes >= OVERTAKES else max(sizes)
-
-    def _expected_now(self) -> float | None:
-        """Return how long a silence would be no surprise; None if nobody knows.
+    def _limits(self) -> tuple[float, float] | None:
+        """Return after how long its silence is suspicious and too long, in nanoseconds; None if nobody knows.
 
         A server that computes one prompt after the other may be busy with the longest. One that was seen to answer some while it
         computes others owes a byte to the shortest.
         """
         kinds = self._kinds()
-        total = sum(kib for _, kib in kinds)
-        every = [self._expected(streams, kib, total) for streams, kib in kinds]
-        known = [each for each in every if each is not None]
-        if not known or (len(known) < len(every) and self._overtakes < OVERTAKES):
+        total = sum(kib * times for (_, kib), times in kinds.items())
+        every = [(self._expected(streams, kib, total), kib) for streams, kib in kinds]
+        known = [(expected, kib << 10) for expected, kib in every if expected is not None]
+        overtakes = self._overtakes >= OVERTAKES
+        if not known or (len(known) < len(every) and not overtakes):
             return None
-        return min(known) if self._overtakes >= OVERTAKES else max(known)
+        pick = min if overtakes else max
+        return pick(self._suspicious(*each) for each in known), pick(self._too_long(*each) for each in known)
 
     def _expected(self, streams: bool, kib: int, total: int) -> float | None:
         own = self.past[streams]
@@ -407,9 +424,12 @@ class ServerSilence:
         return max(every, default=None)
 
     def _limit(self, each: Outstanding) -> float | None:
-        kib = _kib(each.size)
-        expected = self._expected(True, 1, 1) if each.begun else self._expected(each.streams, kib, kib)
-        return None if expected is None else self._too_long(expected, each.size)
+        kind = (True, 1) if each.begun else (each.streams, _kib(each.size))
+        if kind not in self._known:
+            streams, kib = kind
+            expected = self._expected(streams, kib, kib)
+            self._known[kind] = None if expected is None else self._too_long(expected, kib << 10)
+        return self._known[kind]
 
     def _suspicious(self, expected: float, size: int) -> float:
         return max(self._floor / 2, expected * min(SUSPECT_FACTOR, self._factor)) + _prefill(size)

@@ -66,28 +66,24 @@ class Works:
 
     def computed(self, live: LiveRequest, now: Nanos) -> None:
         """The prompt is: the next one may go where it was."""
-        if (tokens := self._lanes.tokens_of(live.id)) and live.work is not None:
+        if (tokens := self._lanes.leave(live.id)) and live.work is not None:
             self._paces[live.work.worker_id].computed(tokens, now)
-        self._leave(live)
+            self._rest(live.work.worker_id)
 
-    def _leave(self, live: LiveRequest) -> None:
-        self._lanes.leave(live.id)
-        if (
-            live.work is not None
-            and (pace := self._paces.get(live.work.worker_id)) is not None
-            and not self._lanes.sent_tokens(live.work.worker_id)
-        ):
-            pace.idle()
+    def _rest(self, worker_id: WorkerId) -> None:
+        """Note it if a worker has nothing more to compute."""
+        if not self._lanes.sent_tokens(worker_id):
+            self._paces[worker_id].idle()
 
     def seconds_to_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> float | None:
         """Return about how long a prompt would wait in the lane of the worker that was chosen, and there until it is its turn.
 
         None is returned for one that does not have to wait in the lane, and where nobody can say.
         """
-        arrived, worker_id = live.arrived, placed.prefill or placed.decode
-        if arrived.only_end or arrived.second_hand or not self._lanes.full(worker_id):
+        worker_id = placed.prefill or placed.decode
+        if live.arrived.second_hand or not self._lanes.full(worker_id):
             return None
-        held = self._lanes.held_tokens(worker_id, arrived.priority)
+        held = self._lanes.held_tokens(worker_id, live.arrived.priority)
         return self._paces[worker_id].seconds_to_wait(self._lanes.sent_tokens(worker_id), held, now)
 
     def forget(self, worker_id: WorkerId) -> None:
@@ -102,7 +98,8 @@ class Works:
     def over(self, live: LiveRequest) -> None:
         """The work of a request is done or lost; nothing happens if it has none."""
         if live.work is not None:
-            self._leave(live)
+            if self._lanes.leave(live.id) and live.work.worker_id in self._paces:
+                self._rest(live.work.worker_id)
             del self._works[live.work.id]
             live.work = None
 

@@ -45,6 +45,8 @@ class Relayed:
     body = b"{}"
     limits = b""
     tenant = ""
+    first_byte_at = 0
+    streams = True
 
     def __init__(self):
         self.client = Transport()
@@ -64,9 +66,7 @@ class Owner:
         self.turn_end = TurnEnd()
         self.told = []
         self.says_done = False
-
-    def began(self, upstream, relayed):
-        pass
+        self.first_bytes = []
 
     def advanced(self, work_id, tokens):
         self.told.append(("advanced", tokens))

@@ -124,6 +124,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     expected_tokens: int = 0  # of the answer; 0: not known
     pin: str = ""  # the only worker that may answer
     labels: tuple[str, ...] = ()  # that it must have
+    whole: bool = False  # the client gets the answer in one piece; then it comes as one `Delta` at most
 
 
 class Finish(StrEnum):

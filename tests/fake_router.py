@@ -9,7 +9,7 @@ from fleet.errors import Reason, Refused
 from fleet.ids import RequestId
 from fleet.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.roles import Phase
-from fleet.router.messages import Arrived, Complete
+from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.settings import Thresholds
 from fleet.router.snapshot import Counters, Explanation, PoolSnapshot, RemotePrefill, RouterSnapshot
 from fleet.work import Progress
@@ -31,6 +31,7 @@ class FakeRouter:
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
         self.refuse: Refused | None = None  # on entering
         self.break_after: int | None = None  # steps, then WORKER_LOST
+        self.start_over_after: int | None = None  # steps, then it begins anew, once
         self.bug: Exception | None = None  # raised while iterating
         self.hold_after: int | None = None  # steps, then nothing until `release`
         self.release = asyncio.Event()
@@ -91,6 +92,7 @@ class FakeStream:
         self._steps = 0
         self._finish: Finish | None = None
         self._complete = False
+        self._started_over = False
         self.kv: tuple[KvPhase, ...] = ()
         self.cached_tokens = 0
 
@@ -112,7 +114,7 @@ class FakeStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Progress | Complete:
+    async def __anext__(self) -> Progress | StartedOver | Complete:
         router = self._router
         if self._complete:
             raise StopAsyncIteration
@@ -126,6 +128,9 @@ class FakeStream:
             )
         if router.bug is not None:
             raise router.bug
+        if self._steps == router.start_over_after and not self._started_over:
+            self._started_over, self._sent = True, 0
+            return StartedOver(request_id=self._arrived.request_id)
         if self._steps == router.break_after:
             raise Refused(Reason.WORKER_LOST, "its worker is gone", retry_after_ms=1500)
         if self._steps == router.hold_after:

@@ -30,7 +30,7 @@ from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish, ModelCard, Sampling
 from fleet.roles import Phase, Placement
 from fleet.router.adapters import meant_by
-from fleet.router.messages import Arrived, Complete, Emit, Stepped, WorkerEvent, request_of
+from fleet.router.messages import Arrived, Complete, Emit, StartedOver, Stepped, WorkerEvent, request_of
 from fleet.router.placement import Decision
 from fleet.router.ports import Workers
 from fleet.router.selection_settings import SelectionSettings
@@ -96,7 +96,7 @@ class Booking:
         self._answered = 0  # tokens
         self._lease: asyncio.TimerHandle | None = None
 
-    def put(self, item: Emit | Complete | Refused) -> None:
+    def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
         if isinstance(item, Refused) and not self.placed.done():
             self.placed.set_exception(item)
         elif not isinstance(item, Emit):

@@ -30,8 +30,7 @@ class TokenText(Protocol):
     def __call__(self, model: ModelName, token_id: int) -> str: ...
 
 
-def error_object(refused: Refused) -> bytes:
-    """The body of a failed call; `refused` names the field as the client wrote it."""
+def _error(refused: Refused) -> Json:
     error: Json = {
         "message": refused.message,
         "type": APPEARANCES[refused.reason].openai,
@@ -40,7 +39,20 @@ def error_object(refused: Refused) -> bytes:
     }
     if refused.cause:
         error["cause"] = refused.cause
-    return encode({"error": error})
+    return error
+
+
+def error_object(refused: Refused) -> bytes:
+    """The body of a failed call; `refused` names the field as the client wrote it."""
+    return encode({"error": _error(refused)})
+
+
+def error_event(refused: Refused) -> bytes:
+    """Return the last event of a stream that failed. It has the hint that else is in a header: when a retry may succeed."""
+    error = _error(refused)
+    if refused.retry_after_ms:
+        error["retry_after_ms"] = refused.retry_after_ms
+    return event(encode({"error": error}))
 
 
 def event(content: bytes) -> bytes:

@@ -6,7 +6,7 @@ import msgspec
 
 from fleet.adapters.http_exchange import Exchange
 from fleet.adapters.http_messages import Malformed
-from fleet.adapters.openai_answers import EVENT_STREAM, error_object, event
+from fleet.adapters.openai_answers import EVENT_STREAM, error_event, error_object
 from fleet.adapters.status import APPEARANCES
 from fleet.errors import Reason, Refused
 
@@ -23,7 +23,7 @@ def fail(exchange: Exchange, refused: Refused, *more: tuple[str, str]) -> None:
         ClientGone: The connection is closed.
     """
     if exchange.began:
-        exchange.send(event(error_object(refused)), content_type=EVENT_STREAM, last=True)
+        exchange.send(error_event(refused), content_type=EVENT_STREAM, last=True)
         return
     seconds = -(-refused.retry_after_ms // 1000)
     headers = more

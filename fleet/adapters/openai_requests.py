@@ -169,6 +169,7 @@ def _asked(
         expected_tokens=options.expected_tokens,
         pin=options.pin,
         labels=options.labels,
+        whole=not body.stream,
     )
     return Asked(
         request=request,

@@ -17,7 +17,9 @@ Rules:
    events, that is told by name (`workers.engines.event_health`), and it is placed as one that holds what was heard of it.
 6. Before it joins, a server whose tokenizer the settings name is asked what it makes of the golden prompts
    (`fleet.adapters.golden`); where that is something else, its events name nothing that is ever asked for.
-7. A router that has no socket left blames no server: a request waits for one as long as for a connection, and is refused
+7. A server that answers for its health and gives no byte of its answers is out of rotation (`fleet.router.silence` decides), whoever
+   ends the requests. It stays a worker meanwhile: what was sent there is still believed to be cached when it is back.
+8. A router that has no socket left blames no server: a request waits for one as long as for a connection, and is refused
    then; a question for health that cannot be asked says nothing.
 """
 
@@ -25,18 +27,20 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import assert_never
 
 from fleet.adapters.followed_cache import FollowedCache
 from fleet.adapters.golden import Tokenises
 from fleet.adapters.openai_answers import UNLIMITED
 from fleet.adapters.openai_health import ServerHealth
 from fleet.adapters.openai_questions import STARVED, ServerAddress, cause_of
+from fleet.adapters.openai_trial import try_request
 from fleet.adapters.relay import Relayed
-from fleet.adapters.relay_requests import PATHS
+from fleet.adapters.relay_requests import COMPLETIONS, PATHS
 from fleet.adapters.turn_end import TurnEnd
 from fleet.adapters.upstream import AnswerHeads, Upstream, Usage
-from fleet.clock import SECOND, Clock, Nanos
+from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.errors import Reason, Refused
 from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
 from fleet.requests import Finish
@@ -49,10 +53,13 @@ from fleet.router.messages import (
     WorkerEvent,
     WorkerJoined,
     WorkerLeft,
+    WorkerResumed,
     WorkRejected,
 )
+from fleet.router.own_time import OwnTime
 from fleet.router.ports import TextCodec, WorkerUnreachable
 from fleet.router.settings import OpenAiWorkerSettings
+from fleet.router.silence import Ask, GiveUp, Outstanding, ServerSilence, StopAsking, TakeBack, TakeOut
 from fleet.router.truth import Knowledge
 from fleet.work import Adapter, Description, Progress, Rejected
 from workers.engines.cache_books import PassedOver
@@ -66,9 +73,12 @@ FIRST_PAUSE_SECONDS = 1.0  # of a server that failed too many requests
 LONGEST_PAUSE_SECONDS = 30.0
 SEARCH_SECONDS = 0.25  # between two questions to a server that is not there; they cost little, waiting for it much
 IDLE_SECONDS = 60.0  # of a connection that a burst has left over; servers close them sooner, or never
-STARVED_SECONDS = 0.05  # between two attempts then (rule 7)
+STARVED_SECONDS = 0.05  # between two attempts then (rule 8)
 RETRY_AFTER_MS = 1000
 TOKEN = 0  # stands for each that is not known
+LOOK_PAUSE = MILLISECOND // 2  # for each request there, between looks at all; each takes two microseconds
+LOOK_PAUSE_HEARD = SECOND  # while some are answered
+LEARNED_AT_ONCE = 64  # first bytes that are counted at a look, ten times a second
 
 Hear = Callable[[WorkerEvent], None]
 """`fleet.router.server.RouterServer.hear`."""
@@ -85,11 +95,18 @@ class OpenAiWorker:
         codec: TextCodec | None = None,
         can_spare: "Callable[[OpenAiWorker], bool]" = lambda _: True,
         turn_end: TurnEnd | None = None,
+        own_time: OwnTime | None = None,
     ) -> None:
         self._can_spare = can_spare
+        self._own_time = own_time or OwnTime()
+        self.silence = ServerSilence(settings)
+        self._trial: asyncio.Task[None] | None = None
+        self._trial_path = COMPLETIONS
         self.worker_id = WorkerId(settings.worker_id)
         self.settings = settings
         self.heads = AnswerHeads()
+        self.says_done = False
+        self.first_bytes: list[tuple[Nanos, Nanos, int, bool]] = []
         self.turn_end = turn_end or TurnEnd()
         self._compared_tokens = settings.compared_tokens
         self.joined = False
@@ -103,7 +120,8 @@ class OpenAiWorker:
         self._incarnations = 0
         self._works: dict[RequestId, Upstream | asyncio.Task[None]] = {}
         self._idle: list[Upstream] = []
-        self._heard = False  # since the last look
+        self._heard = False  # since the last look at its health
+        self._looked_at = Nanos(0)  # at all of its requests
         self._failures = 0  # in a row
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
@@ -158,6 +176,11 @@ class OpenAiWorker:
         work = self._works.pop(work_id, None)
         self._cache.forget(work_id)
         if isinstance(work, Upstream):
+            if not work.begun and (relayed := work.relayed) is not None:
+                now = self._own_time.of(self._clock.now())
+                self._trial_path = relayed.path
+                self._tell_first_bytes()
+                self.silence.abandoned(self._outstanding(work_id, work, relayed, now), now)
             work.drop()
         elif work is not None:
             work.cancel()
@@ -171,6 +194,115 @@ class OpenAiWorker:
                 await self._watch()
         finally:
             self._close()
+
+    def look(self, now: Nanos) -> bool:
+        """See how its requests stand; the instants of this and of `decide` are the router's own time.
+
+        While some of them go on, all are looked at once a second only: it is silence that has to be noticed soon. Very many are looked
+        at less often, so that looking takes no more than a hundredth of the processor.
+
+        Returns:
+            Whether there is something to decide.
+        """
+        silence, works = self.silence, self._works
+        heard = self._tell_first_bytes() or self._hears(now)
+        pause = len(works) * LOOK_PAUSE
+        if heard:
+            self._heard = True
+            silence.heard(now)
+            pause = max(pause, LOOK_PAUSE_HEARD)
+        if works and now < self._looked_at + pause and silence.calm:
+            return False
+        self._looked_at = now
+        outstanding = [
+            self._outstanding(work_id, work, relayed, now)
+            for work_id, work in works.items()
+            if isinstance(work, Upstream) and (relayed := work.relayed) is not None
+        ]
+        silence.note(now, outstanding)
+        return not silence.settled
+
+    def _hears(self, now: Nanos) -> bool:
+        """Say whether some answer that has begun goes on; the first one that does is enough."""
+        for work in self._works.values():
+            if isinstance(work, Upstream) and not work.quiet and work.begun:
+                work.quiet_for(now)
+                return True
+        return False
+
+    def decide(self, now: Nanos, siblings: "Sequence[OpenAiWorker]") -> None:
+        """Do what its silence asks for (rule 7).
+
+        Args:
+            now: The instant.
+            siblings: The other servers of its model that take requests.
+        """
+        silences = [each.silence for each in siblings] if self._taking or self.silence.out else []
+        for command in self.silence.decide(now, silences, spare=self._can_spare(self)):
+            match command:
+                case Ask():
+                    self._trial = self._tasks.create_task(self._try(now))
+                case StopAsking():
+                    self._stop_asking()
+                case TakeOut(why=why):
+                    self._suspend(why)
+                case TakeBack():
+                    if self.joined:
+                        self._taking = True
+                        log.info("worker resumed", extra={"worker": self.worker_id})
+                        self._hear(WorkerResumed(worker_id=self.worker_id))
+                    self._look.set()
+                case GiveUp(work_id=work_id, why=why):
+                    self._give_up(work_id, why)
+                case _:
+                    assert_never(command)
+
+    def _tell_first_bytes(self) -> bool:
+        """Tell what has begun since the last look, if anything has. Of very many the first ones are enough to know how fast it is."""
+        first_bytes, lost = self.first_bytes, self._own_time.lost
+        if first_bytes:
+            for sent_at, first_byte_at, size, streams in first_bytes[:LEARNED_AT_ONCE]:
+                waited = Nanos(max(0, first_byte_at - lost - sent_at))
+                self.silence.answered(sent_at, waited, size, streams=streams)
+            if len(first_bytes) > LEARNED_AT_ONCE:
+                sent_at, first_byte_at, _, _ = first_bytes[-1]
+                self.silence.answered_more(sent_at, Nanos(first_byte_at - lost), len(first_bytes) - LEARNED_AT_ONCE)
+            first_bytes.clear()
+            return True
+        return False
+
+    def _outstanding(self, work_id: RequestId, work: Upstream, relayed: Relayed, now: Nanos) -> Outstanding:
+        heard = not work.quiet
+        return Outstanding(
+            work_id=work_id,
+            sent_at=work.sent_at,
+            size=len(relayed.body),
+            streams=relayed.streams,
+            begun=work.begun,
+            heard=heard,
+            quiet_for=work.quiet_for(now),
+            overtaken=self.silence.answers - work.turn,
+            moved=relayed.moved,
+        )
+
+    def _give_up(self, work_id: RequestId, why: str) -> None:
+        work = self._works.get(work_id)
+        if isinstance(work, Upstream) and (relayed := work.relayed) is not None:
+            relayed.moved = True
+            self._trial_path = relayed.path
+            work.fail(why)
+
+    async def _try(self, began_at: Nanos) -> None:
+        """Send a trial request, and tell what comes of it."""
+        settings = self.settings
+        trial = await try_request(self._address, self._trial_path, settings.model, settings.silence_timeout_seconds)
+        now = self._own_time.of(self._clock.now())
+        self.silence.told(now, Nanos(now - began_at), trial)
+
+    def _stop_asking(self) -> None:
+        if self._trial is not None:
+            self._trial.cancel()
+            self._trial = None
 
     # From connections
 
@@ -211,6 +343,8 @@ class OpenAiWorker:
 
     def _send(self, upstream: Upstream, work_id: RequestId, relayed: Relayed) -> None:
         self._works[work_id] = upstream
+        upstream.sent_at = Nanos(self._clock.now() - self._own_time.lost)
+        upstream.turn = self.silence.answers + len(self._works)
         own = self._address.authorization
         upstream.begin(
             work_id,
@@ -225,7 +359,7 @@ class OpenAiWorker:
         )
 
     async def _dial(self, work_id: RequestId, relayed: Relayed) -> None:
-        """Send over a new connection (rule 7)."""
+        """Send over a new connection (rule 8)."""
         loop = asyncio.get_running_loop()
         address = self._address
         upstream: Upstream | None = None
@@ -290,7 +424,7 @@ class OpenAiWorker:
             healthy = True if heard and self._taking else await self._health.healthy()
             if healthy:
                 misses = 0
-                if not self.joined and self._clock.now() >= self._not_before:
+                if not self.joined and self._clock.now() >= self._not_before and not self.silence.out:
                     await self._health.compare_tokenizers()
                     self._join()
             elif heard:
@@ -352,15 +486,16 @@ class OpenAiWorker:
             self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
             self._suspend()
 
-    def _suspend(self) -> None:
+    def _suspend(self, why: str = "it fails requests") -> None:
         """Take no new requests; who calls this also calls `_leave_when_done`, once all is told."""
         if self._taking:
             self._taking = False
-            log.warning("worker suspended", extra={"worker": self.worker_id, "running": len(self._works)})
+            told = {"worker": self.worker_id, "running": len(self._works), "cause": why}
+            log.warning("worker suspended", extra=told)
             self._hear(WorkerDraining(worker_id=self.worker_id))
 
     def _leave_when_done(self) -> None:
-        if self.joined and not self._taking and not self._works:
+        if self.joined and not self._taking and not self._works and not self.silence.out:
             self._left()
 
     def _lose(self) -> None:
@@ -376,6 +511,8 @@ class OpenAiWorker:
 
     def _left(self) -> None:
         self.joined = self._taking = False
+        self.silence.reset()
+        self._stop_asking()
         self._cache.stop()
         for upstream in self._idle:
             upstream.drop()
@@ -385,19 +522,13 @@ class OpenAiWorker:
         self._look.set()
 
     def _listen(self) -> bool:
-        """Whether anything was heard since the last time; gives requests up of which nothing was, for too long."""
-        now = self._clock.now()
-        limit = int(self.settings.silence_timeout_seconds * SECOND)
+        """Return whether anything was heard since the last time."""
         heard, self._heard = self._heard, False
-        for upstream in [work for work in self._works.values() if isinstance(work, Upstream)]:
-            heard = heard or not upstream.quiet
-            if upstream.quiet_for(now) >= limit:
-                upstream.fail(f"it said nothing for {self.settings.silence_timeout_seconds:g} s")
         return heard
 
     def _close_idle(self) -> None:
         """Close connections that have not been needed for long."""
-        now = self._clock.now()
+        now = self._own_time.of(self._clock.now())
         old = [upstream for upstream in self._idle if upstream.quiet_for(now) >= IDLE_SECONDS * SECOND]
         for upstream in old:
             self._idle.remove(upstream)

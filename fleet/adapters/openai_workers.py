@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Never
 
 from fleet.adapters.golden import GoldenCheck, Tokenises
 from fleet.adapters.openai_worker import Hear, OpenAiWorker
@@ -12,12 +13,15 @@ from fleet.adapters.turn_end import TurnEnd
 from fleet.clock import Clock
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined, request_of
+from fleet.router.own_time import OwnTime
 from fleet.router.ports import TextCodec, Workers, WorkerUnreachable
 from fleet.router.settings import OpenAiWorkerSettings
 from fleet.work import Start
 from workers.engines.event_health import Alert
 
 log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1  # between two looks at what servers owe; a tenth of the shortest silence that counts
 
 
 class OpenAiWorkers:
@@ -40,9 +44,17 @@ class OpenAiWorkers:
         """
         codecs = codecs or {}
         turn_end = TurnEnd()
+        self._clock = clock
+        self._own_time = OwnTime()
         self._workers = {
             WorkerId(each.worker_id): OpenAiWorker(
-                each, connect_timeout_seconds, clock, codecs.get(ModelName(each.model)), self._can_spare, turn_end
+                each,
+                connect_timeout_seconds,
+                clock,
+                codecs.get(ModelName(each.model)),
+                self._can_spare,
+                turn_end,
+                self._own_time,
             )
             for each in settings
         }
@@ -83,6 +95,24 @@ class OpenAiWorkers:
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers.values():
                 tasks.create_task(worker.run(hear), name=f"worker {worker.worker_id}")
+            tasks.create_task(self._look(), name="silence of servers")
+
+    async def _look(self) -> Never:
+        """Look regularly whether servers answer what they were sent."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = self._own_time.tick(self._clock.now())
+            for worker in [worker for worker in self._workers.values() if worker.look(now)]:
+                worker.decide(now, self._siblings(worker))
+
+    def _siblings(self, worker: OpenAiWorker) -> list[OpenAiWorker]:
+        """Return the other servers of its model that take requests."""
+        model = worker.settings.model
+        return [
+            each
+            for each in self._workers.values()
+            if each is not worker and each.taking and each.settings.model == model
+        ]
 
     async def asked(self) -> None:
         """When each has been asked whether it is there, and has joined if it is; whoever waits sets a deadline."""
@@ -97,6 +127,13 @@ class OpenAiWorkers:
                 seen = worker.alert is None and worker.tokenises is not Tokenises.OTHERWISE
                 followed = "events" if seen else "blind"
                 counts[followed if worker.settings.kv_events else "approximate"] += 1
+        return counts
+
+    def standing(self) -> dict[str, float]:
+        """Return how many servers take requests, are out for their silence, and are away for other reasons."""
+        counts = {"serving": 0.0, "silent": 0.0, "away": 0.0}
+        for worker in self._workers.values():
+            counts["serving" if worker.taking else "silent" if worker.silence.out else "away"] += 1
         return counts
 
     def tokenizers(self) -> dict[str, float]:

@@ -39,6 +39,7 @@ from fleet.router.messages import (
     Emit,
     Refuse,
     RouterEvent,
+    StartedOver,
     Stepped,
     WorkRejected,
 )
@@ -127,6 +128,12 @@ class Passed(Struct, frozen=True, array_like=True, tag="emit"):
     cached_tokens: int
 
 
+class Anew(Struct, frozen=True, array_like=True, tag="start over"):
+    """A `StartedOver`."""
+
+    request_id: RequestId
+
+
 class Completed(Struct, frozen=True, array_like=True, tag="complete"):
     request_id: RequestId
     finish: Finish
@@ -148,7 +155,7 @@ class Drifted(Struct, frozen=True, array_like=True, tag="drift"):
     recall: float
 
 
-Said = Sent | Stopped | Passed | Completed | Refused | Drifted
+Said = Sent | Stopped | Passed | Anew | Completed | Refused | Drifted
 """A command, without what it carries along."""
 
 
@@ -257,6 +264,8 @@ def said(command: Command) -> Said:
             )
         case CancelWork():
             return Stopped(command.worker_id, command.request_id)
+        case StartedOver():
+            return Anew(command.request_id)
         case Complete():
             return Completed(command.request_id, command.finish, command.cached_tokens)
         case Refuse():

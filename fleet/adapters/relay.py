@@ -10,6 +10,7 @@ Rules:
    the connection to the server is cut, which is how such servers learn it), or when the router has refused it.
 4. What goes wrong before the first byte of an answer was passed on is an HTTP status of its own. After that, a stream of
    events whose last event is whole gets an event with an ``error`` object, and any other answer ends with its connection.
+   The error says which server was lost, and not what another server could have done.
 """
 
 import asyncio
@@ -20,11 +21,12 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
-from msgspec import structs
+from msgspec import Raw, structs
 
 from fleet.adapters.allowances import what_is_left
 from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_messages import ClientGone
+from fleet.adapters.openai_answers import error_event
 from fleet.adapters.openai_bodies import NAMES
 from fleet.adapters.openai_failures import fail
 from fleet.adapters.prompt_keys import PromptReader, Read
@@ -46,7 +48,7 @@ from fleet.clock import Clock, Nanos
 from fleet.errors import Reason, Refused, internal_error
 from fleet.ids import ModelName, RequestId
 from fleet.requests import TOKEN_BYTES
-from fleet.router.messages import Arrived, Complete, Emit
+from fleet.router.messages import Arrived, Complete, Emit, StartedOver
 from fleet.router.server import Listener
 from fleet.router.shared_limits import admitted, settled
 from fleet.router.tenants import Tenants
@@ -72,6 +74,10 @@ class Flow(Protocol):
 
     def at_boundary(self) -> bool:
         """Whether what was passed on so far ends with a whole event, so that another one may follow."""
+        ...
+
+    def say_last(self, event: bytes) -> None:
+        """Pass on one more event, if the answer ends with its connection and so far with a whole event."""
         ...
 
 
@@ -101,6 +107,9 @@ class Relayed:
         self.body = request.body
         self.keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt, by block size; not of what nobody caches
         self.began_at = began_at
+        self.first_byte_at = began_at  # once an answer has begun
+        self.streams = False  # the client asked for events as they come
+        self.moved = False  # from a server that was silent to another one
         self.tenant = tenant
         self.flow: Flow | None = None  # while an answer comes
         self.answer_tokens = 0  # passed on, roughly
@@ -141,7 +150,7 @@ class Relayed:
 
     # From the router
 
-    def put(self, item: Emit | Complete | Refused) -> None:
+    def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
         """Only a refusal is news: what the others tell, was passed on before."""
         if isinstance(item, Refused):
             self.refuse(renamed(item, NAMES))
@@ -157,6 +166,8 @@ class Relayed:
         if self.flow is not None:
             self.flow.flush()
         if self._began and (self.flow is None or not self.flow.at_boundary()):
+            if self.flow is not None:
+                self.flow.say_last(error_event(refused))
             self._exchange.relayed(keep_alive=False)
             return
         with suppress(ClientGone):
@@ -311,7 +322,8 @@ class Relay:
     # From requests
 
     def first_byte(self, relayed: Relayed) -> None:
-        self._metrics.first_byte(self._clock.now() - relayed.began_at)
+        now = relayed.first_byte_at = self._clock.now()
+        self._metrics.first_byte(Nanos(now - relayed.began_at))
 
     def ended(self, relayed: Relayed, refused: Refused | None) -> None:
         self._workers.forget(relayed)
@@ -350,6 +362,8 @@ class Relay:
             Refused: The tenant may not have it, the object ``fleet`` is wrong, or the router takes no requests.
         """
         relayed.keys = read.keys
+        stream = body.stream
+        relayed.streams = bytes(stream) == b"true" if isinstance(stream, Raw) else stream is True
         allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         if allowance is not None:
             relayed.limits = b"".join(f"\r\n{name}: {value}".encode() for name, value in what_is_left(allowance))

@@ -48,12 +48,14 @@ class TextBody(Asking, kw_only=True):
     """A completion of one text: most of them, parsed in one go."""
 
     prompt: str
+    stream: bool | None = None
 
 
 class AnyBody(Asking, kw_only=True):
     """Whatever else it may be. `Raw` is not parsed."""
 
     prompt: Raw = Raw()
+    stream: Raw = Raw()
     messages: Raw = Raw()
     input: Raw = Raw()
     tools: Raw = Raw()

@@ -7,7 +7,8 @@ Rules:
    ends the connection.
 3. The head waits for the first bytes of the content, so that both leave in one write, and so that a server that fails in
    between costs nothing but time. What concerns this connection alone is taken out of it.
-4. An answer whose status is 500 or more is none; neither is one that is cut off. Whether another server may give one instead is
+4. An answer whose status is 500 or more is none; neither is one that is cut off, which a stream of events is as well that ends without
+   the event ``[DONE]``, if its server has ended one with it before. Whether another server may give one instead is
    not decided here. What a server says before its answer (``100 Continue``, ``103 Early Hints``) is passed over, unless it goes on
    and on; another protocol (101) is no answer.
 5. Tokens are not looked at. Events are counted, which is near enough to know how long an answer has become; a tenant is charged for
@@ -40,6 +41,7 @@ SMALL_BODY_BYTES = 16 << 10  # up to here copying is cheaper than a second buffe
 MAX_INTERIM_HEADS = 16  # before an answer; usual is one
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
+UNFINISHED = "its stream ended before its last event"
 USAGE_BYTES = 4096  # at the end of an answer, where usage is
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # of more digits it is no count
@@ -49,6 +51,9 @@ _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
 _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}(?=[ \r]).*?\r\n\r\n", re.DOTALL)
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
 _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the end of an event at the end of a chunk
+_PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
+_DONE = b"[DONE]"  # the last event of a stream
+_LAST_CHUNK = b"0\r\n\r\n"
 
 
 class AnswerHead(Struct, frozen=True):
@@ -83,6 +88,12 @@ class Owner(Protocol):
 
     heads: AnswerHeads
     turn_end: TurnEnd
+    first_bytes: list[tuple[Nanos, Nanos, int, bool]]
+    """Of the answers that have begun since the worker looked: when each was asked for and begun, how long the request is, and whether it
+    is a stream."""
+
+    says_done: bool
+    """Whether a stream of its has ended with ``[DONE]``."""
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
         """So many tokens more were passed on."""
@@ -134,6 +145,8 @@ class Upstream(asyncio.Protocol):
         self._events = 0  # not told yet
         self._keep_alive = False  # of the client's connection
         self._bodies: list[bytes] | None = None  # unpacked, for a client that does not understand chunks
+        self.sent_at = Nanos(0)  # this and the next one are the worker's: when it sent the request, and as which
+        self.turn = 0
         self.quiet = True  # nothing came since the worker looked last
         self._quiet_since: Nanos | None = None  # as it found then; None: it has not looked since the request was sent
 
@@ -142,6 +155,16 @@ class Upstream(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         return not self._transport.is_closing()
+
+    @property
+    def relayed(self) -> Relayed | None:
+        """The request that is under way."""
+        return self._relayed
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the answer was passed on."""
+        return self._client is not None
 
     def quiet_for(self, now: Nanos) -> Nanos:
         """Since when nothing was heard, as far as one can tell who looks now and then; looking is what this is."""
@@ -185,6 +208,7 @@ class Upstream(asyncio.Protocol):
         """Give the answer up."""
         assert self._relayed is not None
         self._send_answer()
+        self._tell()
         self._relayed = None
         self._transport.abort()
         self._owner.failed(self._work_id, reason, message)
@@ -212,6 +236,9 @@ class Upstream(asyncio.Protocol):
         if client is None:
             self._open(data)
             return
+        if not self._due.end and self._head is not None and self._head.streams and self._cut_short(data):
+            self._end_early(data)
+            return
         if self._bodies is None and not self._unsent:
             client.write(data)
         else:
@@ -233,13 +260,16 @@ class Upstream(asyncio.Protocol):
         del self._parser  # the two hold each other
         if relayed is None:
             self._owner.closed(self)
-        elif self._complete or (self._ends_with_connection and exc is None):
+        elif self._complete or (self._ends_with_connection and exc is None and not self._cut_short(b"")):
             self._relayed = relayed
             self._finish()
         elif self._served > 1 and self._due.begin and not self._interim_heads:
             self._owner.stale(self._work_id, relayed)
         else:
             cause = "" if exc is None else f": {exc}"
+            self._relayed = relayed
+            self._tell()  # the router has to know of an answer that has begun, or it would begin another one
+            self._relayed = None
             self._owner.failed(self._work_id, Reason.WORKER_LOST, f"it closed the connection before the end{cause}")
 
     def usage(self) -> "Usage | None":
@@ -278,6 +308,12 @@ class Upstream(asyncio.Protocol):
         head = self._head
         return head is not None and head.streams and head.chunked and self._latest.endswith(_BOUNDARIES)
 
+    def say_last(self, event: bytes) -> None:
+        head = self._head
+        if head is not None and head.streams and head.until_close and self._latest.endswith(_PLAIN_BOUNDARIES):
+            self._pass_on(event)
+            self.flush()
+
     # Inside
 
     def _open(self, data: bytes) -> None:
@@ -305,11 +341,16 @@ class Upstream(asyncio.Protocol):
         relayed = self._relayed
         assert relayed is not None
         head = self._head = self._owner.heads.find(data[:end])
+        self._latest = b""
+        if complete and head.streams and self._cut_short(data):
+            self.fail(UNFINISHED)
+            return
         try:
             self._client = relayed.begin(self._transport, self)
         except ClientGone:
             self._held = data  # until the request hears of it, from its connection
             return
+        self._owner.first_bytes.append((self.sent_at, relayed.first_byte_at, len(relayed.body), relayed.streams))
         self._held = b""
         plain = self._bodies is not None
         keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or plain)
@@ -350,6 +391,25 @@ class Upstream(asyncio.Protocol):
         if begin < len(data):
             self.data_received(data[begin:])
         return True
+
+    def _cut_short(self, data: bytes) -> bool:
+        """Say whether an answer that ends with `data` is a stream that breaks off."""
+        head, owner = self._head, self._owner
+        if head is None or not head.streams:
+            return False
+        if _DONE in data or _DONE in _BETWEEN_CHUNKS.sub(b"", self._latest[-USAGE_BYTES:] + data):
+            owner.says_done = True
+            return False
+        return owner.says_done
+
+    def _end_early(self, data: bytes) -> None:
+        """Pass on what is left of a stream that breaks off, less the end of its last chunk, and give it up."""
+        left = data.removesuffix(_LAST_CHUNK)
+        if left:
+            self._pass_on(left if self._bodies is None else self._unpacked(self._bodies))
+        self._events += left.count(b"data:")
+        self._latest = left if b"data:" in left else self._latest + left
+        self.fail(UNFINISHED)
 
     def _tell(self) -> None:
         """Of the events since it was told last."""

@@ -526,6 +526,7 @@ def _relay(
             readers[name] = readers[model].for_adapter(name)
     metrics = RelayMetrics(
         lambda: [
+            ("fleet_foreign_servers", "Foreign servers by how they stand", "state", workers.standing()),
             ("fleet_cache_knowledge", "Foreign workers by how their caches are known", "by", workers.knowledge()),
             (
                 "fleet_foreign_tokenizers",

@@ -64,10 +64,13 @@ class Admission:
             size_seconds=settings.size_seconds,
         )
 
-    def too_long(self, live: LiveRequest, now: Nanos) -> str | None:
-        """Why a request is better refused at once (rule 1); None: it is not."""
+    def seconds_to_wait(self, live: LiveRequest, now: Nanos) -> float | None:
+        """Return about how long a request would wait in the queue; None if nobody can say."""
+        return self.room.seconds_to_wait(live.arrived.model, live.arrived.tenant, now, self._rank(live))
+
+    def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
+        """Say why a request that would wait so long is better refused at once (rule 1); None: it is not."""
         arrived = live.arrived
-        seconds = self.room.seconds_to_wait(arrived.model, arrived.tenant, now, self._rank(live))
         if seconds is None:
             return None
         if seconds > self.settings.max_queue_seconds:
@@ -83,5 +86,8 @@ class Admission:
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
         """When a retry may find room (rule 3)."""
         seconds = self.room.seconds_to_wait(arrived.model, arrived.tenant, now)
-        shortest = self.settings.retry_after_ms
-        return shortest if seconds is None else round(min(max(shortest, seconds * 1000), MAX_RETRY_AFTER_MS))
+        return self.settings.retry_after_ms if seconds is None else self.hint_ms(seconds)
+
+    def hint_ms(self, seconds: float) -> int:
+        """Return the hint to whom would have to wait so long."""
+        return round(min(max(self.settings.retry_after_ms, seconds * 1000), MAX_RETRY_AFTER_MS))

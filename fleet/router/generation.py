@@ -8,12 +8,15 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
    router hears at once that nobody waits any more.
 3. Tokens that end generation are the engine's business (`stop_token_ids`), strings that end it are ours: only here is
    there text. The engine is told to stop and not waited for; where the blocks came from it has said with its first tokens.
+4. An answer that its client gets in one piece (`GenerateRequest.whole`) is collected here. So it may be started over on another
+   worker as long as it is not complete, whatever its sampling.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
+from itertools import chain
 from typing import Protocol, assert_never
 
 from msgspec import structs
@@ -41,7 +44,7 @@ from fleet.requests import (
 )
 from fleet.router.adapters import meant_by
 from fleet.router.answer import AnswerText
-from fleet.router.messages import Arrived, Complete
+from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
 from fleet.router.shared_limits import admitted
 from fleet.router.tenants import Tenants
@@ -55,7 +58,7 @@ INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenising; longer prompts go to a t
 RETRY_AFTER_MS = 1000
 
 
-class Submitted(AsyncIterable[Progress | Complete], Protocol):
+class Submitted(AsyncIterable[Progress | StartedOver | Complete], Protocol):
     """What is needed of `fleet.router.server.RequestStream`."""
 
     kv: tuple[KvPhase, ...]
@@ -184,31 +187,44 @@ class Generation:
     async def _generate(self, request: GenerateRequest, measured: "_Measured") -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
-        answer = AnswerText(
-            codec.decoder(tokens),
-            stop=request.stop,
-            end_token_ids=frozenset(sampling.stop_token_ids),
-            min_tokens=sampling.min_tokens,
-        )
+
+        def begun() -> AnswerText:
+            return AnswerText(
+                codec.decoder(tokens),
+                stop=request.stop,
+                end_token_ids=frozenset(sampling.stop_token_ids),
+                min_tokens=sampling.min_tokens,
+            )
+
+        answer = begun()
+        collected: list[Delta] = []  # of an answer that is given in one piece
         allowance = await admitted(self._tenants, request.tenant, prompt_tokens, self._clock)
         complete: Complete | None = None
         last: Delta | None = None
         arrived = self._arrived(request, card, tokens, sampling)
-        async with self._charged(request.tenant, answer), self._router.submit(arrived) as submitted:
+        async with self._charged(request.tenant, lambda: answer), self._router.submit(arrived) as submitted:
             yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens, allowance=allowance)
             async for event in submitted:
                 if isinstance(event, Complete):
                     complete = event
                     break
-                if event.token_ids:
+                if isinstance(event, StartedOver):
+                    answer = begun()
+                    collected.clear()
+                elif event.token_ids:
                     measured.tokens()
                     delta = answer.add(event.token_ids, event.logprobs)
                     if answer.stopped:  # leave first: the engine stops however slowly the client reads
                         last = delta
                         break
-                    yield delta
+                    if request.whole:
+                        collected.append(delta)
+                    else:
+                        yield delta
         if last is not None:
-            yield last
+            collected.append(last)
+        if collected:
+            yield _joined(collected)
         text = answer.finish()
         finished = Finished(
             finish=Finish.STOP if answer.stopped or complete is None else complete.finish,
@@ -224,12 +240,12 @@ class Generation:
         yield finished
 
     @asynccontextmanager
-    async def _charged(self, tenant: str, answer: AnswerText) -> AsyncGenerator[None]:
-        """Charge a tenant for an answer, as long as it got."""
+    async def _charged(self, tenant: str, answer: Callable[[], AnswerText]) -> AsyncGenerator[None]:
+        """Charge a tenant for an answer, as long as it got. What was void when it was started over is not charged."""
         try:
             yield
         finally:
-            self._tenants.used(tenant, answer.num_tokens, self._clock.now())
+            self._tenants.used(tenant, answer().num_tokens, self._clock.now())
 
     async def _checked(self, request: GenerateRequest) -> tuple[ModelCard, TextCodec, TokenBytes, Sampling]:
         """The model of a request with its codec, and what its engine gets: the prompt, and how to sample.
@@ -306,7 +322,19 @@ class Generation:
             expected_tokens=request.expected_tokens,
             pin=WorkerId(request.pin) if request.pin else None,
             labels=request.labels,
+            whole=request.whole,
         )
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """Put the pieces of an answer together."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join([each.text for each in deltas]),
+        token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
+        logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
+    )
 
 
 def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -> Sampling:

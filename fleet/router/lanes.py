@@ -22,8 +22,9 @@ from fleet.router.ranked import Ranked
 class _Prompt(Struct):
     worker_id: WorkerId
     tokens: int  # to compute
-    rank: int = 0  # this and the next one of those who have waited
+    rank: int = 0  # this and the next two of those who have waited
     seq: int = 0
+    priority: int = 0
     sent: bool = True
 
 
@@ -56,35 +57,61 @@ class Lanes:
         if not self._window:
             return True
         assert request_id not in self._prompts, request_id
-        ahead = self._tokens.get(worker_id, 0)
-        if ahead >= self._window or worker_id in self._held:
+        if self.full(worker_id):
             return False
-        self._tokens[worker_id] = ahead + tokens
+        self._tokens[worker_id] = self._tokens.get(worker_id, 0) + tokens
         self._prompts[request_id] = _Prompt(worker_id, tokens)
         return True
 
-    def wait(self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int) -> None:
+    def wait(
+        self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int, priority: int = 0
+    ) -> None:
         """It waits in the worker's lane; `next` will name it."""
-        self._prompts[request_id] = _Prompt(worker_id, tokens, rank, seq, sent=False)
+        self._prompts[request_id] = _Prompt(worker_id, tokens, rank, seq, priority, sent=False)
         if (held := self._held.get(worker_id)) is None:
             held = self._held[worker_id] = Ranked()
         held.add(rank, seq, request_id)
         self._waiting += 1
 
-    def leave(self, request_id: RequestId) -> None:
-        """Its prompt is computed, or will not be there; nothing happens if it is in no lane."""
+    def leave(self, request_id: RequestId) -> int:
+        """Its prompt is computed, or will not be there; nothing happens if it is in no lane.
+
+        Returns:
+            The tokens that its worker was sent to compute; 0 if it was sent none.
+        """
         if (prompt := self._prompts.pop(request_id, None)) is None:
-            return
+            return 0
         worker_id = prompt.worker_id
         if not prompt.sent:
             self._no_longer(prompt, request_id)
-            return
+            return 0
         if left := self._tokens.get(worker_id, 0) - prompt.tokens:
             self._tokens[worker_id] = left
         else:
             self._tokens.pop(worker_id, None)
         if worker_id in self._held:
             self._opened[worker_id] = None
+        return prompt.tokens
+
+    def full(self, worker_id: WorkerId) -> bool:
+        """Return whether a prompt for a worker has to wait in its lane."""
+        if not self._window:
+            return False
+        return worker_id in self._held or self._tokens.get(worker_id, 0) >= self._window
+
+    def sent_tokens(self, worker_id: WorkerId) -> int:
+        """Return what a worker has been sent and has not computed."""
+        return self._tokens.get(worker_id, 0)
+
+    def held_tokens(self, worker_id: WorkerId, priority: int) -> int:
+        """Return what waits in a worker's lane with at least this priority.
+
+        Short prompts go before long ones, and so does each that still comes. Whoever counted only what goes before him now would
+        expect too little if he is long, and if he is short he would make those wait that were told that their wait is short.
+        """
+        held = self._held.get(worker_id, ())
+        prompts = [self._prompts[request_id] for request_id in held]
+        return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority)
 
     def holds(self, request_id: RequestId) -> bool:
         """Whether it waits in a lane."""

@@ -100,7 +100,7 @@ class LiveRequest(Struct):
     placed: Decision | None = None
     work: Work | None = None
     booked_on: list[WorkerId] = []
-    sent: list[int] = []  # tokens that the client has
+    sent: list[int] = []  # tokens that the client has, or would have if it got them as they come
     kv: tuple[KvPhase, ...] = ()  # where the blocks came from, as far as workers have told
     cached_tokens: int = 0  # of the prompt; 0 as well while no worker has told
     told: dict[RequestId, KvPhase] = {}  # by work
@@ -162,6 +162,11 @@ class LiveRequest(Struct):
     def may_continue(self) -> bool:
         """Whether another worker would go on exactly as the lost one would have, as far as anybody can tell."""
         return not self.sent or self.arrived.sampling.stateless
+
+    def start_over(self) -> None:
+        """Forget the answer so far, of which the client has seen nothing."""
+        assert self.arrived.whole, self.id
+        self.sent.clear()
 
     def sampling(self, *, max_tokens: int) -> Sampling:
         sampling = self.arrived.sampling

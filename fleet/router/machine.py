@@ -11,7 +11,8 @@ Rules:
    that token ends it, and whether the client gets it: `ends_with_prefill_token`, `emits_prefill_token` of `LiveRequest`.
 4. Work that fails (worker left, unreachable, rejected for a reason that is not the request's fault) is placed again
    elsewhere, at most `max_attempts` placements in all. The client sees latency only: tokens it has become part of the
-   prompt. Where another worker could not go on in the same way, the request is refused with WORKER_LOST.
+   prompt. Where another worker could not go on in the same way, the answer is started over if the client has seen nothing
+   of it yet (`Arrived.whole`); else the request is refused with WORKER_LOST.
 5. What arrives from work that was given up is ignored: each piece of work has an id of its own (`fleet.router.works`).
 6. A deadline ends a request wherever it is; the server sends `Ticked` when `next_deadline()` has come.
 """
@@ -52,6 +53,7 @@ from fleet.router.messages import (
     ReplicaPlaced,
     RouterEvent,
     SessionsBound,
+    StartedOver,
     Stepped,
     StoreChanged,
     Ticked,
@@ -60,6 +62,7 @@ from fleet.router.messages import (
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
+    WorkerResumed,
     WorkRejected,
 )
 from fleet.router.placement import Decision
@@ -87,6 +90,11 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
     }
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
+
+OTHER_LANES = 2  # that are looked at for a request that would wait too long; each look is a placement
+CLEARLY_SHORTER = (
+    0.25  # of what a request may wait: below that another lane is worth the blocks that are cached elsewhere
+)
 
 # Requests need some ten of these each: a member takes 65 ns to look up in its enum, and 5 here.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
@@ -189,6 +197,10 @@ class RouterMachine:
                     if (worker := self._roster.get(event.worker_id)) is not None:
                         self._roster.paths_changed(event.worker_id, event.kv_paths, event.store_id)
                         self._holdings.joined(worker.description.model)
+                case WorkerResumed():
+                    if (worker := self._roster.get(event.worker_id)) is not None:
+                        self._roster.resume(event.worker_id)
+                        self._holdings.joined(worker.description.model)
                 case WorkRejected():
                     self._rejected(event, now, out)
                 case Undelivered():
@@ -225,12 +237,12 @@ class RouterMachine:
         # Where somebody has room, those who wait do so for others.
         busy = NOBODY_KNOWN
         if self._waiting.first(event.model) is None or self._roster.worth_trying(event.model):
-            outcome = self._place(live, now, out)
+            outcome = self._place(live, now, out, new=True)
             if not isinstance(outcome, Wait):
                 return
             busy = outcome.busy
         admission = self._admission
-        if (cause := admission.too_long(live, now)) is not None:
+        if (cause := admission.too_long(live, admission.seconds_to_wait(live, now), now)) is not None:
             self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=admission.retry_after_ms(event, now))
             return
         admission.enqueue(live, now, busy)
@@ -250,9 +262,24 @@ class RouterMachine:
 
     # Placement.
 
-    def _place(self, live: LiveRequest, now: Nanos, out: list[Command]) -> Decision | Wait | Impossible:
-        """Place a queued or new request; after anything but `Wait` it is in no queue."""
+    def _place(
+        self, live: LiveRequest, now: Nanos, out: list[Command], *, new: bool = False
+    ) -> Decision | Wait | Impossible:
+        """Place a queued or new request; after anything but `Wait` it is in no queue. A new one may be refused for a long wait."""
         outcome = self._chooser.choose(live, self._roster.standings(live), now)
+        if (
+            new
+            and not live.arrived.only_end
+            and isinstance(outcome, Decision)
+            and (seconds := self._works.seconds_to_wait(live, outcome, now)) is not None
+            and (cause := self._admission.too_long(live, seconds, now)) is not None
+        ):
+            if (other := self._shorter_wait(live, outcome, now)) is None:
+                hint = self._admission.hint_ms(seconds)
+                self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=hint)
+                self._sessions_dropped()
+                return outcome
+            outcome = other
         match outcome:
             case Decision():
                 if len(self._waiting):
@@ -269,6 +296,26 @@ class RouterMachine:
                 assert_never(outcome)
         self._sessions_dropped()
         return outcome
+
+    def _shorter_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> Decision | None:
+        """Return where else a request would not wait too long. The cheapest worker may be a slow one, or have most of the prompt."""
+        arrived = live.arrived
+        if arrived.pin is not None or (arrived.session and self._settings.session_affinity == "hard"):
+            return None
+        passed_over: list[WorkerId] = []
+        found: Decision | None = None
+        while found is None and len(passed_over) < OTHER_LANES:
+            passed_over.append(placed.prefill or placed.decode)
+            live.failed_on = {(each, self._roster[each].description.incarnation): None for each in passed_over}
+            outcome = self._chooser.choose(live, self._roster.standings(live), now)
+            if not isinstance(outcome, Decision):
+                break
+            placed = outcome
+            seconds = self._works.seconds_to_wait(live, placed, now)
+            if seconds is None or seconds <= CLEARLY_SHORTER * self._settings.max_queue_seconds:
+                found = placed
+        live.failed_on = {}
+        return found
 
     def _sessions_dropped(self) -> None:
         for session in self._chooser.sessions.dropped():
@@ -336,7 +383,7 @@ class RouterMachine:
                     self._chooser.handed_over(live, now)
                 live.stage = advance(live.stage, _FIRST_TOKEN)
                 self._workers[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
-                self._works.computed(live)
+                self._works.computed(live, now)
             # Of the last tokens nobody hears who is told of the end only, and what they would book goes with it.
             if progress.finish is None or not live.arrived.only_end:
                 self._emit(live, work.worker_id, progress, out)
@@ -347,7 +394,7 @@ class RouterMachine:
         if progress.finish is None:
             return  # the token comes again with the finish
         self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
-        self._works.computed(live)
+        self._works.computed(live, now)
         assert live.placed is not None
         assert live.placed.kv_path is not None
         stopped = progress.finish is Finish.STOP and live.ends_with_prefill_token(live.placed.kv_path)
@@ -408,6 +455,7 @@ class RouterMachine:
         if worker is None:
             return
         self._counters.workers_lost += 1
+        self._works.forget(worker_id)
         booked = [self._live[request_id] for request_id in worker.bookings]
         self._roster.leave(worker_id)
         self._holdings.gone(worker)
@@ -463,14 +511,16 @@ class RouterMachine:
         live.failures += 1
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
             self._complete(live, Finish.LENGTH, out)  # the client has it all; only the worker's last word is missing
-        elif not live.may_continue:
-            message = f"{message}; another worker cannot go on with this sampling, send the request again"
-            self._refuse(live, Reason.WORKER_LOST, message, out)
+        elif not (live.may_continue or live.arrived.whole):
+            self._refuse(live, Reason.WORKER_LOST, f"{message}; {_why_it_ends(live)}, send the request again", out)
         elif live.failures >= self._settings.max_attempts:
             self._refuse(live, reason, message, out)
         else:
             self._counters.retried += 1
             self._withdraw(live)
+            if not live.may_continue:
+                live.start_over()
+                out.append(StartedOver(request_id=live.id))
             live.stage = advance(live.stage, Turn.LOST)
             live.placed = None
             live.forget_chains()
@@ -616,3 +666,10 @@ class RouterMachine:
                 assert live.work.worker_id in live.booked_on, live
         due = sorted(live.id for live in self._live.values() if live.arrived.deadline is not None)
         assert due == sorted(self._deadlines.ids())
+
+
+def _why_it_ends(live: LiveRequest) -> str:
+    """Say why no other worker goes on with an answer that has begun."""
+    if live.arrived.only_end:
+        return "a part of its answer was passed on, and another server cannot go on with it"
+    return "another worker cannot go on with this sampling"

@@ -2,7 +2,7 @@
 
 A request may take several pieces of work: a prefill and a decode, or another attempt after a failure. Each piece has an
 id of its own, made by the machine and used once. `Start`, `Progress`, `Rejected`, `CancelWork` and `Undelivered` carry
-the id of the work; `Arrived`, `Cancelled`, `Emit`, `Complete` and `Refuse` that of the request.
+the id of the work; `Arrived`, `Cancelled`, `Emit`, `StartedOver`, `Complete` and `Refuse` that of the request.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -46,6 +46,12 @@ class KvPathsChanged(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     kv_paths: tuple[KvPath, ...]
     store_id: StoreId | None
+
+
+class WorkerResumed(Struct, frozen=True, kw_only=True):
+    """A worker that was draining takes requests again."""
+
+    worker_id: WorkerId
 
 
 class LoadReported(Struct, frozen=True, kw_only=True):
@@ -151,6 +157,7 @@ WorkerEvent = (
     | WorkerLeft
     | WorkerDraining
     | KvPathsChanged
+    | WorkerResumed
     | LoadReported
     | KvChanged
     | CacheAssumed
@@ -187,6 +194,7 @@ class Arrived(Struct, frozen=True, kw_only=True):
     )
     keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt's full blocks by block size, where the front knows them
     only_end: bool = False  # its listener sees the answer itself, and is told of its end only
+    whole: bool = False  # its client gets the answer in one piece, and so has seen nothing of it before its end
 
 
 class Cancelled(Struct, frozen=True, kw_only=True):
@@ -246,6 +254,12 @@ class Complete(Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class StartedOver(Struct, frozen=True, kw_only=True):
+    """The answer begins anew on another worker, and the tokens emitted so far are void. Only where `Arrived.whole` is set."""
+
+    request_id: RequestId
+
+
 class Refuse(Struct, frozen=True, kw_only=True):
     """The request is over without (the rest of) an answer; nothing follows."""
 
@@ -267,7 +281,7 @@ class CacheDrifts(Struct, frozen=True, kw_only=True):
     recall: float
 
 
-Command = Dispatch | CancelWork | Emit | Complete | Refuse | CacheDrifts
+Command = Dispatch | CancelWork | Emit | StartedOver | Complete | Refuse | CacheDrifts
 
 
 def work_id(request_id: RequestId, number: int) -> RequestId:

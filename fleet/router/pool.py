@@ -69,7 +69,7 @@ class KnownWorker:
         self.truth = CacheTruth(knowledge)
         self.address = address
         self.request_limit = request_limit
-        self.draining = False  # changed by `WorkerPool.drain` only
+        self.draining = False  # changed by `WorkerPool` only
         self.load = Load(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
         self.bookings = self._bookings(pool, believed_for)
@@ -218,6 +218,10 @@ class WorkerPool:
 
     def drain(self, worker_id: WorkerId) -> None:
         self.workers[worker_id].draining = True
+        self._serving = self._now_serving()
+
+    def resume(self, worker_id: WorkerId) -> None:
+        self.workers[worker_id].draining = False
         self._serving = self._now_serving()
 
     def _now_serving(self) -> Serving:

@@ -96,6 +96,11 @@ class Roster:
         worker.description = structs.replace(worker.description, kv_paths=kv_paths, store_id=store_id)
         self._pools[worker.description.model].describe()
 
+    def resume(self, worker_id: WorkerId) -> None:
+        """Let a draining worker take work again."""
+        self._cards = None
+        self._pools[self.workers[worker_id].description.model].resume(worker_id)
+
     def cache_changed(self, worker_id: WorkerId, events: Iterable[KvEvent]) -> None:
         holder = engine_cache(worker_id)
         for event in events:

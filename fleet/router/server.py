@@ -33,6 +33,7 @@ from fleet.router.messages import (
     Refuse,
     ReplicaEvent,
     RouterEvent,
+    StartedOver,
     Ticked,
     Tuned,
     Undelivered,
@@ -51,8 +52,8 @@ log = logging.getLogger(__name__)
 class Listener(Protocol):
     """Who hears how one request goes on; called between two turns of the event loop, and must not wait."""
 
-    def put(self, item: Emit | Complete | Refused) -> None:
-        """What the machine has for this client; after anything but `Emit` nothing follows."""
+    def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
+        """What the machine has for this client; nothing follows a `Complete` or a `Refused`."""
         ...
 
 
@@ -69,7 +70,7 @@ class RequestStream:
         self._server = server
         self.kv: tuple[KvPhase, ...] = ()  # where the blocks came from, as far as is known
         self.cached_tokens = 0  # of the prompt, likewise
-        self._waiting: deque[Progress | Complete | Refused] = deque()
+        self._waiting: deque[Progress | StartedOver | Complete | Refused] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._over = False
 
@@ -92,8 +93,8 @@ class RequestStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Progress | Complete:
-        """The next tokens, or `Complete`, after which the iteration ends.
+    async def __anext__(self) -> Progress | StartedOver | Complete:
+        """The next tokens, `StartedOver` if those before are void, or `Complete`, after which the iteration ends.
 
         Raises:
             Refused: The rest will not come.
@@ -108,12 +109,19 @@ class RequestStream:
             raise item
         return item
 
-    def put(self, item: Emit | Complete | Refused) -> None:
+    def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
         """For the server: what the machine has for this client."""
-        if not isinstance(item, Refused):
+        if type(item) is Emit:
             self.kv, self.cached_tokens = item.kv, item.cached_tokens
-        self._over = not isinstance(item, Emit)
-        self._waiting.append(item.progress if isinstance(item, Emit) else item)
+            self._waiting.append(item.progress)
+        elif isinstance(item, StartedOver):
+            self._waiting.clear()
+            self._waiting.append(item)
+        else:
+            if isinstance(item, Complete):
+                self.kv, self.cached_tokens = item.kv, item.cached_tokens
+            self._over = True
+            self._waiting.append(item)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -290,6 +298,9 @@ class RouterServer:
         match command:
             case CancelWork():
                 self._workers.cancel(command.worker_id, command.request_id)
+            case StartedOver():
+                if (stream := self._streams.get(command.request_id)) is not None:
+                    stream.put(command)
             case Refuse():
                 if (stream := self._streams.get(command.request_id)) is not None:
                     self._forget(command.request_id)

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from fleet.clock import MILLISECOND, Nanos
 from fleet.ids import RequestId, WorkerId
 from fleet.roles import Phase
+from fleet.router.lane_pace import LanePace
 from fleet.router.lanes import Lanes
 from fleet.router.live import LiveRequest, Work
 from fleet.router.messages import CancelWork, Command, Dispatch, work_id
+from fleet.router.placement import Decision
 from fleet.router.settings import RouterSettings
 from fleet.router.waiting import rank
 from fleet.work import Handoff, Start
@@ -34,6 +36,7 @@ class Works:
         self.settings = settings
         self._lanes = Lanes(settings.prefill_window_tokens)
         self._works: dict[RequestId, Work] = {}
+        self._paces: dict[WorkerId, LanePace] = {}  # of workers that were sent something to compute
         self._begun = 0
         self.get = self._works.get
         """The piece of work of this id, if it is under way."""
@@ -58,12 +61,34 @@ class Works:
         work = Work(id=work_id(live.id, self._begun), request_id=live.id, worker_id=worker_id, phase=phase)
         live.work = work
         self._works[work.id] = work
-        if phase is _DECODE or self._goes_at_once(live, worker_id):
+        if phase is _DECODE or self._goes_at_once(live, worker_id, now):
             self._send(live, work, now, out, handoff)
 
-    def computed(self, live: LiveRequest) -> None:
+    def computed(self, live: LiveRequest, now: Nanos) -> None:
         """The prompt is: the next one may go where it was."""
-        self._lanes.leave(live.id)
+        if (tokens := self._lanes.leave(live.id)) and live.work is not None:
+            self._paces[live.work.worker_id].computed(tokens, now)
+            self._rest(live.work.worker_id)
+
+    def _rest(self, worker_id: WorkerId) -> None:
+        """Note it if a worker has nothing more to compute."""
+        if not self._lanes.sent_tokens(worker_id):
+            self._paces[worker_id].idle()
+
+    def seconds_to_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> float | None:
+        """Return about how long a prompt would wait in the lane of the worker that was chosen, and there until it is its turn.
+
+        None is returned for one that does not have to wait in the lane, and where nobody can say.
+        """
+        worker_id = placed.prefill or placed.decode
+        if live.arrived.second_hand or not self._lanes.full(worker_id):
+            return None
+        held = self._lanes.held_tokens(worker_id, live.arrived.priority)
+        return self._paces[worker_id].seconds_to_wait(self._lanes.sent_tokens(worker_id), held, now)
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Forget the pace of a worker that has left."""
+        self._paces.pop(worker_id, None)
 
     def stop(self, live: LiveRequest, out: list[Command]) -> None:
         """Tell the worker, if it has heard of the work, that nobody wants it any more."""
@@ -73,7 +98,8 @@ class Works:
     def over(self, live: LiveRequest) -> None:
         """The work of a request is done or lost; nothing happens if it has none."""
         if live.work is not None:
-            self._lanes.leave(live.id)
+            if self._lanes.leave(live.id) and live.work.worker_id in self._paces:
+                self._rest(live.work.worker_id)
             del self._works[live.work.id]
             live.work = None
 
@@ -93,9 +119,10 @@ class Works:
         while (request_id := self._lanes.next()) is not None:
             live = requests[request_id]
             assert live.work is not None
+            self._paces[live.work.worker_id].busy(now)
             self._send(live, live.work, now, out)
 
-    def _goes_at_once(self, live: LiveRequest, worker_id: WorkerId) -> bool:
+    def _goes_at_once(self, live: LiveRequest, worker_id: WorkerId, now: Nanos) -> bool:
         """Whether a prompt that was placed on a worker is sent there now, or later by `move`."""
         arrived, settings = live.arrived, self.settings
         if arrived.only_end or arrived.second_hand:
@@ -103,6 +130,10 @@ class Works:
         assert live.placed is not None
         tokens = live.placed.prefill_tokens
         if self._lanes.enter(live.id, worker_id, tokens):
+            if tokens and settings.prefill_window_tokens:
+                if (pace := self._paces.get(worker_id)) is None:
+                    pace = self._paces[worker_id] = LanePace()
+                pace.busy(now)
             return True
         place = rank(
             live.since,
@@ -111,7 +142,7 @@ class Works:
             priority_seconds=settings.priority_seconds,
             size_seconds=settings.prefill_size_seconds,
         )
-        self._lanes.wait(live.id, worker_id, tokens, rank=place, seq=live.seq)
+        self._lanes.wait(live.id, worker_id, tokens, rank=place, seq=live.seq, priority=arrived.priority)
         return False
 
     def _send(

@@ -39,6 +39,7 @@ from fleet.router.messages import (
     Emit,
     Refuse,
     RouterEvent,
+    StartedOver,
     request_of,
 )
 from fleet.router.placement import Decision, Terms
@@ -74,6 +75,8 @@ class DecisionLog:
                 )
             case CancelWork():
                 self.lines.append(f"{now} cancel {command.request_id} on {command.worker_id}")
+            case StartedOver():
+                self.lines.append(f"{now} start over {command.request_id}")
             case Complete():
                 self._placed.pop(command.request_id, None)
                 self.lines.append(

@@ -38,6 +38,7 @@ from fleet.router.messages import (
     Complete,
     Emit,
     RouterEvent,
+    StartedOver,
     Stepped,
     WorkerDraining,
     WorkerJoined,
@@ -142,6 +143,8 @@ class ShellWorld(World):
                 async for item in answer:
                     if isinstance(item, Complete):
                         self._ended_at(request_id, now(), item.cached_tokens, "")
+                    elif isinstance(item, StartedOver):
+                        self._started_over(request_id)
                     else:
                         self._emitted(Emit(request_id=request_id, progress=item), now())
         except Refused as refused:

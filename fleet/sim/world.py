@@ -35,6 +35,7 @@ from fleet.router.messages import (
     Emit,
     Refuse,
     RouterEvent,
+    StartedOver,
     Ticked,
 )
 from fleet.router.observed import Observer
@@ -205,6 +206,8 @@ class World:
                 case Dispatch() | CancelWork():
                     if (worker := self._cluster.get(command.worker_id)) is not None:
                         worker.hears.say(command)  # else it has died, and the router hears of that by itself
+                case StartedOver():
+                    self._started_over(command.request_id)
                 case Complete():
                     self._over(command.request_id, now, command.cached_tokens, "")
                 case Refuse():
@@ -233,6 +236,9 @@ class World:
         client.tokens += len(emit.progress.token_ids)
         if client.first_token is None:
             client.first_token = now
+
+    def _started_over(self, request_id: RequestId) -> None:
+        self._clients[request_id].tokens = 0
 
     def _over(self, request_id: RequestId, now: Nanos, cached_tokens: int, refused: str) -> None:
         client = self._clients.pop(request_id)

@@ -97,6 +97,7 @@ def decode_infer(message: pb.ModelInferRequest, request_id: RequestId, now: Nano
     deadlines = [
         each for each in (latest, None if told.timeout is None else Nanos(now + told.timeout)) if each is not None
     ]
+    stream = tensors.flag("stream", default=False)
     request = GenerateRequest(
         id=request_id,
         model=ModelName(message.model_name),
@@ -112,6 +113,7 @@ def decode_infer(message: pb.ModelInferRequest, request_id: RequestId, now: Nano
         expected_tokens=told.expected_tokens,
         pin=told.pin,
         labels=told.labels,
+        whole=not stream,
     )
     form = Form(
         id=message.id,
@@ -119,7 +121,6 @@ def decode_infer(message: pb.ModelInferRequest, request_id: RequestId, now: Nano
         raw=tensors.raw,
         batched=tensors.batched(prompt_name),
     )
-    stream = tensors.flag("stream", default=False)
     return Inference(request=request, stream=stream, form=form, names={**_NAMES, **told.names})
 
 

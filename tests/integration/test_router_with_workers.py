@@ -18,7 +18,7 @@ from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, Sampling, Source
 from fleet.roles import KvPath, Phase, Placement, Role
 from fleet.router.machine import RouterMachine
-from fleet.router.messages import Arrived, Complete
+from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.placement import Why
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
@@ -60,6 +60,9 @@ class Cluster:
             async for event in events:
                 if isinstance(event, Complete):
                     return tokens, event
+                if isinstance(event, StartedOver):
+                    tokens.clear()
+                    continue
                 tokens.extend(event.token_ids)
                 if after_first is not None:
                     after_first()
@@ -170,6 +173,25 @@ async def test_a_stream_survives_the_death_of_its_worker_with_the_same_tokens():
         assert tokens == expected
         assert {phase.worker_id for phase in complete.kv} == set(victims), "the lost one had told with its first tokens"
         assert cluster.server.status().counters.continued == 1
+        assert cluster.server.status().counters.workers_lost == 1
+
+
+@pytest.mark.parametrize("sampling", [{"seed": 5}, {"temperature": 0.0, "frequency_penalty": 0.5}])
+async def test_an_answer_in_one_piece_survives_its_worker_whatever_its_sampling(sampling):
+    told = Sampling(max_tokens=ANSWER, ignore_eos=True, **sampling)
+    async with a_cluster(Role.BOTH, Role.BOTH, speedup=1) as (cluster, processes):
+        prompt = fresh_prompt(100)
+        expected, _ = await cluster.ask(prompt, sampling=told)
+        arrived = cluster.arrival(prompt, sampling=told, whole=True)
+        victims = {str(process.settings.worker_id): process for process in processes}
+
+        def kill() -> None:
+            victims[cluster.server.explain(arrived.request_id).placements[0].decode].kill()
+
+        tokens, complete = await cluster.answer(arrived, after_first=kill)
+
+        assert tokens == expected
+        assert complete.finish is Finish.LENGTH
         assert cluster.server.status().counters.workers_lost == 1
 
 

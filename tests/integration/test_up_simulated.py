@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -308,6 +309,28 @@ def test_the_next_request_works_after_the_decode_worker_was_killed(tmp_path):
 
         assert after.token_ids == before.token_ids
         assert "starting it again" in (tmp_path / "up.log").read_text()
+
+
+def test_a_seeded_answer_in_one_piece_survives_kill_9_of_its_worker(tmp_path):
+    path = tmp_path / "topology.toml"
+    path.write_text("[[pools]]\nrole = 'both'\nreplicas = 2\n[pools.simulated]\nspeedup = 0.05\n")
+    asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "temperature": 1.0, "frequency_penalty": 0.2}
+    with fleet_up(tmp_path, "--config", str(path)) as up, Client(up.grpc) as client, ThreadPoolExecutor(1) as thread:
+        expected = asked_over_http(up, **asked)["choices"][0]["text"]
+
+        def running() -> list[tuple[str, int]]:
+            workers = [worker for pool in client.status().pools for worker in pool.workers]
+            return [(worker.worker_id, worker.kv_blocks_used) for worker in workers if worker.running]
+
+        def begun() -> str:
+            """Who has computed tokens of the answer: their blocks come after those of the prompt."""
+            return next((worker for worker, blocks in running() if blocks > len(PROMPT) // 32 + 1), "")
+
+        eventually(lambda: not running())
+        answering = thread.submit(asked_over_http, up, **asked)
+        os.kill(up.pid_of(eventually(begun)), signal.SIGKILL)
+
+        assert answering.result(60)["choices"][0]["text"] == expected
 
 
 def test_the_smallest_cluster_has_its_store_in_the_only_worker(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import resource
 import tracemalloc
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.http_peers import connected, error_of, post
 from tests.openai_servers import (
     ASKED,
     COMPLETIONS,
+    EVENTS,
     MESSAGES,
     MODEL,
     Answering,
@@ -119,6 +121,112 @@ async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(ser
         rest = await peer.rest()
 
         assert rest.endswith(b"400\r\ndata: {")
+        await world.settled()
+
+
+async def cut_by_reset(answering: Answering, seen: asyncio.Event) -> None:
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await seen.wait()
+    answering.writer.transport.abort()
+
+
+async def cut_by_close(answering: Answering, seen: asyncio.Event) -> None:
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await seen.wait()
+    answering.writer.close()
+
+
+async def end_early(answering: Answering, seen: asyncio.Event) -> None:
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await seen.wait()
+    await answering.end()
+
+
+async def end_early_with_an_event(answering: Answering, seen: asyncio.Event) -> None:
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await seen.wait()
+    await answering.send(chunk(b"data: " + token("b") + b"\n\n") + b"0\r\n\r\n")
+
+
+async def without_chunks(answering: Answering, seen: asyncio.Event) -> None:
+    """An answer that ends with its connection, as those of HTTP/1.0 do."""
+    await answering.send(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+    await answering.send(b"data: " + token("a") + b"\n\n")
+    await seen.wait()
+    answering.writer.close()
+
+
+@pytest.mark.parametrize("play", [cut_by_reset, cut_by_close, end_early, end_early_with_an_event, without_chunks])
+async def test_a_cut_stream_names_its_server_and_says_when_to_retry(server, play):
+    seen = asyncio.Event()
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert b"[DONE]" in (await peer.answer())[2], "so it is known that it ends its streams so"
+        server.play = lambda answering: play(answering, seen)
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert (await peer.head())[0] == 200
+        seen.set()
+        rest = await peer.rest()
+
+        assert token("a") in rest
+        assert b"[DONE]" not in rest
+        error = json.loads(rest.rpartition(b"data: ")[2].partition(b"\n\n")[0])["error"]
+        assert error["code"] == "worker_lost"
+        assert "w0" in error["message"]
+        assert "sampling" not in error["message"]
+        assert error["retry_after_ms"] == 1000
+        await world.settled()
+
+
+async def test_a_stream_without_content_and_end_is_tried_elsewhere(servers):
+    async def nothing(answering: Answering) -> None:
+        if answering.seen.json["prompt"] == "cut":
+            await answering.send(b"HTTP/1.1 200 OK\r\n" + EVENTS + b"\r\n" + chunk(b": hello\n\n") + b"0\r\n\r\n")
+        else:
+            await five_tokens(answering)
+
+    servers[0].play = nothing
+    async with a_relay(*servers) as world, connected(world) as peer:
+        while not (servers[0].seen and servers[1].seen):
+            await peer.send(post(COMPLETIONS, ASKED))
+            assert (await peer.answer())[0] == 200
+        for _ in range(4):
+            await peer.send(post(COMPLETIONS, {**ASKED, "prompt": "cut"}))
+            assert b"[DONE]" in (await peer.answer())[2]
+        await world.settled()
+
+
+async def test_a_server_that_never_says_done_is_believed_that_it_ends(server):
+    seen = asyncio.Event()
+    seen.set()
+    server.play = lambda answering: end_early(answering, seen)
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(3):
+            await peer.send(post(COMPLETIONS, ASKED))
+            status, _, content = await peer.answer()
+            assert (status, b"error" in content) == (200, False)
+        await world.settled()
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+async def test_done_is_found_however_it_is_cut(server, cut):
+    async def in_two(answering: Answering) -> None:
+        await answering.begin_events()
+        await answering.event(token("a"))
+        await answering.send(chunk(b"data: " + b"[DONE]"[:cut]))
+        await asyncio.sleep(0.02)
+        await answering.send(chunk(b"[DONE]"[cut:] + b"\n\n") + b"0\r\n\r\n")
+
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.answer()
+        server.play = in_two
+        await peer.send(post(COMPLETIONS, ASKED))
+        assert b"error" not in (await peer.answer())[2]
         await world.settled()
 
 

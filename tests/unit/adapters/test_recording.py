@@ -33,6 +33,7 @@ from fleet.router.messages import (
     ReplicaPlaced,
     RouterEvent,
     SessionsBound,
+    StartedOver,
     Stepped,
     StoreChanged,
     Ticked,
@@ -41,6 +42,7 @@ from fleet.router.messages import (
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
+    WorkerResumed,
     WorkRejected,
 )
 from fleet.router.sessions import SessionBinding
@@ -59,6 +61,7 @@ EVENTS = (
     WorkerDraining(worker_id="w"),
     KvPathsChanged(worker_id="w", kv_paths=(KvPath.STORE,), store_id="s"),
     LoadReported(worker_id="w", load=a_load(running=3)),
+    WorkerResumed(worker_id="w"),
     KvChanged(worker_id="w", events=(KvCleared(), KvStored((HASH,)), KvRemoved((HASH, HASH)))),
     CacheAssumed(worker_id="w", stored=[1, (1 << 64) - 1], removed=[3]),
     CacheAged(worker_id="w"),
@@ -109,6 +112,7 @@ COMMANDS = (
         kv=(KvPhase(phase=Phase.DECODE, worker_id="w", report=REPORT),),
         cached_tokens=32,
     ),
+    StartedOver(request_id="r"),
     Refuse(request_id="r", reason=Reason.QUEUE_FULL, message="text", field="f", retry_after_ms=7),
     CacheDrifts(worker_id="w", knowledge=Knowledge.EXACT, drifting=True, precision=0.1, recall=1 / 3),
 )
@@ -161,7 +165,6 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
         "replicas_listen",
         "grpc_listen",
         "grpc",
-        "health_listen",
         "grpc_max_held_bytes",
         "kserve_listen",
         "store",

@@ -45,6 +45,8 @@ class Relayed:
     body = b"{}"
     limits = b""
     tenant = ""
+    first_byte_at = 0
+    streams = True
 
     def __init__(self):
         self.client = Transport()
@@ -63,6 +65,8 @@ class Owner:
         self.heads = AnswerHeads()
         self.turn_end = TurnEnd()
         self.told = []
+        self.says_done = False
+        self.first_bytes = []
 
     def advanced(self, work_id, tokens):
         self.told.append(("advanced", tokens))

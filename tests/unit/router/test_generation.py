@@ -6,6 +6,7 @@ from hashlib import sha256
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from fleet.adapters.text_codec import load_codec
@@ -239,6 +240,33 @@ async def test_a_request_that_could_not_be_completed_is_refused_with_the_routers
 
     assert (refused.value.reason, refused.value.retry_after_ms) == (Reason.WORKER_LOST, 1500)
     assert outcomes(generation) == {"worker_lost": 1}
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+async def test_what_was_void_is_not_in_an_answer_started_over(generations, codec, after):
+    router = FakeRouter(ids_of(codec, "the quick brown fox jumps over"))
+    expected = [event async for event in generations(router).generate(a_request(whole=True))]
+    router.start_over_after = after
+
+    events = [event async for event in generations(router).generate(a_request(whole=True))]
+
+    assert events == expected
+    assert [type(event) for event in events] == [Admitted, Delta, Finished]
+    assert router.submitted[-1].whole
+
+
+async def test_a_whole_answer_is_what_a_stream_of_it_would_be(generations, codec):
+    router = FakeRouter(ids_of(codec, "the quick brown fox jumps over"))
+    request = a_request(stop=("fox",))
+    pieces = [event async for event in generations(router).generate(request)]
+    whole = [event async for event in generations(router).generate(structs.replace(request, whole=True))]
+
+    deltas = [event for event in pieces if isinstance(event, Delta)]
+    (delta,) = [event for event in whole if isinstance(event, Delta)]
+    assert len(deltas) > 1
+    assert delta.text == "".join(each.text for each in deltas)
+    assert delta.token_ids == tuple(token for each in deltas for token in each.token_ids)
+    assert whole[-1] == pieces[-1]
 
 
 async def test_a_bug_counts_as_internal_and_is_not_hidden(generations):

@@ -8,7 +8,16 @@ from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, Sampling, Source
 from fleet.roles import KvPath, Phase, Placement, Role
 from fleet.router.live import IllegalTurn, Stage, Turn, advance
-from fleet.router.messages import KvChanged, KvPathsChanged, LoadReported, StoreChanged, Ticked, WorkerDraining
+from fleet.router.messages import (
+    KvChanged,
+    KvPathsChanged,
+    LoadReported,
+    StartedOver,
+    StoreChanged,
+    Ticked,
+    WorkerDraining,
+    WorkerResumed,
+)
 from fleet.router.placement import Why
 from fleet.work import KvCleared, KvRemoved, KvStored
 from kvstore.block import chain
@@ -838,6 +847,75 @@ def test_a_stream_that_another_worker_could_not_continue_is_refused():
     refusal = the(Refuse, router.leave(work.worker_id))
 
     assert refusal.reason is Reason.WORKER_LOST
+
+
+PENALISED = Sampling(temperature=0.0, presence_penalty=0.5, max_tokens=8)
+
+
+@pytest.mark.parametrize("sampling", [SEEDED, PENALISED])
+def test_an_answer_nobody_has_seen_is_started_over(sampling):
+    router = Driver(*TWO)
+    first = the(Dispatch, router.send(an_arrival(sampling=sampling, whole=True)))
+    router.step(first, 11, 12)
+
+    commands = router.leave(first.worker_id)
+
+    assert isinstance(commands[0], StartedOver)
+    second = the(Dispatch, commands)
+    assert second.start.tokens == first.start.tokens
+    assert second.start.sampling == sampling
+    assert the(Complete, router.step(second, *range(8), finish=LENGTH)).finish is LENGTH
+    assert router.machine.snapshot().counters.retried == 1
+
+
+def test_a_whole_answer_goes_on_where_it_can_be_continued():
+    router = Driver(*TWO)
+    first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, whole=True)))
+    router.step(first, 11)
+
+    commands = router.leave(first.worker_id)
+
+    assert not any(isinstance(each, StartedOver) for each in commands)
+    assert token_ids(the(Dispatch, commands).start.tokens)[-1] == 11
+
+
+def test_an_answer_is_started_over_a_few_times_at_most():
+    router = Driver(*((f"d{number}", Role.DECODE) for number in range(5)), max_attempts=3)
+    commands = router.send(an_arrival(sampling=SEEDED, whole=True))
+    for _ in range(2):
+        work = the(Dispatch, commands)
+        router.step(work, 11)
+        commands = router.leave(work.worker_id)
+    work = the(Dispatch, commands)
+    router.step(work, 11)
+
+    refusal = the(Refuse, router.leave(work.worker_id))
+
+    assert (refusal.reason, refusal.retry_after_ms) == (Reason.WORKER_LOST, 1000)
+
+
+def test_a_cut_relayed_answer_is_not_said_to_have_a_sampling():
+    router = Driver(*TWO)
+    work = the(Dispatch, router.send(an_arrival(sampling=Sampling(max_tokens=9, seed=0), only_end=True)))
+    router.step(work, 0)
+
+    refusal = the(Refuse, router.reject(work, Reason.WORKER_LOST))
+
+    assert refusal.reason is Reason.WORKER_LOST
+    assert refusal.retry_after_ms == 1000
+    assert "sampling" not in refusal.message
+    assert "passed on" in refusal.message
+
+
+def test_a_draining_worker_that_is_resumed_gets_work_again():
+    router = Driver(*ONE, oversubscribe=1.0)
+    router.send(WorkerDraining(worker_id=WorkerId("d1")))
+    assert the(Refuse, router.send(an_arrival())).reason is Reason.NO_WORKER
+
+    router.send(WorkerResumed(worker_id=WorkerId("d1")))
+
+    assert the(Dispatch, router.send(an_arrival(request_id="next"))).worker_id == "d1"
+    router.send(WorkerResumed(worker_id=WorkerId("nobody")))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=2, temperature=0), Sampling(max_tokens=2, seed=7)])

@@ -1,0 +1,28 @@
+"""Trial requests: the shortest completion there is, which tells whether a foreign server's engine still answers."""
+
+import msgspec
+
+from fleet.adapters.openai_questions import FIRST_SERVER_ERROR, ServerAddress, Unreachable, ask
+from fleet.adapters.relay_requests import CHAT, EMBEDDINGS
+from fleet.router.silence import Trial
+
+OK = 200
+TEXT = "Hi"
+
+
+async def try_request(address: ServerAddress, path: str, model: str, within_seconds: float) -> Trial:
+    """Send one, of the kind that goes by `path`, and say what came of it."""
+    try:
+        status, _ = await ask(address, b"POST", path, trial_body(path, model), within_seconds=within_seconds)
+    except Unreachable:
+        return Trial.FAILED
+    if status == OK:
+        return Trial.ANSWERED
+    return Trial.FAILED if status >= FIRST_SERVER_ERROR else Trial.REFUSED
+
+
+def trial_body(path: str, model: str) -> bytes:
+    if path == EMBEDDINGS:
+        return msgspec.json.encode({"model": model, "input": TEXT})
+    prompt = {"messages": [{"role": "user", "content": TEXT}]} if path == CHAT else {"prompt": TEXT}
+    return msgspec.json.encode({"model": model, **prompt, "max_tokens": 1})

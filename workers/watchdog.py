@@ -12,7 +12,8 @@ Rules:
    gets the ceiling.
 4. Slow steps are forgotten: a size's slowest time halves in `HALF_LIFE` of observation. A first compilation does not count for ever.
 5. Work of a kind that the engine has not done before (an adapter to load, a kernel to compile) gets the ceiling, and what it takes says
-   nothing about later steps.
+   nothing about later steps. What counts is the work that was there when the step began: requests that come to an engine which
+   hangs already give it no more time.
 6. Time that passes between two looks counts as a tenth of the patience at most. A process that was stopped, a machine that was suspended
    and an event loop that was starved have not watched during that time. So a hang needs at least ten looks without progress. Nor is a
    step learned during which so much time passed.
@@ -29,9 +30,8 @@ from msgspec import Meta, Struct
 from fleet.clock import SECOND, Nanos
 from workers.ports import Pulse
 
-HALF_LIFE = (
-    600 * SECOND
-)  # long enough to remember the prompts of one session, short enough to forget a compilation within the hour
+# Long enough to remember the prompts of one session, short enough to forget a compilation within the hour.
+HALF_LIFE = 600 * SECOND
 SHARE_OF_A_LOOK = 10  # rule 6
 SIZES = 32  # powers of two; no step has 2**31 tokens
 
@@ -117,21 +117,24 @@ class _Scheduler:
         self._pulse: Pulse | None = None
         self._slowest: list[_Slowest | None] = [None] * SIZES
         self._watched = Nanos(0)
+        self._novel = False  # whether there was work of a new kind when the present step began
         self._slept = False  # since the last step, for longer than counts
 
     def look(self, pulse: Pulse, since: Nanos) -> Health:
         before, self._pulse = self._pulse, pulse
         if before is None or not before.working:  # it had nothing to do: idle time is no step's time
             self.waited = Nanos(0)
+            self._novel = pulse.novel
             return Health.HEALTHY
         patience = self._patience(before)
         counted = min(since, Nanos(patience // SHARE_OF_A_LOOK))
         self._slept = self._slept or counted < since
         self._watched = Nanos(self._watched + counted)
         if pulse.steps != before.steps:
-            if not before.novel and not self._slept:
+            if not (self._novel or before.novel or self._slept):
                 self._learn(before.tokens, Nanos(self.waited + counted))
             self.waited = Nanos(0)
+            self._novel = pulse.novel
             self._slept = False
             return Health.HEALTHY
         if not pulse.working:
@@ -151,7 +154,7 @@ class _Scheduler:
 
     def _patience(self, pulse: Pulse) -> Nanos:
         """Rules 2, 3 and 5."""
-        expected = None if pulse.novel else self._expected(_size_of(pulse.tokens))
+        expected = None if self._novel else self._expected(_size_of(pulse.tokens))
         if expected is None:
             return self._ceiling
         return Nanos(round(min(max(self._factor * expected, self._floor), self._ceiling)))

@@ -96,12 +96,21 @@ def test_an_engine_that_has_not_stepped_yet_gets_the_ceiling():
 def test_work_of_a_new_kind_gets_the_ceiling_and_teaches_nothing():
     engine = Watched()
     engine.steps(20, tokens=4, each_seconds=0.1)
-    engine.stand_still(290, novel=True)
+    engine.look(steps=engine.pulse.steps + 1, novel=True)
+    engine.stand_still(290)
     assert set(engine.seen) == {Health.HEALTHY, Health.SUSPECT}
 
     engine.look(steps=engine.pulse.steps + 1, novel=False)
 
     assert engine.seconds_until(Health.HUNG) == pytest.approx(10, abs=0.2)
+
+
+def test_requests_that_come_to_a_hung_engine_give_it_no_more_time():
+    engine = Watched()
+    engine.steps(20, tokens=4, each_seconds=0.1)
+    engine.stand_still(3)
+
+    assert engine.seconds_until(Health.HUNG, novel=True) == pytest.approx(7, abs=0.2)
 
 
 def test_a_slow_step_is_forgotten():

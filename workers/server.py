@@ -276,7 +276,8 @@ class WorkerServer:
             if before is not Health.HEALTHY:
                 log.info("the engine makes progress again", extra={"worker": self.description.worker_id})
             return
-        if self._engine.traced():
+        # It walks through all processes, so it is not asked at every tick.
+        if (self._health is Health.HUNG or before is Health.HEALTHY) and self._engine.traced():
             self._watchdog.excuse()
             self._health = Health.HEALTHY
             return

@@ -34,6 +34,8 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
         yield "spec", f"kvTransfer.paths: {why}"
     if spec.model.claim and spec.model.cache_claim:
         yield "spec.model", "cacheClaim: keeps what is fetched, and with claim nothing is"
+    if spec.watchdog.floor_seconds > spec.watchdog.ceiling_seconds:
+        yield "spec", "watchdog.ceilingSeconds: is below watchdog.floorSeconds"
     transfer = spec.kv_transfer
     if KvPath.STORE not in transfer.paths if transfer.redis else transfer.redis_secret:
         why = "takes blocks of stores, so 'store' must be among kvTransfer.paths; and redisSecret is for redis only"

@@ -382,6 +382,9 @@ async def test_a_look_that_the_lease_ran_out_on_is_finished_when_it_is_renewed(a
         monkeypatch.setattr(operator.leader._election, "leads", lambda now: leads[0] and lasts(now))
         asked.apply(a_deployment()).expect(201)
         await until(lambda: not leads[0])
-        assert len(asked.writes()) <= 3
+        of_the_look = [
+            write for write in asked.writes() if write[1] != "secrets"
+        ]  # the operator's own secret is older than the look
+        assert len(of_the_look) <= 3
 
         await until(asked.ready)

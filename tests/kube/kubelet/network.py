@@ -95,6 +95,7 @@ class Network:
     async def __aexit__(self, *_: object) -> None:
         for proxy in (*self._proxies.values(), *self._ways):
             await proxy.close()
+        await asyncio.sleep(0)  # what was accepted in the last turn is ended in this one
         self._node.kill()
         await self._node.wait()
 
@@ -167,6 +168,7 @@ class Proxy:
         self._network = network
         self._choose = choose
         self._server: asyncio.Server | None = None
+        self._closed = False
         self._carried: set[asyncio.Task[None]] = set()
         self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
 
@@ -174,6 +176,8 @@ class Proxy:
         self._server = await asyncio.start_server(self._accept, sock=listening)
 
     async def close(self) -> None:
+        """Refuse what comes, and end what is carried; a connection that was accepted a moment ago is ended in its first turn."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
         for carried in list(self._carried):
@@ -184,6 +188,9 @@ class Proxy:
             transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closed:
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._carried.add(task)

@@ -65,6 +65,7 @@ LOG_TAIL_LINES = 20
 SHOWN_DEATHS = 3  # in a row, with which the end of the log is shown; it will not say anything else later
 FIRST_PROGRESS = 5.0  # seconds until the first line while children load; the pauses double
 PROGRESS_EVERY = 40.0  # seconds between two lines, at most
+GUARDIAN_SECONDS = 10.0  # in which the guardian clears up, which takes a moment when no child is left
 SPAWN_FAILED = 127  # exit status of a child that could not be started, as shells have it
 
 Endpoints = Mapping[str, str]
@@ -224,7 +225,16 @@ class LocalProcesses:
                 progress.cancel()
         finally:
             self._guardian.stdin.close()
-            await self._guardian.wait()
+            await self._end_guardian(self._guardian)
+
+    async def _end_guardian(self, guardian: Process) -> None:
+        """Wait until the guardian has ended; kill one that does not, because somebody stopped it."""
+        try:
+            async with asyncio.timeout(GUARDIAN_SECONDS):
+                await guardian.wait()
+        except TimeoutError:
+            guardian.kill()
+            await guardian.wait()
 
     async def _next_event(self) -> Event:
         instant = self._machine.next_instant()

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import resource
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
@@ -10,7 +11,7 @@ from importlib.util import find_spec
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.adapters.clock import SystemClock, utc_now
 from fleet.app.process import Announce, giving_up_when_asked, stop_requested
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RESERVED_DESCRIPTORS = 512  # for streams to workers, the ports for health and control, other routers, and files
 COLLECTED_AT_ONCE = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
 
 
@@ -64,10 +66,36 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
 
     keep_large_pieces_apart()
     async with giving_up_when_asked():
+        settings = within_descriptors(settings, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         settings = await with_models(settings, SystemClock())
         parts = _parts_of_router(settings)
         with parts.recorder or nullcontext(), closing(parts.threads):
             await _route(settings, parts, announce)
+
+
+def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
+    """Return the settings with tables of client connections that leave descriptors for everything else.
+
+    Args:
+        settings: What was asked for.
+        limit: Open files that this process may have.
+    """
+    grpc_ports = 2 if settings.kserve_listen else 1
+    asked = settings.http.max_connections + grpc_ports * settings.grpc.max_connections
+    room = max(limit - RESERVED_DESCRIPTORS, limit // 2)
+    if asked <= room:
+        return settings
+    http = max(1, settings.http.max_connections * room // asked)
+    grpc = max(1, settings.grpc.max_connections * room // asked)
+    log.warning(
+        "connection limits lowered to fit the limit of open files",
+        extra={"open_files": limit, "http_max_connections": http, "grpc_max_connections": grpc},
+    )
+    return structs.replace(
+        settings,
+        http=structs.replace(settings.http, max_connections=http),
+        grpc=structs.replace(settings.grpc, max_connections=grpc),
+    )
 
 
 async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Announce) -> None:

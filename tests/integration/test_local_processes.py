@@ -318,6 +318,18 @@ async def test_a_child_that_ends_in_the_moment_in_which_it_is_removed_is_gone_an
     assert await processes.hold(body)
 
 
+async def test_a_stopped_guardian_does_not_keep_a_cluster_from_ending(folder, monkeypatch):
+    monkeypatch.setattr("fleet.adapters.local_processes.GUARDIAN_SECONDS", 0.5)
+    processes = supervise(folder, [], a_process("a", "serve"))
+
+    async def body():
+        (guardian,) = (each for each in psutil.Process().children() if str(folder) in each.cmdline())
+        guardian.suspend()
+
+    async with asyncio.timeout(60):
+        assert await processes.hold(body)
+
+
 async def test_a_child_that_dies_ten_times_does_not_end_the_others(folder):
     said: list[str] = []
     processes = supervise(

@@ -39,9 +39,9 @@ class Access(Struct, frozen=True, kw_only=True):
     authority: bytes = b""
     insecure: bool = False
     files: Credentials = Credentials()
-    """Where all this was read from, for those who have to be told which file is wrong."""
+    """The files that all this was read from; error messages name the one that is wrong."""
     purpose: Purpose = Purpose.CONTROL
-    """Of the proofs on calls: a proof for one kind of port is of no use at another."""
+    """The proofs on calls are made for this purpose: a proof for one kind of port is of no use at another."""
 
     def __repr__(self) -> str:
         return "Access(…)"  # secrets are not for logs

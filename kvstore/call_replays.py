@@ -12,7 +12,7 @@ Rules:
 from kvstore.transports.authentication import SKEW_SECONDS
 
 WINDOW = 1024
-"""By how many later calls of the same caller a call may be overtaken on its way."""
+"""A call may be overtaken on its way by this many later calls of the same caller."""
 
 CALLERS = 1 << 16
 """Channels that called within the last ten minutes: 110 new ones each second. With all of them the memory takes some 20 MB."""
@@ -34,7 +34,7 @@ class _Caller:
 
 
 class CallReplays:
-    """See the module."""
+    """Remembers which proven calls were accepted, by caller."""
 
     def __init__(self, callers: int = CALLERS):
         self._limit = callers

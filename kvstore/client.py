@@ -14,7 +14,6 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -138,7 +137,7 @@ class StoreClient:
         """Shake hands with a node, or, where it does not answer, as soon as it does.
 
         Until then every call finds nothing, at once: a store is only a cache (`joined` says whether it is there). A node that
-        answers later and has the blocks in another layout is not joined; the log says so.
+        answers later and has the blocks in another layout is not joined. The log says why a node is not joined yet.
 
         Args:
             address: As of `connect`, like the arguments below.
@@ -155,8 +154,9 @@ class StoreClient:
             BadCredentials: A file of the credentials cannot be used.
         """
         clock = clock or MonotonicClock()
+        failure = ""
         if wait_seconds > 0:
-            with suppress(StoreUnreachable):
+            try:
                 return cls.connect(
                     address,
                     namespace,
@@ -166,6 +166,8 @@ class StoreClient:
                     credentials=credentials,
                     clock=clock,
                 )
+            except StoreUnreachable as error:
+                failure = str(error)
         call_timeout = nanos(call_timeout_seconds)
         link = Link.open_early(
             address,
@@ -174,12 +176,13 @@ class StoreClient:
             prefer=tuple(DataPath(path) for path in prefer),
             credentials=credentials or Credentials(),
             clock=clock,
+            failure=failure,
         )
         return cls(link, namespace, call_timeout=call_timeout, clock=clock)
 
     @property
     def joined(self) -> bool:
-        """Whether the node has answered once."""
+        """Tell whether the node has answered once."""
         return self._link.session is not None
 
     @property
@@ -190,7 +193,7 @@ class StoreClient:
 
     @property
     def path(self) -> DataPath | None:
-        """How bytes move at the moment; None until the node has answered once."""
+        """Return the way that bytes move at the moment; None until the node has answered once."""
         session = self._link.session
         return None if session is None else session.path
 

@@ -63,7 +63,7 @@ TLS_BEGINS = 0x0316
 """The first two bytes of a TLS handshake, 0x16 and 3, read as the low half of a length."""
 
 HANDSHAKE_SECONDS = 5.0
-"""How long a TLS handshake may take: some round trips, and signatures on a busy machine."""
+"""A TLS handshake may take this long: some round trips, and signatures on a busy machine."""
 
 STOP_SECONDS = 2  # for what waits to be sent when a server stops
 

@@ -9,8 +9,8 @@ Rules:
 4. Where a node cannot be reached, and TLS is the cause, the error or a log line says so (`kvstore.tls_diagnosis`).
 5. Where shared memory was wanted and could not be had, since too many asked for it perhaps, a thread tries again by and by,
    and what is called from then on goes that way.
-5. A link may be opened before its node answers. A thread then shakes hands as soon as the node does; until that, every
-   call is None at once and costs its caller nothing.
+6. A link may be opened before its node answers. A thread then shakes hands as soon as the node does; until that, every
+   call is None at once and costs its caller nothing. A log line says why it does not answer, once for each cause.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ CHANNEL_OPTIONS = (
 Answer = TypeVar("Answer")
 
 JOIN_SECONDS = 5.0
-"""How long one attempt to join a node waits for it; a node that starts is heard of at once, since the attempt waits for it."""
+"""One attempt to join a node waits this long for it; a node that starts is heard of at once, since the attempt waits for it."""
 
 JOIN_PAUSE_SECONDS = 1.0  # between two attempts, where one fails at once
 
@@ -71,7 +71,7 @@ class Counting:
 
 
 class Link:
-    """See the module. Thread-safe. Made by `open`, or by `open_early`."""
+    """Keeps one client in touch with one node. Thread-safe. Made by `open`, or by `open_early`."""
 
     def __init__(
         self,
@@ -150,8 +150,12 @@ class Link:
         prefer: tuple[DataPath, ...],
         credentials: Credentials,
         clock: Clock,
+        failure: str = "",
     ) -> Self:
-        """Open a link to a node that does not answer yet (rule 5); arguments are those of `open`."""
+        """Open a link to a node that does not answer yet (rule 6).
+
+        The arguments are those of `open`. `failure` says why an earlier attempt did not reach the node; it is logged.
+        """
         access = load(credentials)
         link = cls(
             address,
@@ -163,12 +167,12 @@ class Link:
             access=access,
             clock=clock,
         )
-        threading.Thread(target=link._join, name="kvstore-join", daemon=True).start()
+        threading.Thread(target=link._join, args=(failure,), name="kvstore-join", daemon=True).start()
         return link
 
     @property
     def session(self) -> Session | None:
-        """The session with the node that was there last; None while none has answered (rule 5)."""
+        """Return the session with the node that was there last; None while none has answered (rule 6)."""
         return self._session
 
     @property
@@ -227,16 +231,20 @@ class Link:
         if self.closed.is_set():
             return
         self.closed.set()
-        if self._session is not None:
-            self._session.calls.close()
         self._channel.close()
-        with self._handshake:
+        with self._handshake:  # a thread that joins or renews stores its session under it
             if self._session is not None:
+                self._session.calls.close()
                 self._close_ways(self._session)
 
-    def _join(self) -> None:
-        """Shake hands with a node as soon as it answers; the body of a thread."""
-        told = ""
+    def _join(self, told: str) -> None:
+        """Shake hands with a node as soon as it answers; the body of a thread.
+
+        Args:
+            told: The failure of an earlier attempt, or nothing.
+        """
+        if told:
+            self._tell_not_joined(told)
         while not self.closed.is_set():
             deadline = Nanos(self._clock.now() + nanos(JOIN_SECONDS))
             try:
@@ -250,9 +258,10 @@ class Link:
                     deadline,
                 )
             except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
-                if type(error).__name__ != told and not self.closed.is_set():
-                    told = type(error).__name__
-                    log.warning("store node not joined yet", extra={"address": self._address, "cause": str(error)})
+                failure, cause = self._explained(error)
+                if (not told or cause not in told) and not self.closed.is_set():
+                    told = failure
+                    self._tell_not_joined(failure)
                 self.closed.wait(JOIN_PAUSE_SECONDS)
             except ValueError:  # the channel was closed meanwhile
                 return
@@ -265,6 +274,16 @@ class Link:
                     self._session = session
                 log.info("store node joined", extra={"address": self._address, "store": session.store_id})
                 return
+
+    def _explained(self, error: Exception) -> tuple[str, str]:
+        """Return a failure to join in words, and the part of it that tells causes apart (empty for a node that is just away)."""
+        if not isinstance(error, StoreUnreachable) or self.closed.is_set():
+            return str(error), str(error)
+        cause = self._access.diagnose(self._address)
+        return (f"{error}: {cause}" if cause else str(error)), cause
+
+    def _tell_not_joined(self, cause: str) -> None:
+        log.warning("store node not joined yet", extra={"address": self._address, "cause": cause})
 
     def _judge(self, error: grpc.RpcError, started: Nanos) -> None:
         """What a failed call says of the node."""

@@ -56,7 +56,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(WSGIServer):
-    """One thread a connection."""
+    """Serves each connection in a thread of its own."""
 
     request_queue_size = 128  # the library's five let a burst of silent clients hold up a scrape for seconds
 
@@ -71,7 +71,12 @@ class _Server(WSGIServer):
             if gone is not None:
                 with contextlib.suppress(OSError):  # it has ended by itself
                     gone.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
-        threading.Thread(target=self._serve, args=(request, client_address), daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, args=(request, client_address), daemon=True).start()
+        except BaseException:  # no thread to be had; the library closes the connection, and goes on
+            with self._guard:
+                self._open.discard(request)
+            raise
 
     def _serve(self, request: Any, client_address: Any) -> None:
         try:

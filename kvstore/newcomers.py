@@ -12,7 +12,7 @@ Connection = TypeVar("Connection", bound=Hashable)
 
 
 class Newcomers(Generic[Connection]):
-    """See the module."""
+    """Holds the newcomers of one port, and chooses which of them goes."""
 
     def __init__(self, limit: int):
         assert limit >= 1, limit

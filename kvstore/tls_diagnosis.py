@@ -21,7 +21,7 @@ from kvstore.errors import reason
 
 TIMEOUT_SECONDS = 1.0
 GRPC = ("h2",)
-"""What gRPC's servers want to be asked for (ALPN); servers of other protocols do not mind."""
+"""The protocols that gRPC's servers want to be asked for (ALPN); servers of other protocols do not mind."""
 
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which Python has no name for
 NOT_YET_VALID, EXPIRED, WRONG_HOST, WRONG_IP = 9, 10, 62, 64  # X509_V_ERR_…; openssl-verification-options(1)
@@ -30,7 +30,7 @@ UNKNOWN_ISSUER = (2, 18, 19, 20, 21)
 PLAIN = frozenset(
     {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE"}
 )
-"""What OpenSSL calls bytes that are no TLS."""
+"""OpenSSL gives these names to bytes that are no TLS."""
 
 ALERTS = {
     "CERTIFICATE_REQUIRED": "it asks for a certificate",
@@ -173,7 +173,7 @@ class _Asked:
             return ""
 
     def _context(self) -> tuple[ssl.SSLContext | None, str]:
-        """What to connect with, or which file keeps one from being made."""
+        """Return the context to connect with, or else which file keeps one from being made."""
         files = self._credentials
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_alpn_protocols(list(self._protocols))
@@ -219,7 +219,7 @@ class _Asked:
         return f"{self._place} has ended the connection right after the handshake{self._own_certificate()}"
 
     def _own_certificate(self) -> str:
-        """What may be wrong with the client's own certificate, to follow a sentence."""
+        """Return what may be wrong with the client's own certificate, to follow a sentence."""
         files = self._credentials
         if not files.certificate:
             return f"; this client shows no certificate: set {self._field}.certificate and {self._field}.key"
@@ -235,7 +235,7 @@ class _Asked:
         return f"; {self._field}.certificate: {files.certificate}: {refused.verify_message}"
 
     def _cause_of_refusal(self, error: ssl.SSLCertVerificationError) -> str:
-        """Why this client does not accept the server's certificate."""
+        """Return why this client does not accept the server's certificate."""
         shown = self._shown()
         whose = f"the certificate of {self._place}"
         match error.verify_code:
@@ -293,7 +293,7 @@ def _name(parts: Sequence[Sequence[tuple[str, str]]]) -> str:
 
 
 def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
-    """Why the client's own authority does not accept its certificate: a handshake in memory tells."""
+    """Return why the client's own authority does not accept its certificate: a handshake in memory tells."""
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     shows = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     shows.check_hostname, shows.verify_mode = False, ssl.CERT_NONE

@@ -36,6 +36,7 @@ class MeddlingProxy:
             damage: What is made of each long piece instead, with nothing left to chance.
         """
         self.heals = False
+        self.turns_away = False  # whoever connects from now on
         self._damage = damage
         self.damages = 0
         self._server = server
@@ -68,6 +69,9 @@ class MeddlingProxy:
             try:
                 client, _ = self._listener.accept()
             except TimeoutError:
+                continue
+            if self.turns_away:
+                client.close()
                 continue
             server = socket.create_connection(self._server)
             self._open += [client, server]

@@ -18,7 +18,7 @@ LONGEST_PAUSE = Nanos(60 * SECOND)
 
 
 class Fence:
-    """See the module. Not thread-safe."""
+    """Judges by what was read from a server whether to leave it alone. Not thread-safe."""
 
     def __init__(self) -> None:
         self._score = 0

@@ -56,7 +56,7 @@ class Wanted(Struct, frozen=True):
 
 
 class Health(Struct, frozen=True):
-    """What a shelf that judges blocks itself has seen."""
+    """The counts of a shelf that judges blocks itself."""
 
     corrupt: int = 0
     damaged: int = 0
@@ -252,8 +252,12 @@ class RemoteTier(Generic[S]):
         for key in list(corrupt)[:EXAMINED]:
             try:
                 verdict = self.shelf.examine(key, corrupt[key], until)
-            except TierFailed:
-                verdict = Verdict.UNSURE
+            except TierFailed as error:  # too little time is left, or the server is away: no sign of damage
+                verdict = Verdict.UNREAD
+                log.warning(
+                    "corrupt block could not be read again, and stays until a call that can",
+                    extra={"tier": self.name, "block": key.name.hex(), "reason": str(error)},
+                )
             if verdict is Verdict.CORRUPT:
                 lie_bad.append(key)
             elif verdict.is_damage_on_the_way:

@@ -4,8 +4,8 @@ Rules:
 
 1. Other nodes use the same servers, so that a block is removed only when it is damaged where it lies. What tells is two
    readings of it, each by a connection of its own, that were opened for it.
-2. They have to agree on every byte that proves the damage, and on the length. One that fails, or is cut short, agrees with
-   nothing.
+2. They have to agree on every byte that proves the damage, and on the length. An answer that is not of what was asked for
+   agrees with nothing. A reading that fails or is cut short is no sign of damage, and proves nothing.
 3. The second one asks for other pieces, the later ones first. So what damages each answer at the same place does not
    damage the value at the same place twice.
 """
@@ -35,11 +35,12 @@ class Reading(Protocol):
 
 
 class Verdict(Enum):
-    """What two readings came to."""
+    """The outcome of two readings."""
 
     SOUND = auto()  # the block is there, and as it was written
     CORRUPT = auto()  # its value is damaged where it lies
-    UNSURE = auto()  # they do not agree, or could not be made
+    UNSURE = auto()  # they do not agree
+    UNREAD = auto()  # one of them could not be made
     GONE = auto()  # there is no value any more
 
     @property
@@ -48,7 +49,7 @@ class Verdict(Enum):
 
 
 Proof = Callable[[int, Read], bytes | None]
-"""What proves that a value is corrupt, of its length and bytes; None where it is not."""
+"""Returns the proof that a value is corrupt, from its length and bytes; None where it is not."""
 
 Open = Callable[[], AbstractContextManager[Reading | None]]
 """Opens a connection for one reading; None where there is no value."""
@@ -59,25 +60,31 @@ class Unlike(OSError):
 
 
 def judge(open_reading: Open, proof: Proof) -> Verdict:
-    """Return what two readings of a value come to.
+    """Read a value twice, and return the verdict.
 
     Args:
         open_reading: Opens a connection for each.
         proof: See `kvstore.tiers.records.Records.proof`.
 
     Raises:
-        OSError: A reading failed, as do other errors of `open_reading` and the readings.
+        OSError: A reading could not be made; other errors of `open_reading` and the readings say the same.
     """
     with open_reading() as reading:
         if reading is None:
             return Verdict.GONE
-        first = proof(reading.length, reading.read)
+        try:
+            first = proof(reading.length, reading.read)
+        except (Unlike, ValueError):
+            return Verdict.UNSURE
         if first is None:
             return Verdict.SOUND
     with open_reading() as again:
         if again is None:
             return Verdict.GONE
-        second = proof(again.length, _backwards(again.read))
+        try:
+            second = proof(again.length, _backwards(again.read))
+        except (Unlike, ValueError):
+            return Verdict.UNSURE
     return Verdict.CORRUPT if first == second else Verdict.UNSURE
 
 

@@ -28,7 +28,7 @@ SECRET_BYTES = 16
 """The least that a secret may have: it can be guessed offline by whoever overhears a proof."""
 
 SKEW_SECONDS = 300
-"""How far the clocks of a client and a node may be apart. A node remembers accepted proofs for as long as this makes them valid."""
+"""The clocks of a client and a node may be this far apart. A node remembers accepted proofs for as long as this makes them valid."""
 
 CALL_PROOF_VERSION = "2"
 """The first word of a call's proof. Proofs without it are of versions that did not cover the request's bytes."""

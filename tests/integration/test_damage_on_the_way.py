@@ -229,6 +229,34 @@ def test_value_that_is_damaged_where_it_lies_is_deleted():
         assert (tier.status().corrupt, tier.status().damaged, tier.status().fenced) == (2, 0, 0)
 
 
+def test_block_that_cannot_be_read_again_is_no_sign_of_damage(caplog):
+    server = shared_redis()
+    prefix = f"wire-{uuid.uuid4().hex}"
+    with (
+        a_meddling_proxy(("127.0.0.1", server.port)) as proxy,
+        a_redis_tier(prefix, proxy.port) as tier,
+        server.client() as client,
+    ):
+        proxy.heals = True
+        assert all(keep(tier, KEYS, BLOCKS, soon()))
+        name = f"{prefix}:{DIGEST.hex()}:{NAMES[5].hex()}"
+        client.set(name, with_a_flipped_bit(client.get(name)))
+        proxy.turns_away = True  # the readings need connections of their own
+
+        assert [read(tier, KEYS[5:6]) for _ in range(8)] == [0] * 8
+
+        assert client.exists(name)
+        assert (tier.status().damaged, tier.status().fenced) == (0, 0)
+        messages = [record.message for record in caplog.records]
+        assert "corrupt block could not be read again, and stays until a call that can" in messages
+        assert "block was damaged on its way, and stays" not in messages
+
+        proxy.turns_away = False
+        assert read(tier, KEYS[5:6]) == 0
+        assert not client.exists(name)
+        assert (tier.status().damaged, tier.status().fenced) == (0, 0)
+
+
 def test_damage_on_the_way_from_a_peer_drops_none_of_its_blocks(monkeypatch):
     namespace = a_namespace()
     keys = [BlockKey(namespace.digest, name) for name in NAMES]

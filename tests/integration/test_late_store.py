@@ -10,11 +10,15 @@ import pytest
 from fleet.errors import Refused
 from fleet.requests import Sampling, Source
 from fleet.roles import KvPath, Phase, Placement, Role
+from kvstore import link
 from kvstore.client import StoreClient
+from kvstore.credentials import Credentials
 from kvstore.errors import LayoutMismatch
+from tests.certificates import Authority
 from tests.engine_driving import fresh_prompt
 from tests.integration.test_router_with_workers import Cluster, settings, sources
 from tests.kv_builders import a_block, a_chain, a_namespace, a_node, a_short_folder, a_store_client, empty
+from tests.servers import a_free_port
 from tests.waiting import eventually, until
 from tests.worker_processes import a_worker_process
 
@@ -122,6 +126,41 @@ def test_a_client_finds_nothing_until_its_node_answers():
             assert client.write(a_chain(1), [a_block(1)]) == 1
             match = client.match(a_chain(1), lease_seconds=10)
             assert client.read(match, [0], empty(1)) == [True]
+
+
+def causes(caplog) -> list[str]:
+    return [record.cause for record in caplog.records if record.message == "store node not joined yet"]
+
+
+@pytest.mark.parametrize("wait_seconds", [0.3, 0])
+def test_expired_certificate_of_a_late_store_is_told(tmp_path, caplog, monkeypatch, wait_seconds):
+    monkeypatch.setattr(link, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(link, "JOIN_PAUSE_SECONDS", 0.01)
+    authority = Authority(tmp_path, "authority")
+    expired = Credentials(authority=authority.file, **authority.issue("node", hours=(-9, -8)))
+    own = Credentials(authority=authority.file, **authority.issue("client"))
+    with (
+        a_node(listen=["127.0.0.1:0"], shm_socket="", credentials=expired) as node,
+        StoreClient.join(node.endpoints.listen[0], a_namespace(), wait_seconds=wait_seconds, credentials=own) as client,
+    ):
+        eventually(lambda: causes(caplog))
+        assert not client.joined
+    assert " expired on " in causes(caplog)[0]
+    assert len(causes(caplog)) == 1
+
+
+def test_certificate_that_shows_up_later_is_told_too(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(link, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(link, "JOIN_PAUSE_SECONDS", 0.01)
+    authority = Authority(tmp_path, "authority")
+    expired = Credentials(authority=authority.file, **authority.issue("node", hours=(-9, -8)))
+    own = Credentials(authority=authority.file, **authority.issue("client"))
+    place = f"127.0.0.1:{a_free_port()}"
+    with StoreClient.join(place, a_namespace(), wait_seconds=0.1, credentials=own):
+        eventually(lambda: causes(caplog))
+        assert " expired on " not in causes(caplog)[0]
+        with a_node(listen=[place], shm_socket="", credentials=expired):
+            eventually(lambda: any(" expired on " in cause for cause in causes(caplog)))
 
 
 def test_a_client_that_joined_late_survives_a_restart_of_its_node():

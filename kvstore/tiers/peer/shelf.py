@@ -147,7 +147,7 @@ class PeerShelf:
 
     def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> Verdict:  # noqa: ARG002 - asks nobody
         """Peers look at their blocks themselves, when they are told that one is bad."""
-        return Verdict.UNSURE
+        return Verdict.UNREAD
 
     def health(self) -> Health:
         each = [link.health for link in self._all_links()]

@@ -306,7 +306,7 @@ class S3Shelf:
 
 
 class ObjectReading:
-    """See `kvstore.tiers.second_reading.Reading`."""
+    """Implements `kvstore.tiers.second_reading.Reading` with requests for ranges of an object."""
 
     def __init__(self, ask: Callable[..., Any], length: int, clock: Clock, deadline: Nanos):
         self._ask = ask

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.codecs.plain import PlainCodec
 from kvstore.messages import BlockKey
 from kvstore.tiers.records import HEAD_BYTES, Records, pack
-from kvstore.tiers.second_reading import Verdict, judge
+from kvstore.tiers.second_reading import Unlike, Verdict, judge
 from kvstore.tiers.tally import Tally
 from tests.kv_builders import a_block
 
@@ -79,6 +79,15 @@ def test_value_that_goes_meanwhile_is_gone():
 def test_reading_that_is_cut_short_agrees_with_nothing():
     with pytest.raises(ConnectionError):
         verdict(flipped(GOOD, 500), flipped(GOOD, 500), damages=(bytes, lambda answer: answer[:-1]))
+
+
+@pytest.mark.parametrize("nonsense", [Unlike("other bytes"), ValueError("no value")])
+def test_answers_that_are_not_of_the_question_are_unsure(nonsense):
+    def answer(_: bytes) -> bytes:
+        raise nonsense
+
+    assert verdict(GOOD, damages=(answer,)) is Verdict.UNSURE
+    assert verdict(flipped(GOOD, 500), GOOD, damages=(bytes, answer)) is Verdict.UNSURE
 
 
 @given(st.integers(0, 1 << 20), st.integers(1, 255))

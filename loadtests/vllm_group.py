@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.ids import ModelName, WorkerId
+from kvstore.credentials import Credentials
 from tests.builders import token_bytes
 from tests.engine_driving import work
 from tests.worker_processes import a_stream
@@ -114,6 +115,7 @@ def a_worker(model: Path, name: str, extra: dict[str, Any], group: GroupSettings
         model_dir=str(model),
         model=ModelName("tiny"),
         control_listen="127.0.0.1:0",
+        control_credentials=Credentials(insecure=True),
         vllm=VllmSettings(kv_cache_gib=0.25, dtype="float32", extra_args=extra),
         group=group,
     )

@@ -49,10 +49,19 @@ class ControlSecrets:
         """Read the operator's secret, or make it; once.
 
         Raises:
-            ClusterError: It can be neither read nor made.
+            UnusableSecret: The operator may neither read nor make it, or it holds no secret.
+            ClusterError: It can be neither read nor made now.
         """
         if self._master or not self._name:
             return
+        try:
+            await self._load()
+        except Denied as error:
+            raise UnusableSecret(
+                f"Secret {self._namespace}/{self._name}: {error}; the operator's Role has to allow get and create there"
+            ) from error
+
+    async def _load(self) -> None:
         try:
             found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
         except Missing:
@@ -90,7 +99,7 @@ class ControlSecrets:
 
 
 class UnusableSecret(ClusterError):
-    """The operator's Secret holds nothing that can be used."""
+    """The operator's Secret cannot be used as long as nobody changes something: its content, or what the operator may do."""
 
 
 class ControlSecret(Struct, frozen=True):

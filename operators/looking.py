@@ -11,7 +11,7 @@ from operators import happenings, kinds, others, requested
 from operators.acting import Hand
 from operators.children.names import Deployment
 from operators.children.pods import Images
-from operators.control_secrets import ControlSecret, ControlSecrets
+from operators.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
 from operators.keys import Key, key_of
 from operators.kinds import Kind, Served
 from operators.leader import rfc3339
@@ -27,7 +27,7 @@ from operators.resources.deployment import DisaggDeploymentSpec, DisaggDeploymen
 from operators.resources.parts import Condition
 from operators.resources.request import ServingRequestSpec
 from operators.seen import Refusal
-from operators.status import PASSING, TRUE, misread
+from operators.status import PASSING, TRUE, held_up, misread
 from operators.telemetry import LookOutcome
 from operators.views import Custom, Lease
 
@@ -100,7 +100,11 @@ class Look:
         except msgspec.ValidationError as error:
             await self._misread(key, custom, error)
             return LookOutcome.SETTLED
-        await self._secrets.load()
+        try:
+            await self._secrets.load()
+        except UnusableSecret as error:  # without it pods would have to trust everybody, so what runs stays as it is
+            await self._held_up(key, custom, str(error))
+            return LookOutcome.REFUSED
         wish = Deployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
         secret = ControlSecret(self._secrets.of(key.namespace, key.name))
         wish = msgspec.structs.replace(wish, control_secret=secret.name(key.name))
@@ -176,6 +180,17 @@ class Look:
         said = DisaggDeploymentStatus(observed_generation=custom.metadata.generation, conditions=conditions)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
         await self._at_others(key, None, None)
+
+    async def _held_up(self, key: Key, custom: Custom, problem: str) -> None:
+        """Say in the status that the deployment's control secret is missing; all else in it stays as it was."""
+        generation = custom.metadata.generation
+        try:
+            before = msgspec.convert(custom.status, DisaggDeploymentStatus)
+        except msgspec.ValidationError:
+            before = DisaggDeploymentStatus(observed_generation=generation)
+        conditions = held_up(conditions_of(custom), generation, problem, self._now())
+        said = msgspec.structs.replace(before, observed_generation=generation, conditions=conditions)
+        await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
 
     async def _write_status(self, key: Key, kind: Kind, custom: Custom, said: Any) -> None:
         """If it differs from what is there, and when `operators.pace` says; else `key` is looked at again then."""

@@ -99,6 +99,13 @@ def misread(seen_conditions: Sequence[Condition], generation: int, problem: str,
     return tuple(condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:])))
 
 
+def held_up(seen_conditions: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
+    """Conditions of a deployment that is left as it is because the operator has no control secret for it."""
+    said: Said = ("Ready", FALSE, "ControlSecretUnusable", problem)
+    new = [condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
+    return (*new, *(each for each in seen_conditions if each.type not in {"Ready", "Degraded"}))
+
+
 def condition(before: Sequence[Condition], generation: int, now: str, said: Said) -> Condition:
     kind, holds, reason, message = said
     was = next((each for each in before if each.type == kind), None)

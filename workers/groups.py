@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from fleet.clock import MILLISECOND, Nanos
 from fleet.hub import HubSettings
 from fleet.ids import WorkerId
+from kvstore.credentials import Credentials
 from workers.settings import GroupSettings, WorkerSettings
 
 PORTS = 2
@@ -74,6 +75,7 @@ def common_of(settings: WorkerSettings) -> str:
         worker_id=WorkerId(""),
         listen="",
         control_listen="",
+        control_credentials=Credentials(),
         advertise="",
         discovery=None,
         embedded_store=None,

@@ -175,7 +175,14 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     both is needed, unless `insecure` says that nobody else is on that network."""
 
     control_listen: str = ""
-    """Where operators connect: gRPC with the Worker service, health and reflection; host:port or unix:path. Empty: nowhere."""
+    """Where operators connect: gRPC with the Worker service, health and reflection; unix:path, or host:port with `control_credentials`.
+    Empty: nowhere."""
+
+    control_credentials: Credentials = Credentials()
+    """What callers of a `control_listen` over TCP have to prove: the secret in `secret_file`, or a certificate signed by `authority`
+    (with `certificate` and `key` of this end). Default: what `registry_credentials` say, since the routers' secret is a proof among
+    the cluster's own. Without either, and without `insecure`, the worker refuses to listen over TCP, because whoever reaches the port
+    could end it (`Drain`). Health and reflection need no proof."""
 
     advertise: str = ""
     """Address that routers dial, where it differs from `listen` (0.0.0.0, address translation)."""
@@ -185,8 +192,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     means all of them. Empty: the worker registers with none."""
 
     registry_credentials: Credentials = Credentials()
-    """Proof to the registry, where it is no Unix socket, that this is a worker of the cluster: the routers' secret, or a certificate. Where
-    there is a secret, `control_listen` asks for it as well."""
+    """Proof to the registry, where it is no Unix socket, that this is a worker of the cluster: the routers' secret, or a certificate. They
+    protect `control_listen` too, where `control_credentials` say nothing."""
 
     name_wait_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     """How long a worker waits for another process that holds its `worker_id` to go; then it ends with an error. A router takes a process
@@ -289,6 +296,12 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("adapters: each needs a name of its own, and not the model's")
         if self.heartbeat_ms < self.load_interval_ms:
             raise ValueError("heartbeat_ms: must not be below load_interval_ms")
+        self._check_control()
+
+    @property
+    def control_proof(self) -> Credentials:
+        """What callers of `control_listen` have to prove: `control_credentials`, or `registry_credentials` where these say nothing."""
+        return self.registry_credentials if self.control_credentials == Credentials() else self.control_credentials
 
     @property
     def store_address(self) -> str:
@@ -296,6 +309,21 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.embedded_store is None:
             return self.store
         return next(filter(unix_path, self.embedded_store.listen), "")
+
+    def _check_control(self) -> None:
+        """Refuse a control port at which nobody is asked for a proof; on loopback too, which all users of the machine reach.
+
+        A further rank of a group serves nothing but health there, which needs no proof.
+        """
+        proof = self.control_proof
+        asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
+        leads = self.group is None or not self.group.rank
+        if self.control_listen and leads and not unix_path(self.control_listen) and not asks:
+            raise ValueError(
+                f"control_listen: whoever reaches {self.control_listen} could end the worker: set"
+                " control_credentials.secret_file, or certificate, key and authority, or listen at unix:/path;"
+                " control_credentials.insecure = true is for networks that nobody else is on"
+            )
 
     def _check_embedded(self, node: StoreSettings) -> None:
         if self.store:

@@ -3,8 +3,8 @@
 Rules:
 
 1. A Unix socket asks for nothing: the mode of its file, and of the folder around it, keeps other users out.
-2. Over TCP callers show a certificate, or their calls carry proofs of a secret (`kvstore.call_proofs`). A router refuses to
-   listen without either (`RouterSettings`), unless its settings say that everybody on the network is trusted.
+2. Over TCP callers show a certificate, or their calls carry proofs of a secret (`kvstore.call_proofs`). Routers and workers refuse
+   to listen without either (`RouterSettings`, `WorkerSettings`), unless their settings say that everybody on the network is trusted.
 3. Health checks and reflection need no proof. They tell whether the process serves, and what is in the .proto files anyway.
 """
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import grpc
 from google.protobuf.message import Message
 
-from fleet.adapters.control_access import ANYBODY, ControlAccess
+from fleet.adapters.control_access import ControlAccess
 from fleet.adapters.grpc_calls import parse, unary
 from fleet.adapters.grpc_options import SERVER_OPTIONS
 from fleet.adapters.grpc_port import LIVENESS, open_port
@@ -23,7 +23,7 @@ SERVICE = "fleet.v1.Worker"
 
 @asynccontextmanager
 async def serve_control(
-    worker: WorkerServer, listen: str, presence: Presence, access: ControlAccess = ANYBODY
+    worker: WorkerServer, listen: str, presence: Presence, access: ControlAccess
 ) -> AsyncIterator[str]:
     """Listen for operators until left; yields the address, with the port that was chosen.
 
@@ -34,7 +34,7 @@ async def serve_control(
         worker: Its `run` is the caller's affair.
         listen: host:port (0: any) or unix:path.
         presence: Of the worker; ended before a drain.
-        access: What callers have to prove, except for health.
+        access: What callers have to prove, except for health and reflection.
 
     Raises:
         ConfigurationRefused: The address is in use or none of this machine; nothing was started.

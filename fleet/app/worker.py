@@ -58,6 +58,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     identity = of_worker("credentials", settings.credentials)
     identity.require("listen", settings.listen, on_loopback=False)
     access = control_access("registry_credentials", settings.registry_credentials)
+    control = control_access("control_credentials", settings.control_proof)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
         await held.enter_async_context(giving_up_when_asked())
@@ -108,7 +109,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         )
         if settings.control_listen:
             endpoints["grpc"] = await held.enter_async_context(
-                serve_control(worker, settings.control_listen, presence, access)
+                serve_control(worker, settings.control_listen, presence, control)
             )
         await held.enter_async_context(presence.kept())
         async with asyncio.TaskGroup() as tasks, stop_requested() as stop:

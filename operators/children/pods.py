@@ -173,7 +173,8 @@ def _container(
     # A user's own command answers what the user says; our questions would end it.
     if not is_foreign(role):
         live = (
-            {"httpGet": {"path": "/openapi.json", "port": "http"}}
+            # Not on the clients' port: clients can take all of its connections, and the kubelet would then end a healthy router.
+            {"httpGet": {"path": "/live", "port": "health"}}
             if routes
             else {"grpc": {"port": WORKER_CONTROL, "service": "liveness"}}
         )

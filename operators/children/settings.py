@@ -57,6 +57,7 @@ def worker_settings(deployment: Deployment, role: Role) -> Manifest:
         # Routers and workers prove the control secret to each other. Without one only the deployment's NetworkPolicy says who gets there.
         "credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
         "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
+        "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
         "drain_timeout_ms": role.drain.timeout_seconds * 1000,
         "kv_paths": [path.value for path in spec.kv_transfer.paths],
     }

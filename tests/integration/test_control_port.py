@@ -18,7 +18,7 @@ from fleet.adapters.control_address import control_folder, control_socket
 from fleet.cli.exits import REFUSED, REPLACED
 from fleet.client import AsyncClient, Client, FleetError, Unauthenticated, Unavailable
 from fleet.v1 import control_pb2 as control
-from fleet.v1 import control_pb2_grpc, selection_pb2_grpc
+from fleet.v1 import control_pb2_grpc, selection_pb2_grpc, worker_pb2, worker_pb2_grpc
 from fleet.v1 import selection_pb2 as selection
 from kvstore.addresses import unix_path
 from kvstore.credentials import Credentials
@@ -63,6 +63,16 @@ def codes(address, credentials=None):
     """What each call is answered, by whoever has these credentials."""
     with control_access("test", credentials or Credentials()).channel(address) as channel:
         return {name: code_of(call) for name, call in calls(channel).items()}
+
+
+def worker_codes(address, credentials=None):
+    """What each call of a worker's control port is answered, by whoever has these credentials."""
+    with control_access("test", credentials or Credentials()).channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        return {
+            "Describe": code_of(lambda: stub.Describe(worker_pb2.DescribeRequest(), timeout=20)),
+            "Drain": code_of(lambda: stub.Drain(worker_pb2.DrainRequest(deadline_ms=100), timeout=20)),
+        }
 
 
 NAMES = ("Register", "Deregister", "Status", "Explain", "Tune", "Select", "Report", "Release")
@@ -256,6 +266,35 @@ def test_a_tcp_control_port_without_credentials_is_refused(tmp_path, model_dir, 
     assert told.returncode == REFUSED
     assert f"control_listen: whoever reaches {listen} could register workers" in told.stderr
     assert "control_credentials.secret_file" in told.stderr
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:0"])
+def test_a_workers_tcp_port_without_credentials_is_refused(tmp_path, listen):
+    file = tmp_path / "worker.json"
+    file.write_text(json.dumps(a_worker(tmp_path, "", control_listen=listen)))
+
+    told = run_fleet("serve", "worker", "--config", str(file))
+
+    assert told.returncode == REFUSED
+    assert f"control_listen: whoever reaches {listen} could end the worker" in told.stderr
+    assert "control_credentials.secret_file" in told.stderr
+
+
+@pytest.mark.parametrize("field", ["control_credentials", "registry_credentials"])
+def test_a_stranger_cannot_drain_a_worker_over_tcp(short_folder, secret, field):
+    credentials = {"secret_file": str(secret)}
+    worker = a_worker(short_folder, "", control_listen="127.0.0.1:0", **{field: credentials})
+    with a_process("worker", worker, short_folder) as (process, endpoints):
+        address = endpoints["grpc"]
+
+        refused = dict.fromkeys(("Describe", "Drain"), grpc.StatusCode.UNAUTHENTICATED)
+        assert worker_codes(address) == refused
+        eventually(lambda: is_ready(address))
+        assert process.poll() is None
+
+        ours = Credentials(secret_file=str(secret))
+        assert worker_codes(address, ours) == dict.fromkeys(refused, grpc.StatusCode.OK)
+        assert process.wait(30) == 0, "it has drained"
 
 
 def test_the_default_control_socket_is_private_and_found_by_the_grpc_address(tmp_path, model_dir):

@@ -17,6 +17,7 @@ from fleet.adapters.clock import SystemClock
 from fleet.adapters.worker_groups import following, leading
 from fleet.errors import ConfigurationRefused
 from fleet.requests import Finish
+from kvstore.credentials import Credentials
 from tests.builders import token_bytes
 from tests.engine_driving import work
 from tests.waiting import until_answered
@@ -215,6 +216,7 @@ async def started(group, tmp_path):
                 engine="simulated",
                 model="tiny",
                 control_listen="127.0.0.1:0",
+                control_credentials=Credentials(insecure=True),
                 heartbeat_ms=100,
                 group=group(rank, silence_ms=10_000),  # a busy machine silences processes for seconds
                 simulated=SimulatedSettings(speedup=20),

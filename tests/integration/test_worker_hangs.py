@@ -20,6 +20,7 @@ from fleet.hardware.latency import EngineLatency
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import Finish
 from fleet.work import Description, Step
+from kvstore.credentials import Credentials
 from tests.engine_driving import fresh_prompt, greedy, work
 from tests.fleet_processes import fleet_up
 from tests.kv_builders import a_short_folder
@@ -45,6 +46,7 @@ def settings(folder: Path, *, watchdog: WatchdogSettings, **simulated) -> Worker
         worker_id=WorkerId("w1"),
         engine="simulated",
         control_listen="127.0.0.1:0",
+        control_credentials=Credentials(insecure=True),
         model=ModelName("tiny"),
         load_interval_ms=20,
         heartbeat_ms=100,

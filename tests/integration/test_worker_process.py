@@ -29,6 +29,7 @@ from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 from fleet.wire.work import encode_router_message
 from fleet.work import Cancel, Description, Draining, Hello, Load, Rejected, Step
+from kvstore.credentials import Credentials
 from kvstore.frames import HEAD
 from tests.builders import token_bytes
 from tests.engine_driving import blocks_from, fresh_prompt, greedy, work
@@ -57,6 +58,7 @@ def settings(worker_id: str = "w1", *, speedup: float = 20, kv_blocks: int = 102
             "worker_id": WorkerId(worker_id),
             "engine": "simulated",
             "control_listen": "127.0.0.1:0",
+            "control_credentials": Credentials(insecure=True),
             "model": ModelName("tiny"),
             "kv_paths": (KvPath.DIRECT,),
             "load_interval_ms": 20,

@@ -14,6 +14,8 @@ from fleet.discovery import EtcdDiscovery, KubernetesDiscovery
 from fleet.router.settings import RouterSettings
 from kvstore.credentials import Credentials
 from operators.access import ACCESS
+from operators.children.names import GRPC, HTTP
+from operators.children.workloads import router_deployment
 from operators.crds import KINDS, definition
 from operators.settings import LeaseSettings, OperatorSettings
 from tests.kube.charts import (
@@ -35,6 +37,8 @@ from tests.kube.charts import (
 from tests.kube.documentation import is_ours, shown_manifests, shown_values
 from tests.kube.published import check
 from tests.kube.restricted import complaints
+from tests.unit.operators.test_children import IMAGES
+from tests.unit.operators.test_children import a_deployment as operators_deployment
 
 FLEETS_PODS = {"app.kubernetes.io/part-of": "fleet"}
 FOREIGN = {"Certificate"}
@@ -255,6 +259,19 @@ def test_a_router_that_may_have_no_worker_yet_is_ready_when_it_listens():
     assert path({"routers": {"readiness": "Serving"}}) == "/health"
     assert path(VALUES["brought"]) == "/health"
     assert path(VALUES["brought"] | {"routers": {"readiness": "Listening"}}) == "/live"
+
+
+def test_the_operator_asks_routers_whether_they_live_as_the_chart_does():
+    chart = by_name(documents(helm_3_render({})))["Deployment", "fleet-routers"]
+    operator = router_deployment(operators_deployment(), IMAGES, "digest", {"http": HTTP, "grpc": GRPC}, replicas=1)
+
+    def questions(manifest):
+        [container] = manifest["spec"]["template"]["spec"]["containers"]
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        asked = {probe: container[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe")}
+        return {probe: (question["path"], ports[question["port"]]) for probe, question in asked.items()}
+
+    assert questions(operator) == questions(chart)
 
 
 def test_a_worker_registers_with_every_router_since_the_control_service_names_all_their_pods():

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
 from operators import cluster, kinds
-from operators.ports import Listed
+from operators.ports import Denied, Listed
 from operators.reconcile import DIGEST
 from operators.views import Pod
 from tests.kube.operator_running import a_deployment, an_operator
@@ -140,6 +140,39 @@ async def test_a_fault_delays_and_changes_nothing(asked, faults):
 
     assert asked.replicas() == {"prefill": 1, "decode": 2}
     assert all(each["struck"] for each in asked.server.faults().values())
+
+
+async def test_a_role_without_secrets_is_told_in_each_status(asked):
+    """An operator that was upgraded without its Role: what runs stays, and once it may read its Secret everything goes on."""
+    lacking = [True]
+
+    class WithoutSecrets:
+        def __init__(self, connected):
+            self._cluster = connected
+
+        def __getattr__(self, name):
+            return getattr(self._cluster, name)
+
+        async def get(self, kind, *arguments):
+            if kind == kinds.SECRET and lacking:
+                raise Denied("Forbidden", 'User "operator" cannot get resource "secrets"')
+            return await self._cluster.get(kind, *arguments)
+
+    names = ("dd", "other")
+    async with an_operator(asked, wrap=WithoutSecrets):
+        for name in names:
+            asked.apply(a_deployment({"name": "all", "type": "aggregated"}, name=name)).expect(201)
+        for name in names:
+            said = await until(lambda name=name: asked.condition("Degraded", name))
+            assert (said["status"], said["reason"]) == ("True", "ControlSecretUnusable")
+            assert f"Secret {asked.namespace}/" in said["message"]
+            assert "cannot get resource" in said["message"]
+            assert asked.condition("Ready", name)["status"] == "False"
+        assert not asked.children(), "no pods that would trust everybody"
+
+        lacking.clear()
+        await until(lambda: all(asked.ready(name) for name in names))
+    assert asked.condition("Degraded")["status"] == "False"
 
 
 async def test_a_version_that_the_server_has_forgotten_is_followed_by_a_new_list(asked, monkeypatch):

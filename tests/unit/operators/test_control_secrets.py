@@ -15,6 +15,7 @@ from operators.ports import Missing, Taken
 from operators.resources.deployment import DisaggDeploymentSpec, Role, RoleType
 from operators.resources.parts import ModelSource
 from operators.views import Metadata, SecretData
+from workers.settings import WorkerSettings
 
 IMAGES = Images(router="r", worker_cpu="c", worker_cuda="u", worker_rocm="o")
 
@@ -100,7 +101,8 @@ def test_pods_get_the_secret_and_settings_name_its_file():
     (worker,) = deployment.workers
     file = "/etc/fleet-control/secret"
     assert router_settings(deployment)["control_credentials"] == {"secret_file": file}
-    assert worker_settings(deployment, worker)["registry_credentials"] == {"secret_file": file}
+    told = worker_settings(deployment, worker)
+    assert told["registry_credentials"] == told["control_credentials"] == {"secret_file": file}
     for role in (worker, deployment.router):
         spec = pod_template(deployment, role, IMAGES, "")["spec"]
         assert {"name": "control", "secret": {"secretName": deployment.control_secret}} in spec["volumes"]
@@ -113,3 +115,13 @@ def test_routers_without_a_secret_say_that_their_network_is_trusted():
 
     assert settings["control_credentials"] == {"insecure": True}
     assert msgspec.convert(settings, RouterSettings)
+
+
+def test_workers_without_a_secret_say_that_their_network_is_trusted():
+    deployment = a_deployment()
+    (worker,) = deployment.workers
+
+    settings = worker_settings(deployment, worker)
+
+    assert settings["control_credentials"] == {"insecure": True}
+    assert msgspec.convert({**settings, "worker_id": "pod"}, WorkerSettings)

@@ -60,8 +60,9 @@ def test_a_router_is_asked_whether_it_lives_apart_from_whether_it_is_ready():
     router = named(shared(deployment, IMAGES), "Deployment", f"{deployment.name}-router")
 
     [container] = router["spec"]["template"]["spec"]["containers"]
-    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("readiness", "liveness", "startup")}
-    assert paths == {"readiness": "/health", "liveness": "/openapi.json", "startup": "/openapi.json"}
+    asked = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("readiness", "liveness", "startup")}
+    live = {"path": "/live", "port": "health"}
+    assert asked == {"readiness": {"path": "/health", "port": "health"}, "liveness": live, "startup": live}
 
 
 def test_a_users_own_command_is_asked_nothing_that_would_end_it():

@@ -113,6 +113,7 @@ def test_what_is_each_ranks_own_makes_no_difference_and_all_else_does():
         "listen": "0.0.0.0:1",
         "advertise": "10.0.0.2:1",
         "control_listen": "0.0.0.0:2",
+        "control_credentials": {"insecure": True},
         "group": {"nodes": 2, "rank": 1, "leader": "other:1", "listen": "0.0.0.0:3"},
         "simulated": {"direct_listen": "10.0.0.2:3"},
     }

@@ -39,6 +39,12 @@ def test_a_worker_uses_the_node_in_its_own_process_by_its_unix_socket():
         ({"embedded_store": {**NODE, "listen": ["127.0.0.1:0"]}}, "embedded_store.listen: needs a unix: address"),
         ({"embedded_store": NODE, "listen": "unix:/run/kv"}, "listen: /run/kv is a socket of `embedded_store`"),
         ({"embedded_store": NODE, "control_listen": "unix:/run/pool"}, "control_listen: /run/pool is a socket of"),
+        (
+            {"control_listen": "0.0.0.0:0"},
+            "control_listen: whoever reaches 0.0.0.0:0 could end the worker: set control_cred",
+        ),
+        ({"control_listen": "127.0.0.1:0"}, "control_listen: whoever reaches 127.0.0.1:0 could end the worker"),
+        ({"control_listen": "h:1", "control_credentials": {"authority": "a"}}, "control_listen: whoever reaches h:1"),
         ({"embedded_store": {**NODE, "capacity_bytes": 0}}, "$.embedded_store.capacity_bytes"),
         ({"embedded_store": {**NODE, "tier": []}}, "tier"),
         ({"kv_paths": ["direct", "direct"]}, "kv_paths"),
@@ -63,3 +69,27 @@ def test_a_worker_uses_the_node_in_its_own_process_by_its_unix_socket():
 def test_a_setting_that_cannot_be_obeyed_is_refused_by_name(fields, named):
     with pytest.raises(msgspec.ValidationError, match=named.replace("$", r"\$")):
         msgspec.convert({**MINIMAL, **fields}, WorkerSettings)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"control_listen": "unix:/run/w"},
+        {"control_listen": "h:1", "control_credentials": {"secret_file": "/s"}},
+        {"control_listen": "h:1", "control_credentials": {"certificate": "c", "key": "k", "authority": "a"}},
+        {"control_listen": "h:1", "control_credentials": {"insecure": True}},
+        {"control_listen": "h:1", "registry_credentials": {"secret_file": "/s"}},
+        {"control_listen": "h:1", "group": {"nodes": 2, "rank": 1, "leader": "h:2"}},
+    ],
+    ids=["socket", "secret", "certificates", "insecure", "the registry's", "health alone"],
+)
+def test_a_control_port_that_is_protected_is_taken(fields):
+    settings = msgspec.convert({**MINIMAL, **fields}, WorkerSettings)
+
+    assert settings.control_listen
+
+
+def test_a_control_port_has_credentials_of_its_own_if_it_is_told():
+    both = {"registry_credentials": {"secret_file": "/theirs"}, "control_credentials": {"secret_file": "/own"}}
+
+    assert msgspec.convert({**MINIMAL, **both}, WorkerSettings).control_proof.secret_file == "/own"

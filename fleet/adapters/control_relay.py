@@ -139,9 +139,11 @@ async def _closed(*writers: asyncio.StreamWriter) -> None:
     """Close connections when what was written has left, or the deadline is over."""
     for writer in writers:
         writer.close()
-    with suppress(OSError, TimeoutError):
+    with suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
-            await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+            for writer in writers:
+                with suppress(OSError):
+                    await writer.wait_closed()
 
 
 async def _passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -4,21 +4,25 @@ Processes cannot share a Unix socket as they share a TCP port. So each process h
 supervises them listens at the well-known one. Rules:
 
 1. Connections go to the processes in turn. One that does not take a connection is passed over, so the address outlives any of them.
-2. Bytes are passed on as they are, no faster than the other side takes them. Where one side ends, so does the connection.
+2. Bytes are passed on as they are, no faster than the other side takes them. Where one side ends, so does the connection, after what that
+   side has said has left; the other side has `CLOSE_SECONDS` to take it.
 3. At most `MOST_CONNECTIONS` run at a time; one more is closed at once.
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 
-from fleet.adapters.control_address import clear_socket, private_files
+from fleet.adapters.control_address import OTHERWISE, clear_socket, private_files
+from fleet.errors import ConfigurationRefused
 from kvstore.addresses import unix_path
-from kvstore.sockets import identity, remove
+from kvstore.sockets import BACKLOG, identity, remove
 
 MOST_CONNECTIONS = 1024  # a worker and an operator's command hold one each
 CONNECT_SECONDS = 1.0
+CLOSE_SECONDS = 5.0  # a process of this machine that takes nothing for so long hangs
 CHUNK_BYTES = 64 << 10
 
 
@@ -36,16 +40,36 @@ async def relayed(address: str, targets: Sequence[str]) -> AsyncIterator[None]:
     clear_socket(address)
     path = unix_path(address)
     relay = _Relay([unix_path(each) for each in targets])
-    with private_files():
-        server = await asyncio.start_unix_server(relay.take, path, start_serving=False)
+    listener = _bound(path)
     own = identity(path)
     try:
-        await server.start_serving()
-        yield
+        server = await asyncio.start_unix_server(relay.take, sock=listener, backlog=BACKLOG)
+        try:
+            yield
+        finally:
+            server.close()
+            relay.close()
     finally:
-        server.close()
-        relay.close()
+        listener.close()
         remove(path, own)
+
+
+def _bound(path: str) -> socket.socket:
+    """Make a socket at that path for this user alone.
+
+    Raises:
+        ConfigurationRefused: The path cannot be bound.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with private_files():
+            listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationRefused(
+            f"control_listen: {path} cannot be bound: {error.strerror or error}; {OTHERWISE}"
+        ) from error
+    return listener
 
 
 class _Relay:
@@ -70,6 +94,7 @@ class _Relay:
             self._open.add(other_writer)
             try:
                 await _joined(reader, writer, other_reader, other_writer)
+                await _closed(writer, other_writer)
             finally:
                 self._open.discard(other_writer)
                 other_writer.transport.abort()
@@ -108,6 +133,17 @@ async def _joined(
         await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
         for each in passing:
             each.cancel()
+
+
+async def _closed(*writers: asyncio.StreamWriter) -> None:
+    """Close connections when what was written has left, or the deadline is over."""
+    for writer in writers:
+        writer.close()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            for writer in writers:
+                with suppress(OSError):
+                    await writer.wait_closed()
 
 
 async def _passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

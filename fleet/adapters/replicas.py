@@ -355,7 +355,7 @@ class Replicas:
         if self._limits is not None and (taken := self._limits.tenants.taken()):
             self._send(encode_taken(taken))
             if not self._limits.tenants.others:
-                self._limits.tenants.confirm(self._limits.tenants.unheard())
+                self._limits.tenants.confirm(self._limits.tenants.told())
 
     async def _settle(self) -> bool:
         """Wait until the other routers have heard what tenants took here; whoever comes meanwhile waits with the first.
@@ -371,14 +371,14 @@ class Replicas:
         tenants = self._limits.tenants
         try:
             self._tell_taken()
-            unheard = tenants.unheard()
+            told = tenants.told()
             question = pb.ReplicaQuestion(settled=pb.SettledRequest())
             asked = {link.ask(question): link for link in self._links.values() if not link.deaf}
             late = (await asyncio.wait(asked, timeout=SETTLE_SECONDS))[1] if asked else set()
             for each in late:
                 asked[each].deaf = True
                 each.cancel()
-            tenants.confirm(unheard)
+            tenants.confirm(told)
             self._count_others()
             return not late
         finally:

@@ -3,7 +3,8 @@
 Rules:
 
 1. A listener takes at most `UNPROVEN` connections at a time that have not proven who they are, each for `PROVE_SECONDS` at most. When
-   one more comes, the oldest of them is ended.
+   one more comes, the oldest of the host that has most of them is ended (`kvstore.newcomers`). A connection counts no more from the
+   moment at which it has proven who it is.
 2. Nothing but the handshake is read from them, and a payload of theirs has at most `FIRST_BYTES`.
 3. Once it is proven, a connection is its receiver's alone: a proof costs nothing per message.
 4. Who is refused is named in the log, once for each host and cause a minute, and is told why if it can understand that.
@@ -20,6 +21,7 @@ from fleet.adapters.stream_proofs import FIRST_BYTES, NotProven, Prover, Verifie
 from fleet.adapters.stream_tls import StreamIdentity, WatchedTls, cause_of
 from kvstore.addresses import unix_path
 from kvstore.frames import FRAME_BYTES, SEND_BYTES, Accept, FrameConnection, Receiver, connect
+from kvstore.newcomers import Newcomers
 from kvstore.sockets import OUT_OF_FILES
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,8 @@ class StreamDoor:
         self._kind = kind
         self._refusal = refusal
         self._limit = limit
-        self._unproven: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._unproven: Newcomers[_Caller] = Newcomers(UNPROVEN)
+        self._letting_in: dict[_Caller, asyncio.Task[None]] = {}  # for a turn after the proof too
         self._told: dict[tuple[str, str], float] = {}  # when a refusal was logged, by host and cause
 
     @asynccontextmanager
@@ -69,10 +72,11 @@ class StreamDoor:
         finally:
             loop.remove_reader(listener)
             listener.close()
-            for task in self._unproven:
+            tasks = list(self._letting_in.values())
+            for task in tasks:
                 task.cancel()
-            if self._unproven:
-                await asyncio.wait(list(self._unproven))
+            if tasks:
+                await asyncio.wait(tasks)
 
     def _take(self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept) -> None:
         loop = asyncio.get_running_loop()
@@ -84,14 +88,12 @@ class StreamDoor:
                 loop.call_later(OUT_OF_FILES_SECONDS, self._take_again, listener, made, accept)
             return
         accepted.setblocking(False)
-        if len(self._unproven) >= UNPROVEN:
-            next(iter(self._unproven)).cancel("it had proven nothing when newer ones came")
-            self._unproven.pop(next(iter(self._unproven)))
-        caller = _Caller(self._identity, self._kind, self._refusal, accept, self._limit)
-        task = loop.create_task(
-            self._let_in(caller, accepted, str(address[0]), made), name="stream that is to be proven"
-        )
-        self._unproven[task] = None
+        host = str(address[0])
+        caller = _Caller(self._identity, self._kind, self._refusal, accept, self._limit, self._unproven.discard)
+        if (gone := self._unproven.add(caller, host)) is not None:
+            self._letting_in[gone].cancel("it had proven nothing when newer ones came")
+        task = loop.create_task(self._let_in(caller, accepted, host, made), name="stream that is to be proven")
+        self._letting_in[caller] = task
         task.add_done_callback(partial(self._done, caller, accepted))
 
     def _take_again(self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept) -> None:
@@ -99,7 +101,8 @@ class StreamDoor:
             asyncio.get_running_loop().add_reader(listener, partial(self._take, listener, made, accept))
 
     def _done(self, caller: "_Caller", accepted: socket.socket, task: asyncio.Task[None]) -> None:
-        self._unproven.pop(task, None)
+        self._unproven.discard(caller)
+        del self._letting_in[caller]
         if not caller.began:
             accepted.close()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -135,6 +138,8 @@ class StreamDoor:
                 self._refuse(caller, host, caller.cause)
 
     def _refuse(self, caller: "_Caller", host: str, cause: str) -> None:
+        if caller.is_let_in:  # the connection is its receiver's, although the task has not seen that yet
+            return
         caller.end(cause)
         now = asyncio.get_running_loop().time()
         if now - self._told.get((host, cause), -AGAIN_SECONDS) < AGAIN_SECONDS:
@@ -148,7 +153,25 @@ class StreamDoor:
 class _Caller:
     """Receiver of a connection that has not proven who it is."""
 
-    def __init__(self, identity: StreamIdentity, kind: bytes, refusal: Refusal, accept: Accept, limit: int) -> None:
+    def __init__(
+        self,
+        identity: StreamIdentity,
+        kind: bytes,
+        refusal: Refusal,
+        accept: Accept,
+        limit: int,
+        let_in: "Callable[[_Caller], None]",
+    ) -> None:
+        """Wait for the connection.
+
+        Args:
+            identity: As of `StreamDoor`, like `kind`, `refusal` and `limit`.
+            kind: See there.
+            refusal: See there.
+            accept: Gives the receiver that the connection is handed over to.
+            limit: See there.
+            let_in: Called at the moment at which it has proven who it is.
+        """
         self.began = False  # and so its socket is the event loop's
         self.proven = asyncio.Event()  # or refused
         self.cause = ""  # it is refused
@@ -156,12 +179,18 @@ class _Caller:
         self._refusal = refusal
         self._accept = accept
         self._limit = limit
+        self._let_in = let_in
         self._connection: FrameConnection | None = None
+
+    @property
+    def is_let_in(self) -> bool:
+        return self.proven.is_set() and not self.cause
 
     def made(self, connection: FrameConnection) -> Receiver:
         self._connection = connection
         if self._verifier is None:  # certificates have proven it
             self.proven.set()
+            self._let_in(self)
             return self._accept(connection)
         connection.allow(FIRST_BYTES)
         return self
@@ -180,6 +209,7 @@ class _Caller:
             self.proven.set()
         if self._verifier.proven:
             self.proven.set()
+            self._let_in(self)
             self._connection.hand_over(self._accept(self._connection), self._limit)
 
     def resumed(self) -> None:

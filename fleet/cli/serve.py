@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heartbeat",
         action="store_true",
-        help="go on writing there, every second, for as long as the event loop turns",
+        help="go on writing there, twice a second, for as long as the event loop turns",
     )
     parser.add_argument(
         "--processes",

@@ -20,7 +20,8 @@ Rules:
 6. A worker that another router tells of is a member for the rest of the lease that it has there. Of one that is a member already
    in another incarnation nothing is taken: the other router may not have heard of the change, and whoever is alive renews.
 7. A directory, or a router that passes a registration on, says it once in a while only. What it says of a name that another
-   incarnation holds is remembered as a claim until the claim's own lease ends. The latest claim joins when the name is free.
+   incarnation holds is remembered as a claim until the claim's own lease ends, whether that incarnation is a member or only has
+   a stream that outlasts its membership. The latest claim joins when the name is free.
 """
 
 from collections import deque
@@ -73,8 +74,6 @@ class Member(Struct, kw_only=True):
     unreachable: bool = False
     """Whether this router could not reach it when it tried last."""
 
-    claim: Claim | None = None
-
     def registered(self, now: Nanos) -> bool:
         return self.registered_until is not None and now < self.registered_until
 
@@ -87,6 +86,7 @@ class Membership:
         self._members: dict[WorkerId, Member] = {}
         self._replaced: dict[WorkerId, deque[Incarnation]] = {}
         self._connected: dict[WorkerId, Incarnation] = {}  # a stream may outlast the lease of its worker
+        self._claims: dict[WorkerId, Claim] = {}  # a claim may outlast the member that held the name
 
     def handle(self, event: ControlEvent, now: Nanos) -> list[ControlCommand]:
         match event:
@@ -101,10 +101,10 @@ class Membership:
             case Withdrawn():
                 return self._withdraw(event, now)
             case Connected():
-                return self._connect(event)
+                return self._connect(event, now)
             case Disconnected():
                 self._connected.pop(event.worker_id, None)
-                return []
+                return self._take_claim_up(event.worker_id, now)
             case Unreachable():
                 return self._lose(event, now)
             case Ticked():
@@ -136,7 +136,10 @@ class Membership:
             replaced = self._replaced.get(worker_id, ())
             assert member.joined.worker_id == worker_id, member
             assert member.joined.incarnation not in replaced, member
-            assert member.claim is None or member.claim.joined.incarnation != member.joined.incarnation, member
+        for worker_id, claim in self._claims.items():
+            assert claim.joined.worker_id == worker_id, claim
+            assert claim.joined.incarnation not in self._replaced.get(worker_id, ()), claim
+            assert worker_id in self._members or worker_id in self._connected, claim
 
     def _register(self, event: Register, now: Nanos) -> list[ControlCommand]:
         lease_end = Nanos(now + self.lease)
@@ -145,7 +148,7 @@ class Membership:
             return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
         if (occupied := self._occupied(joined, now)) is not None:
             if event.forwarded:
-                self._remember_claim(Claim(joined=joined, lease_end=lease_end, registered=True))
+                self._claims[event.worker_id] = Claim(joined=joined, lease_end=lease_end, registered=True)
             return [occupied]
         return self._join(joined, lease_end, registered=True)
 
@@ -157,7 +160,7 @@ class Membership:
         lease_end = Nanos(now + event.lease)
         alive = known is not None and known.joined != joined and known.registered(now)
         if alive or self._connected.get(event.worker_id, event.incarnation) != event.incarnation:
-            self._remember_claim(Claim(joined=joined, lease_end=lease_end, registered=False))
+            self._claims[event.worker_id] = Claim(joined=joined, lease_end=lease_end, registered=False)
             return []
         return self._join(joined, lease_end, registered=False)
 
@@ -189,15 +192,26 @@ class Membership:
         left = Nanos(known.lease_end - now)
         return Occupied(worker_id=worker_id, incarnation=incarnation, holder=known.joined.address, lease=left)
 
-    def _remember_claim(self, claim: Claim) -> None:
-        known = self._members.get(claim.joined.worker_id)
-        if known is not None and known.joined.incarnation != claim.joined.incarnation:
-            known.claim = claim
+    def _take_claim_up(self, worker_id: WorkerId, now: Nanos) -> list[ControlCommand]:
+        """Have who waits for the name join, if it is free now (rule 7)."""
+        claim, known = self._claims.get(worker_id), self._members.get(worker_id)
+        if claim is None:
+            return []
+        if claim.lease_end <= now:
+            del self._claims[worker_id]
+            return []
+        alive = known is not None and known.registered(now) and not claim.registered
+        if alive or self._occupied(claim.joined, now) is not None:
+            return []
+        return self._join(claim.joined, claim.lease_end, registered=claim.registered)
 
     def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[ControlCommand]:
         """Take or renew a membership until `lease_end`; nobody else holds the name."""
         worker_id = joined.worker_id
         known = self._members.get(worker_id)
+        if known is not None and known.joined.incarnation != joined.incarnation:
+            self._claims.pop(worker_id, None)  # it is older news than who takes the place
+        self._drop_claim(worker_id, joined.incarnation)
         changes: list[ControlCommand] = []
         if known is None or known.joined != joined:
             if known is not None:
@@ -216,54 +230,48 @@ class Membership:
         self._replaced.setdefault(worker_id, deque(maxlen=REMEMBERED)).append(replaced)
 
     def _deregister(self, event: Deregister, now: Nanos) -> list[ControlCommand]:
+        self._drop_claim(event.worker_id, event.incarnation)
         known = self._members.get(event.worker_id)
-        if known is None:
+        if known is not None and known.joined.incarnation != event.incarnation:
             return []
-        self._drop_claim(known, event.incarnation)
-        if known.joined.incarnation != event.incarnation:
-            return []
-        self._connected.pop(event.worker_id, None)  # it gives its name up, although its stream may go on
-        return self._leave(event.worker_id, now)
+        if known is not None or self._connected.get(event.worker_id) == event.incarnation:
+            self._connected.pop(event.worker_id, None)  # it gives its name up, although its stream may go on
+        return self._take_claim_up(event.worker_id, now) if known is None else self._leave(event.worker_id, now)
 
     def _withdraw(self, event: Withdrawn, now: Nanos) -> list[ControlCommand]:
+        self._drop_claim(event.worker_id, event.incarnation)
         known = self._members.get(event.worker_id)
-        if known is None:
-            return []
-        self._drop_claim(known, event.incarnation)
-        if known.joined.incarnation != event.incarnation or known.registered(now):
+        if known is None or known.joined.incarnation != event.incarnation or known.registered(now):
             return []
         return self._leave(event.worker_id, now)
 
-    def _drop_claim(self, known: Member, incarnation: Incarnation) -> None:
-        if known.claim is not None and known.claim.joined.incarnation == incarnation:
-            known.claim = None
+    def _drop_claim(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        claim = self._claims.get(worker_id)
+        if claim is not None and claim.joined.incarnation == incarnation:
+            del self._claims[worker_id]
 
-    def _connect(self, event: Connected) -> list[ControlCommand]:
+    def _connect(self, event: Connected, now: Nanos) -> list[ControlCommand]:
         self._connected[event.worker_id] = event.incarnation
         known = self._members.get(event.worker_id)
         if known is not None:  # at its address another process may answer
             known.unreachable = known.joined.incarnation != event.incarnation
-        return []
+        return self._take_claim_up(event.worker_id, now)
 
     def _lose(self, event: Unreachable, now: Nanos) -> list[ControlCommand]:
         known = self._members.get(event.worker_id)
         if known is None or known.joined.incarnation != event.incarnation:
             return []
         known.unreachable = True
-        claim = known.claim
-        if claim is None or claim.lease_end <= now or not (claim.registered or not known.registered(now)):
-            return []
-        return self._join(claim.joined, claim.lease_end, registered=claim.registered)
+        return self._take_claim_up(event.worker_id, now)
 
     def _expire(self, now: Nanos) -> list[ControlCommand]:
+        for worker_id in [worker_id for worker_id, claim in self._claims.items() if now >= claim.lease_end]:
+            del self._claims[worker_id]
         ended = [worker_id for worker_id, member in self._members.items() if now >= member.lease_end]
         return [change for worker_id in ended for change in self._leave(worker_id, now)]
 
     def _leave(self, worker_id: WorkerId, now: Nanos) -> list[ControlCommand]:
         """Forget the worker, and whom it replaced: memory is bounded by the members. Who waits for the name joins."""
-        claim = self._members.pop(worker_id).claim
+        del self._members[worker_id]
         self._replaced.pop(worker_id, None)
-        left: list[ControlCommand] = [MemberLeft(worker_id=worker_id)]
-        if claim is None or claim.lease_end <= now or self._occupied(claim.joined, now) is not None:
-            return left
-        return [*left, *self._join(claim.joined, claim.lease_end, registered=claim.registered)]
+        return [MemberLeft(worker_id=worker_id), *self._take_claim_up(worker_id, now)]

@@ -112,8 +112,16 @@ class _Tenant:
         self.tokens = Bucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
-        self.unheard_requests = 0.0  # of which not all other routers have confirmed that they heard
-        self.unheard_tokens = 0.0
+        self.told = Taken(requests=0.0, tokens=0.0)  # all that was taken here for others to hear of; it only grows
+        self.heard = self.told  # as much of it as all other routers have confirmed that they heard of
+
+    @property
+    def unheard_requests(self) -> float:
+        return self.told.requests - self.heard.requests
+
+    @property
+    def unheard_tokens(self) -> float:
+        return self.told.tokens - self.heard.tokens
 
 
 class Tenants:
@@ -237,20 +245,17 @@ class Tenants:
             limited.tokens, limited.unheard_tokens, prompt_tokens, routers, now
         )
 
-    def unheard(self) -> dict[str, Taken]:
-        """Return what was taken here and not confirmed, for `confirm`."""
-        return {
-            name: Taken(requests=limited.unheard_requests, tokens=limited.unheard_tokens)
-            for name, limited in self._limited.items()
-            if limited.unheard_requests or limited.unheard_tokens
-        }
+    def told(self) -> dict[str, Taken]:
+        """Return all that was taken here so far, for `confirm`; ask when others have been told of it (`taken`)."""
+        return {name: limited.told for name, limited in self._limited.items() if limited.told != limited.heard}
 
-    def confirm(self, heard: Mapping[str, Taken]) -> None:
-        """Note that all other routers have heard of so much."""
-        for name, taken in heard.items():
+    def confirm(self, told: Mapping[str, Taken]) -> None:
+        """Note that all other routers have heard of so much (`told`); in whatever order, and however often, that is said."""
+        for name, taken in told.items():
             limited = self._limited[name]
-            limited.unheard_requests -= taken.requests
-            limited.unheard_tokens -= taken.tokens
+            limited.heard = Taken(
+                requests=max(limited.heard.requests, taken.requests), tokens=max(limited.heard.tokens, taken.tokens)
+            )
 
     def took_elsewhere(self, tenant: str, taken: Taken, now: Nanos) -> None:
         """Take what a tenant had from another router off its buckets here."""
@@ -293,8 +298,7 @@ class Tenants:
         limited.taken_requests += requests
         limited.taken_tokens += tokens
         if self.on_taken is not None:
-            limited.unheard_requests += requests
-            limited.unheard_tokens += tokens
+            limited.told = Taken(requests=limited.told.requests + requests, tokens=limited.told.tokens + tokens)
             self.on_taken()
 
 

@@ -1,6 +1,7 @@
 """Streams between hosts: both ends show certificates, prove a secret, or both, and both say why a stream does not come about."""
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -8,7 +9,7 @@ import uvloop
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.router_streams import serve_routers
-from fleet.adapters.stream_doors import UNPROVEN, dial
+from fleet.adapters.stream_doors import UNPROVEN, StreamDoor, dial
 from fleet.adapters.stream_proofs import MAGIC, REFUSED, TO_WORKERS, VERIFIED, Prover
 from fleet.adapters.stream_tls import of_router, of_worker
 from fleet.adapters.worker_streams import WorkerStreams
@@ -18,7 +19,7 @@ from fleet.ids import Incarnation, ModelName, WorkerId
 from fleet.router.messages import WorkerJoined
 from fleet.router.settings import RouterSettings
 from kvstore.credentials import Credentials
-from kvstore.frames import connect, open_server
+from kvstore.frames import FrameConnection, connect, open_server
 from tests.certificates import Authority
 from tests.stream_peers import Heard
 from tests.waiting import until
@@ -200,6 +201,69 @@ async def test_silent_connections_give_way_to_the_router(secret, caplog):
     assert "it had proven nothing when newer ones came" in said(caplog, "stream refused")
 
 
+class Echo:
+    def __init__(self, connection):
+        self._connection = connection
+
+    def received(self, payload):
+        self._connection.send(payload)
+
+    def resumed(self): ...
+
+    def lost(self, cause): ...
+
+
+@asynccontextmanager
+async def a_door(secret):
+    """A listener that lets in who proves the secret, and then says what it is told."""
+    door = StreamDoor(of_worker("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
+    async with open_server("listen", "127.0.0.1:0", Echo, door=door) as address:
+        yield address
+
+
+async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
+    """The proof and the newcomer are both there when the event loop looks at its sockets."""
+    identity = of_router("worker_credentials", Credentials(secret_file=secret))
+    prover, other = Prover(identity, TO_WORKERS), Prover(identity, TO_WORKERS)
+    async with a_door(secret) as address:
+        host, port = address.rsplit(":", 1)
+        peer = await a_peer(address)
+        peer.say(prover.opening)
+        proof = prover.received(await peer.hear())
+        silent = [await a_peer(address) for _ in range(UNPROVEN - 1)]
+        for each in silent:  # until the door has taken it
+            each.say(other.opening)
+            await each.hear()
+
+        peer.say(proof)
+        peer.flush()
+        with socket.create_connection((host, int(port))):
+            assert (await peer.hear()).startswith(MAGIC + VERIFIED)
+            peer.say(b"hello")
+            assert await peer.hear() == b"hello"
+
+
+async def test_silent_connections_of_one_host_end_each_other(secret):
+    prover = Prover(of_router("worker_credentials", Credentials(secret_file=secret)), TO_WORKERS)
+    async with a_door(secret) as address:
+        host, port = address.rsplit(":", 1)
+        loop = asyncio.get_running_loop()
+        peer = a_peer(address)
+        _, peer._connection = await loop.create_connection(
+            lambda: FrameConnection(lambda _: peer), host, int(port), local_addr=("127.0.0.2", 0)
+        )
+        peer.say(prover.opening)
+        proof = prover.received(await peer.hear())
+
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * UNPROVEN)]
+        assert await asyncio.wait_for(silent[UNPROVEN][0].read(), 60) == b""
+
+        peer.say(proof)
+        assert (await peer.hear()).startswith(MAGIC + VERIFIED)
+        for _, writer in silent:
+            writer.transport.abort()
+
+
 async def test_proof_of_one_connection_opens_no_other(secret):
     """A stranger who passes the worker's challenge on to nobody can only repeat what was said before."""
     identity = of_router("worker_credentials", Credentials(secret_file=secret))
@@ -288,7 +352,11 @@ class a_peer:  # noqa: N801 - awaited like a function
     def say(self, payload):
         self._connection.send(payload)
 
+    def flush(self):
+        self._connection.flush()
+
     async def hear(self):
+        """Return the next payload; empty: it is over."""
         async with asyncio.timeout(60):
             return await self._heard.get()
 
@@ -297,4 +365,5 @@ class a_peer:  # noqa: N801 - awaited like a function
 
     def resumed(self): ...
 
-    def lost(self, cause): ...
+    def lost(self, cause):
+        self._heard.put_nowait(b"")

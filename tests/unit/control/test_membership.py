@@ -173,6 +173,74 @@ def test_a_directory_takes_no_name_from_a_live_stream():
     assert membership.handle(unreachable(holder), START) == [MemberLeft(worker_id=WORKER), joined(other)]
 
 
+def disconnected(event: Register) -> Disconnected:
+    return Disconnected(worker_id=event.worker_id)
+
+
+def a_draining_stream(holder: Register) -> Membership:
+    """A stream that goes on although the directory has its worker no more."""
+    membership = a_membership()
+    membership.handle(found(holder), START)
+    membership.handle(connected(holder), START)
+    assert membership.handle(withdrawn(holder), START) == [MemberLeft(worker_id=WORKER)]
+    return membership
+
+
+def test_claim_joins_when_the_stream_without_member_ends():
+    holder, other = a_registration(), a_registration(incarnation="two")
+    membership = a_draining_stream(holder)
+
+    assert membership.handle(found(other), START) == []
+    assert membership.handle(disconnected(holder), START) == [joined(other)]
+    assert membership.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
+
+
+def test_claim_from_before_the_withdrawal_waits_for_the_stream():
+    holder, other = a_registration(), a_registration(incarnation="two")
+    membership = a_membership()
+    membership.handle(found(holder), START)
+    membership.handle(connected(holder), START)
+
+    assert membership.handle(found(other), START) == []
+    assert membership.handle(withdrawn(holder), START) == [MemberLeft(worker_id=WORKER)]
+    assert membership.handle(disconnected(holder), START) == [joined(other)]
+
+
+def test_forwarded_claim_joins_when_the_stream_without_member_ends():
+    holder, other = a_registration(), structs.replace(a_registration(incarnation="two"), forwarded=True)
+    membership = a_draining_stream(holder)
+
+    assert membership.handle(other, START) == [occupied(other, a_registration(address=""), None)]
+    assert membership.handle(disconnected(holder), START) == [joined(other)]
+
+
+def test_claim_joins_when_who_has_left_deregisters_too():
+    holder, other = a_registration(), a_registration(incarnation="two")
+    membership = a_draining_stream(holder)
+    membership.handle(found(other), START)
+
+    assert membership.handle(Deregister(worker_id=WORKER, incarnation=holder.incarnation), START) == [joined(other)]
+
+
+def test_claim_joins_when_a_stream_reaches_the_claimant():
+    holder, other = a_registration(), a_registration(incarnation="two")
+    membership = a_draining_stream(holder)
+    membership.handle(found(other), START)
+
+    assert membership.handle(connected(other), START) == [joined(other)]
+
+
+def test_claim_without_member_ends_with_its_lease_or_withdrawal():
+    holder, other = a_registration(), a_registration(incarnation="two")
+    ended, withdrawn_one = a_draining_stream(holder), a_draining_stream(holder)
+    for membership in (ended, withdrawn_one):
+        membership.handle(found(other), START)
+    withdrawn_one.handle(withdrawn(other), START)
+
+    assert ended.handle(disconnected(holder), Nanos(START + LEASE)) == []
+    assert withdrawn_one.handle(disconnected(holder), START) == []
+
+
 def test_a_claim_that_has_ended_or_was_withdrawn_does_not_join():
     holder, other = a_registration(), a_registration(incarnation="two")
     ended, withdrawn_one = a_membership(), a_membership()
@@ -366,6 +434,15 @@ def test_the_announcements_always_add_up_to_the_members(steps):
         membership.check()
         assert membership.members == announced
 
+    for worker_id, name in ((WorkerId("a"), "4"), (WorkerId("b"), "5")):  # rule 7: whatever came before, it joins
+        claimant = a_registration(worker_id, name)
+        membership.handle(found(claimant), now)
+        membership.handle(Disconnected(worker_id=worker_id), now)
+        held = membership.members[worker_id]
+        if held != joined(claimant):
+            membership.handle(Deregister(worker_id=worker_id, incarnation=held.incarnation), now)
+        assert membership.members[worker_id] == joined(claimant)
+        membership.check()
     for late in (now + LEASE, now + 2 * LEASE):  # who has a claim joins for the rest of its own lease
         membership.handle(Ticked(), Nanos(late))
     assert membership.members == {}

@@ -208,10 +208,35 @@ def test_router_is_unsure_past_its_share_until_others_heard():
         here.admit("acme", 1, START)
     assert here.is_unsure("acme", 1, START)
 
-    here.confirm(here.unheard())
+    here.confirm(here.told())
 
     assert [here.admit("acme", 1, START) is None for _ in range(2)] == [False, False], "a third of six"
     assert here.is_unsure("acme", 1, START)
+
+
+def test_older_confirmation_after_a_newer_one_changes_nothing():
+    """A router asks the others, and loses them all before they have answered."""
+    here, told_once = sharing(requests_per_minute=30), sharing(requests_per_minute=30)
+    for each in (here, told_once):
+        for _ in range(5):
+            each.admit("acme", 1, START)
+    older = here.told()
+    here.confirm(here.told())
+    here.confirm(older)
+    told_once.confirm(told_once.told())
+
+    let_in = [taken_until_unsure(each) for each in (here, told_once)]
+
+    assert let_in == [8, 8], "a third of what is left"
+
+
+def taken_until_unsure(here):
+    """Let requests in until the others should be asked; returns how many."""
+    count = 0
+    while not here.is_unsure("acme", 1, START):
+        here.admit("acme", 1, START)
+        count += 1
+    return count
 
 
 def test_one_request_goes_unheard_where_less_than_one_each_is_left():
@@ -266,7 +291,7 @@ def test_routers_in_any_order_let_in_two_too_many_at_most(steps, limit):
         here = routers[number]
         deliver(number, arrive)
         if here.is_unsure("acme", 1, START):
-            heard = here.unheard()
+            heard = here.told()
             for other in {0, 1, 2} - {number}:
                 deliver(other, len(mail[other]))
             here.confirm(heard)

@@ -19,6 +19,7 @@ with atheris.instrument_imports(include=["fleet"]):
     from fleet.adapters.connection_table import ConnectionTable
     from fleet.adapters.http_messages import HeldBodies, KnownHeads
     from fleet.adapters.http_protocol import Connection
+    from fleet.adapters.limit_log import SlowLog
     from fleet.adapters.openai_failures import explain
     from fleet.adapters.openai_requests import read_chat, read_completion
     from fleet.clock import Nanos
@@ -100,7 +101,9 @@ def echo(exchange):
 def answers(*pieces):
     transport = Transport()
     table: ConnectionTable = ConnectionTable(1, 1.0)
-    connection = Connection(HttpSettings(), SystemClock(), echo, explain, {}, table, KnownHeads(), HeldBodies())
+    connection = Connection(
+        HttpSettings(), SystemClock(), echo, explain, {}, table, KnownHeads(), HeldBodies(), SlowLog(HttpSettings())
+    )
     connection.connection_made(transport)
     for piece in pieces:
         if not transport.closing:

@@ -4,8 +4,10 @@ Rules:
 
 1. A connection that waits is in one of the groups of `Waiting`. A connection whose request is being served waits for nothing
    and never gives way.
-2. When the table is full, a newcomer takes the place of one that waits: of the first group that has any, the connection that
-   has been in it longest. Where no connection waits, the newcomer is refused.
+2. When the table is full, a newcomer takes the place of one that waits. First go connections that have owed something for
+   `GRACE_SECONDS`: silent ones, then closing ones, then incomplete heads. Where no connection has, the one goes that has
+   waited longest, idle ones included; incomplete bodies go last. So connections of one burst do not displace each other
+   while others have been idle for longer. Where no connection waits, the newcomer is refused.
 3. One client address has at most `per_address` connections. An address that has so many makes room among its own connections
    only, so it can never shut out another address.
 4. Every operation takes constant time, whatever the number of connections. To begin to serve a request is only noted; a
@@ -20,11 +22,15 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
+GRACE_SECONDS = 1.0
+"""How long a connection may owe its client's next bytes before it goes ahead of idle ones: several round trips around the world, with a
+retransmission among them, and a tenth of what the first byte may take."""
+
 IPV6_NETWORK_BITS = 64  # what one customer usually has, so that its addresses count as one
 
 
 class Waiting(IntEnum):
-    """Groups of connections that may give way; the first group gives way first."""
+    """Groups of connections that may give way, in the order in which they do once `GRACE_SECONDS` are over."""
 
     SILENT = 0
     """The client has never sent a byte."""
@@ -42,19 +48,23 @@ class Waiting(IntEnum):
     """The body of a request has begun and is not complete."""
 
 
+_OWING = (Waiting.SILENT, Waiting.CLOSING, Waiting.HEAD)
+
 Client = TypeVar("Client")
 
 
 class Place(Generic[Client]):
     """One connection's place in the table; made by `ConnectionTable.admit`."""
 
-    __slots__ = ("address", "client", "group", "left", "served")
+    __slots__ = ("address", "client", "group", "left", "served", "since")
 
     def __init__(self, client: Client, address: "_Address[Client]") -> None:
         self.client = client
         self.address = address
         self.group: Waiting | None = None
         """The group whose lists it is in; None: no longer in any."""
+        self.since = 0.0
+        """The time at which it began to wait in that group."""
         self.served = False
         """Whether a request is being served; set by the connection, and taken back by `ConnectionTable.waits`."""
         self.left = False
@@ -91,40 +101,48 @@ class ConnectionTable(Generic[Client]):
     def __len__(self) -> int:
         return self._connections
 
-    def admit(self, client: Client, address: str) -> Admission[Client]:
+    def admit(self, client: Client, address: str, now: float) -> Admission[Client]:
         """Take a newcomer in, as one that is silent, if there is a place for it or one can be made.
 
         Args:
             client: The connection.
             address: Its client's address, as `counted_address` gives it.
+            now: The present time in seconds, by a clock that never goes back.
         """
         known = self._addresses.get(address)
         if known is not None and known.connections >= self._per_address:
-            displaced = self._first(known.waiting)
+            displaced = self._first(known.waiting, now)
         elif self._connections >= self._most:
-            displaced = self._first(self._waiting)
+            displaced = self._first(self._waiting, now)
         else:
-            return Admission(self._enter(client, address))
+            return Admission(self._enter(client, address, now))
         if displaced is None:
             self.refused += 1
             return Admission()
         self.displaced += 1
         self.remove(displaced)
-        return Admission(self._enter(client, address), displaced.client)
+        return Admission(self._enter(client, address, now), displaced.client)
 
-    def waits(self, place: Place[Client], group: Waiting) -> None:
+    def waits(self, place: Place[Client], group: Waiting, now: float) -> None:
         """Note that a connection waits from now on; nothing happens once it has left.
 
         A connection that has waited in that group all the time keeps its turn; one that was served goes to the end.
+
+        Args:
+            place: Its place.
+            group: What it waits for.
+            now: The present time in seconds, by the clock of `admit`.
         """
         if place.left:
             return
         if place.group is not group:
             self._leave_group(place)
             place.group = group
+            place.since = now
             self._waiting.add(place, group)
             place.address.waiting.add(place, group)
         elif place.served:
+            place.since = now
             self._waiting.to_end(place, group)
             place.address.waiting.to_end(place, group)
         place.served = False
@@ -151,21 +169,37 @@ class ConnectionTable(Generic[Client]):
             of_addresses = [place for each in self._addresses.values() for place in each.waiting.of(group)]
             assert set(members) == set(of_addresses)
             assert len(members) == len(of_addresses)
+            since = [place.since for place in members]
+            assert since == sorted(since)
 
-    def _first(self, waiting: "_Groups[Client]") -> Place[Client] | None:
+    def _first(self, waiting: "_Groups[Client]", now: float) -> Place[Client] | None:
         """Return the place that is given up next; None: all are served."""
-        while (first := waiting.first()) is not None and first.served:
+        longest: Place[Client] | None = None
+        for group in _OWING:
+            place = self._longest(waiting, group)
+            if place is not None and now - place.since >= GRACE_SECONDS:
+                return place
+            if place is not None and (longest is None or place.since < longest.since):
+                longest = place
+        idle = self._longest(waiting, Waiting.IDLE)
+        if idle is not None and (longest is None or idle.since <= longest.since):
+            return idle
+        return longest or self._longest(waiting, Waiting.BODY)
+
+    def _longest(self, waiting: "_Groups[Client]", group: Waiting) -> Place[Client] | None:
+        """Return the place of that group that has waited longest; None: it has none."""
+        while (first := waiting.first(group)) is not None and first.served:
             self._leave_group(first)
         return first
 
-    def _enter(self, client: Client, address: str) -> Place[Client]:
+    def _enter(self, client: Client, address: str, now: float) -> Place[Client]:
         known = self._addresses.get(address)
         if known is None:
             known = self._addresses[address] = _Address(address)
         known.connections += 1
         self._connections += 1
         place = Place(client, known)
-        self.waits(place, Waiting.SILENT)
+        self.waits(place, Waiting.SILENT, now)
         return place
 
     def _leave_group(self, place: Place[Client]) -> None:
@@ -203,12 +237,10 @@ class _Groups(Generic[Client]):
     def of(self, group: Waiting) -> list[Place[Client]]:
         return list(self._members[group] or ())
 
-    def first(self) -> Place[Client] | None:
-        """Return the place that has waited longest, of the first group that has any."""
-        for members in self._members:
-            if members:
-                return next(iter(members))
-        return None
+    def first(self, group: Waiting) -> Place[Client] | None:
+        """Return the place that has been in that group longest; None: it has none."""
+        members = self._members[group]
+        return next(iter(members)) if members else None
 
 
 class _Address(Generic[Client]):

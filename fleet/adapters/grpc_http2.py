@@ -31,8 +31,9 @@ from ngh2.events import DataReceived, RequestReceived, StreamClosed, TrailersRec
 
 from fleet.adapters.connection_table import ConnectionTable, Place, Waiting, counted_address
 from fleet.adapters.grpc_http2_call import CallContext
-from fleet.adapters.limit_log import LimitLog
-from fleet.adapters.slow_reader import SlowReader
+from fleet.adapters.limit_log import LimitLog, SlowLog
+from fleet.adapters.listening import prepare
+from fleet.adapters.slow_reader import SlowReader, WriteBuffer
 from fleet.router.http_settings import GRPC_LIMITS, MIB, GrpcSettings
 
 HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections take over HTTP
@@ -98,6 +99,7 @@ class Http2Server:
         self._servers: list[asyncio.Server] = []
         self._sweep: asyncio.Task[Never] | None = None
         self._limit_log = LimitLog(self.table)
+        self.slow_log = SlowLog(limits)
         self._listen = ""
         self._left = asyncio.Event()  # by all clients
 
@@ -208,6 +210,7 @@ class Http2Server:
             for connection in list(self.connections):
                 connection.look(now)
             self._limit_log.tell(now, self._listen)
+            self.slow_log.tell(now, self._listen)
 
 
 class Connection(asyncio.Protocol):
@@ -225,6 +228,7 @@ class Connection(asyncio.Protocol):
         self._flushing = False
         self._paused = False
         self._slow_reader = SlowReader(server.limits.write_timeout_seconds, server.limits.min_read_bytes)
+        self._buffer = WriteBuffer()
         self._spoke = False
         self._gone = False
         self._going_at: float | None = None
@@ -238,13 +242,12 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        sock = transport.get_extra_info("socket")
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare(transport.get_extra_info("socket"))
         if self.server.closing:
             self._transport.abort()
             return
-        admission = self.server.table.admit(self, counted_address(transport.get_extra_info("peername")))
+        address = counted_address(transport.get_extra_info("peername"))
+        admission = self.server.table.admit(self, address, self.loop.time())
         if admission.displaced is not None:
             admission.displaced.give_way()
         self.place = admission.place
@@ -279,9 +282,11 @@ class Connection(asyncio.Protocol):
         self.flush()
 
     def pause_writing(self) -> None:
+        self._buffer.paused(self._transport)
         self._paused = True
 
     def resume_writing(self) -> None:
+        self._buffer.resumed(self._transport)
         self._paused = False
         self.flush()
 
@@ -328,7 +333,10 @@ class Connection(asyncio.Protocol):
         waiting = self._transport.get_write_buffer_size() if self._paused else 0
         silent = not self._spoke and now - self._began_at > self.server.limits.first_byte_timeout_seconds
         mute = self._asked_at is not None and now - self._asked_at > SILENCE_SECONDS
-        if silent or mute or self._slow_reader.overdue(now, waiting):
+        slow = self._slow_reader.overdue(now, waiting, self._buffer.written)
+        if slow:
+            self.server.slow_log.cut(self.peer(), waiting)
+        if silent or mute or slow:
             self._transport.abort()
             return
         try:
@@ -454,7 +462,7 @@ class Connection(asyncio.Protocol):
     def _waits(self) -> None:
         """Say in the table that there are no calls."""
         if self.place is not None:
-            self.server.table.waits(self.place, Waiting.IDLE)
+            self.server.table.waits(self.place, Waiting.IDLE, self.loop.time())
 
     def _take_no_more(self) -> None:
         if not self._last_word:

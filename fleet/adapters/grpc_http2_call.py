@@ -27,6 +27,7 @@ import ngh2
 from fleet.adapters.grpc_compression import ENCODINGS, IDENTITY, UnpacksToTooMuch, unpack
 from fleet.adapters.grpc_door import too_many_long_requests
 from fleet.adapters.grpc_errors import grpc_status_of
+from fleet.adapters.limit_log import SlowLog
 from fleet.adapters.slow_reader import SlowReader
 from fleet.router.http_settings import ORDINARY_BODY_BYTES, GrpcSettings
 
@@ -61,6 +62,7 @@ class Server(Protocol):
     """What is needed of `fleet.adapters.grpc_http2.Http2Server`."""
 
     limits: GrpcSettings
+    slow_log: SlowLog
     held_bytes: int  # of requests of all calls together, from the first byte to the end of the answer
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any: ...
@@ -283,7 +285,10 @@ class CallContext:
             self._slow_reader = SlowReader(limits.write_timeout_seconds, limits.min_read_bytes)
         blocked = self._writer is not None and not self._writer.done()
         waiting = self._line.http.queued_body_size(self.stream) if blocked else 0
-        return self._slow_reader.overdue(now, waiting, self._written)
+        slow = self._slow_reader.overdue(now, waiting, self._written)
+        if slow:
+            self._line.server.slow_log.cut(self._line.peer(), waiting)
+        return slow
 
     def _drop(self) -> None:
         """What was not read, so that the connection has room again for other calls."""

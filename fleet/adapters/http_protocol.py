@@ -18,7 +18,6 @@ Rules:
 """
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -41,7 +40,9 @@ from fleet.adapters.http_messages import (
     path_of,
     version_problem,
 )
-from fleet.adapters.slow_reader import SlowReader
+from fleet.adapters.limit_log import SlowLog
+from fleet.adapters.listening import prepare
+from fleet.adapters.slow_reader import SlowReader, WriteBuffer
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.router.http_settings import ORDINARY_BODY_BYTES, HttpSettings
 
@@ -78,6 +79,7 @@ class Connection(asyncio.Protocol):
         table: "ConnectionTable[Connection]",
         heads: KnownHeads,
         held: HeldBodies,
+        slow_log: SlowLog,
         lasts_seconds: float = 0,
     ) -> None:
         """`lasts_seconds`: for so long it takes requests, and one more, whose answer says that it was the last; 0: as the client likes."""
@@ -91,6 +93,7 @@ class Connection(asyncio.Protocol):
         self._place: Place[Connection] | None = None  # in the table; None: there was none
         self._heads = heads
         self._held = held
+        self._slow_log = slow_log
         self._held_bytes = 0  # of it, by this connection
         self._parser = httptools.HttpRequestParser(self)
         self._stage = Stage.IDLE
@@ -116,6 +119,7 @@ class Connection(asyncio.Protocol):
         self._half_closed = False
         self._paused: asyncio.Future[None] | None = None  # done when the client reads again
         self._slow_reader = SlowReader(settings.write_timeout_seconds * SECOND, settings.min_read_bytes)
+        self._buffer = WriteBuffer()
         self._reading = True
         self._transport: asyncio.Transport
 
@@ -124,10 +128,11 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if (sock := transport.get_extra_info("socket")) is not None:
+            prepare(sock)
         self._connections[self] = None
-        admission = self._table.admit(self, counted_address(transport.get_extra_info("peername")))
+        address = counted_address(transport.get_extra_info("peername"))
+        admission = self._table.admit(self, address, self._clock.now() / SECOND)
         if admission.displaced is not None:
             admission.displaced.give_way()
         self._place = admission.place
@@ -221,11 +226,13 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         if self._gone:
             return
+        self._buffer.paused(self._transport)
         self._paused = asyncio.get_running_loop().create_future()
         if self._source is not None:
             self._source.pause_reading()
 
     def resume_writing(self) -> None:
+        self._buffer.resumed(self._transport)
         self._resume()
         if self._source is not None:
             self._source.resume_reading()
@@ -319,7 +326,8 @@ class Connection(asyncio.Protocol):
         waiting = 0
         if self._paused is not None or self._exchange is None:  # while it is served, its buffer grows
             waiting = self._transport.get_write_buffer_size()
-        if self._slow_reader.overdue(now, waiting):
+        if self._slow_reader.overdue(now, waiting, self._buffer.written):
+            self._slow_log.cut(counted_address(self._transport.get_extra_info("peername")), waiting)
             self._transport.abort()
             return
         if now < self._deadline or self._exchange is not None:
@@ -549,7 +557,7 @@ class Connection(asyncio.Protocol):
         else:
             group = Waiting.CLOSING
         if self._place is not None:
-            self._table.waits(self._place, group)
+            self._table.waits(self._place, group, self._clock.now() / SECOND)
 
     def _is_http_0_9(self, data: bytes) -> bool:
         """Return whether a request line has ended without a version, of which `data` is the last that came.
@@ -587,7 +595,7 @@ class Connection(asyncio.Protocol):
         """Close, after what is written was sent and what the client is still sending was thrown away."""
         self._stage = Stage.CLOSING
         if self._place is not None:
-            self._table.waits(self._place, Waiting.CLOSING)
+            self._table.waits(self._place, Waiting.CLOSING, self._clock.now() / SECOND)
         if self._half_closed or not self._transport.can_write_eof():
             self._transport.close()
             return

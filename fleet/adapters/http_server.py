@@ -14,7 +14,7 @@ from fleet.adapters.connection_table import ConnectionTable
 from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_messages import ClientGone, HeldBodies, KnownHeads
 from fleet.adapters.http_protocol import Connection
-from fleet.adapters.limit_log import LimitLog
+from fleet.adapters.limit_log import LimitLog, SlowLog
 from fleet.adapters.listening import BACKLOG, bind
 from fleet.adapters.openai_failures import explain, fail, refuse
 from fleet.clock import SECOND, Clock
@@ -85,6 +85,7 @@ class HttpServer:
         self._connections: dict[Connection, None] = {}  # also those that were refused and have not closed
         self._table: ConnectionTable[Connection] = ConnectionTable(settings.max_connections, settings.address_share)
         self._limit_log = LimitLog(self._table)
+        self._slow_log = SlowLog(settings)
         self._heads = KnownHeads()
         self._held = HeldBodies()
         self._serving: set[asyncio.Task[None]] = set()
@@ -102,6 +103,7 @@ class HttpServer:
             self._table,
             self._heads,
             self._held,
+            self._slow_log,
             self._connection_seconds,
         )
 
@@ -131,6 +133,7 @@ class HttpServer:
             for connection in list(self._connections):
                 connection.expire(now)
             self._limit_log.tell(now / SECOND, self.address)
+            self._slow_log.tell(now / SECOND, self.address)
             await asyncio.sleep(SWEEP_SECONDS)
 
     def serve(self, exchange: Exchange) -> Serving:

@@ -4,6 +4,33 @@ In each period a client has to take all that waited at its beginning, or at leas
 now and then is cut as surely as one that takes nothing, and one that reads a long answer over a slow link is not.
 """
 
+from typing import Protocol
+
+
+class _Buffer(Protocol):
+    """What is needed of a transport."""
+
+    def get_write_buffer_size(self) -> int: ...
+
+
+class WriteBuffer:
+    """Counts what passes through a transport's write buffer, at its two water marks only, so that it costs nothing for a write."""
+
+    __slots__ = ("_left", "written")
+
+    def __init__(self) -> None:
+        self.written = 0
+        """Bytes that had to wait for the client, ever, with those that wait."""
+        self._left = 0  # when writing was last resumed
+
+    def paused(self, transport: _Buffer) -> None:
+        """Note that the transport takes no more."""
+        self.written += transport.get_write_buffer_size() - self._left
+
+    def resumed(self, transport: _Buffer) -> None:
+        """Note that the transport takes more again."""
+        self._left = transport.get_write_buffer_size()
+
 
 class SlowReader:
     """What is known about one client's reading; `overdue` is called from time to time, with times that grow."""
@@ -22,14 +49,13 @@ class SlowReader:
         self._began: float | None = None  # when the present period did; None: nothing waits
         self._goal = 0
 
-    def overdue(self, now: float, waiting: int, written: int = 0) -> bool:
+    def overdue(self, now: float, waiting: int, written: int) -> bool:
         """Return whether the client has taken too little.
 
         Args:
             now: The present time.
             waiting: Bytes that the client could read and has not; 0: it reads.
-            written: Bytes that were ever given to it, with those that wait. A caller that writes nothing while bytes wait
-                may leave it out.
+            written: Bytes that were ever given to it, with those that wait. Bytes that never had to wait may be left out.
         """
         if not waiting:
             self._began = None

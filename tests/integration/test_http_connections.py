@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fleet.adapters import connection_table
 from fleet.adapters.http_frontend import open_http_frontend
 from fleet.errors import ConfigurationRefused
 from fleet.requests import Logprobs
@@ -474,11 +475,11 @@ async def test_client_that_drips_is_cut_off_as_well(model_dir):
 
 
 @asynccontextmanager
-async def with_small_buffers(fronts):
+async def with_small_buffers(fronts, size=64 << 10):
     """A client whose system takes little before the client reads."""
     host, _, port = fronts.http.address.rpartition(":")
     with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
         reader, writer = await asyncio.open_connection(sock=sock, limit=16 << 10)
@@ -504,6 +505,36 @@ async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
             assert status == 200
             assert asyncio.get_running_loop().time() - began > 1.5
             assert await peer.rest() == b""
+
+
+async def test_stream_whose_client_reads_slowly_comes_whole(model_dir):
+    """Its buffers, those of the kernel among them, are filled again whenever the client has read something."""
+    async with open_fronts(model_dir, write_timeout_seconds=1.0) as fronts:
+        will_answer_much(fronts)
+        async with with_small_buffers(fronts, 4 << 10) as peer:
+            await peer.send(post(CHAT, MUCH, "connection: close"))
+            loop = asyncio.get_running_loop()
+            until_then = loop.time() + 4  # periods
+            while loop.time() < until_then:
+                await peer._reader.readexactly(10_000)
+                await asyncio.sleep(0.02)
+
+            assert (await peer.rest()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_client_cut_for_reading_slowly_is_logged_once(model_dir, caplog):
+    async with open_fronts(model_dir, write_timeout_seconds=0.3) as fronts:
+        will_answer_much(fronts)
+        async with with_small_buffers(fronts) as peer, with_small_buffers(fronts) as other:
+            for each in (peer, other):
+                each.writer.transport.pause_reading()
+                await each.send(post(CHAT, MUCH))
+            await fronts.router.until(fronts.router.cancelled, 2)
+        await until(lambda: not fronts.http._connections)
+
+    (told,) = [each for each in caplog.records if each.message == "clients cut off because they read too slowly"]
+    assert (told.listen, told.last_client, told.write_timeout_seconds) == (fronts.http.address, "127.0.0.1", 0.3)
+    assert told.unread_bytes > 0
 
 
 async def test_unread_answer_does_not_keep_its_connection(model_dir):
@@ -576,7 +607,8 @@ WAITING = {
 """How a connection waits, in the order in which they give way."""
 
 
-async def test_connections_that_wait_give_way_to_newcomers(model_dir):
+async def test_connections_that_wait_give_way_to_newcomers(model_dir, monkeypatch):
+    monkeypatch.setattr(connection_table, "GRACE_SECONDS", 0)
     async with open_fronts(model_dir, max_connections=5) as fronts, AsyncExitStack() as stack:
         fronts.will_answer("the fox")
         fronts.router.hold_after = 0
@@ -603,6 +635,21 @@ async def test_connections_that_wait_give_way_to_newcomers(model_dir):
         fronts.router.release.set()
 
         assert (await served.answer())[0] == 200
+
+
+async def test_burst_of_newcomers_displaces_idle_ones_not_itself(model_dir):
+    async with open_fronts(model_dir, max_connections=20) as fronts, AsyncExitStack() as stack:
+        table = fronts.http._table
+        for _ in range(18):  # as many as one address may have
+            peer = await stack.enter_async_context(connected(fronts))
+            await peer.send(get("/nowhere"))
+            await peer.answer()
+        for count in range(1, 6):
+            burst = [await stack.enter_async_context(connected(fronts)) for _ in range(3)]
+            await until(lambda most=3 * count: table.displaced == most)
+            for peer in burst:
+                await peer.send(get("/health"))
+            assert [(await peer.answer())[0] for peer in burst] == [200] * 3
 
 
 async def test_closed_connection_is_freed_without_the_collector(fronts):

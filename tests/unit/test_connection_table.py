@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.adapters.connection_table import Admission, ConnectionTable, Place, Waiting, counted_address
+from fleet.adapters.connection_table import GRACE_SECONDS, Admission, ConnectionTable, Place, Waiting, counted_address
 
 
 class Clients:
@@ -15,6 +15,7 @@ class Clients:
     def __init__(self, most: int, share: float = 1.0) -> None:
         self.table: ConnectionTable[str] = ConnectionTable(most, share)
         self.places: dict[str, Place[str]] = {}
+        self.now = 1000.0
 
     def admit(self, *names: str, address: str = "a") -> None:
         for name in names:
@@ -22,16 +23,19 @@ class Clients:
 
     def displaced_by(self, name: str, address: str = "a") -> str | None:
         """Who gave way to a newcomer that was admitted."""
-        admission = self.table.admit(name, address)
+        admission = self.table.admit(name, address, self.now)
         assert admission.place is not None
         self.places[name] = admission.place
         return admission.displaced
 
     def is_refused(self, name: str, address: str = "a") -> bool:
-        return self.table.admit(name, address) == Admission()
+        return self.table.admit(name, address, self.now) == Admission()
 
     def waits(self, name: str, group: Waiting) -> None:
-        self.table.waits(self.places[name], group)
+        self.table.waits(self.places[name], group, self.now)
+
+    def pass_time(self, seconds: float = GRACE_SECONDS) -> None:
+        self.now += seconds
 
     def serves(self, *names: str) -> None:
         for name in names:
@@ -63,6 +67,7 @@ def test_groups_give_way_in_their_order(seed):
     clients.admit(*(group.name for group in groups))
     for group in groups:
         clients.waits(group.name, group)
+    clients.pass_time()
 
     displaced = []
     for number in map(str, range(len(groups))):
@@ -91,6 +96,58 @@ def test_waiting_twice_in_a_group_keeps_the_turn():
     assert clients.displaced_by("three") == "one"
 
 
+@pytest.mark.parametrize("young", [Waiting.SILENT, Waiting.CLOSING, Waiting.HEAD])
+def test_idle_gives_way_before_one_that_owes_for_a_moment(young):
+    clients = Clients(3)
+    clients.admit("idle", "later idle")
+    clients.waits("idle", Waiting.IDLE)
+    clients.pass_time(0.1)
+    clients.waits("later idle", Waiting.IDLE)
+    clients.pass_time(0.1)
+    clients.admit("young")
+    clients.waits("young", young)
+
+    assert clients.displaced_by("four") == "idle"
+    clients.serves("four")
+    clients.pass_time(GRACE_SECONDS)
+    assert clients.displaced_by("five") == "young"
+
+
+def test_newcomers_of_a_burst_leave_each_other_their_places():
+    clients = Clients(100)
+    idle = [f"idle {number}" for number in range(100)]
+    clients.admit(*idle)
+    for name in idle:
+        clients.waits(name, Waiting.IDLE)
+    clients.pass_time(0.002)
+
+    displaced = [clients.displaced_by(f"new {number}") for number in range(100)]
+
+    assert displaced == idle
+    assert clients.displaced_by("one too many") == "new 0"
+
+
+def test_idle_for_less_than_others_were_silent_stays():
+    clients = Clients(2)
+    clients.admit("busy", "silent")
+    for _ in range(4):
+        clients.pass_time(0.1)
+        clients.serves("busy")
+        clients.waits("busy", Waiting.IDLE)
+
+    assert clients.displaced_by("three") == "silent"
+
+
+def test_incomplete_body_outlasts_a_burst_of_newcomers():
+    clients = Clients(3)
+    clients.admit("body")
+    clients.waits("body", Waiting.BODY)
+    clients.pass_time(10)
+    clients.admit("one", "two")
+
+    assert [clients.displaced_by(name) for name in ("three", "four", "five")] == ["one", "two", "three"]
+
+
 def test_served_connections_never_give_way():
     clients = Clients(2)
     clients.admit("one", "two")
@@ -107,8 +164,10 @@ def test_address_over_its_share_displaces_only_its_own():
     clients.admit("old", address="b")
     clients.admit("one", "two")
     clients.waits("one", Waiting.IDLE)
+    clients.pass_time()
 
     assert clients.displaced_by("three") == "two"
+    clients.pass_time()
     assert clients.displaced_by("four") == "three"
 
 
@@ -146,8 +205,22 @@ def test_connection_that_gave_way_is_forgotten():
     assert clients.displaced_by("three") == "two"
 
 
+def assert_fair(displaced: Place[int], others: list[Place[int]], now: float) -> None:
+    """Assert that no other connection of its address should have given way instead."""
+    assert not displaced.served
+    owing = (Waiting.SILENT, Waiting.CLOSING, Waiting.HEAD)
+    alike = [each for each in others if not each.served and each.address is displaced.address]
+    late = [each for each in alike if each.group in owing and now - each.since >= GRACE_SECONDS]
+    idle = [each for each in alike if each.group is Waiting.IDLE]
+    if now - displaced.since < GRACE_SECONDS:
+        assert not late
+        assert not [each for each in idle if each.since < displaced.since]
+
+
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["admit", "serves", "remove", *Waiting]), st.integers(0, 11), st.sampled_from("abc")),
+    st.tuples(
+        st.sampled_from(["admit", "serves", "remove", "pass", *Waiting]), st.integers(0, 11), st.sampled_from("abc")
+    ),
     max_size=60,
 )
 
@@ -156,14 +229,17 @@ OPERATIONS = st.lists(
 def test_table_is_consistent_after_any_history(operations, most, share):
     table: ConnectionTable[int] = ConnectionTable(most, share)
     places: dict[int, Place[int]] = {}
+    now = 0.0
     for operation, client, address in operations:
         place = places.get(client)
-        if operation == "admit":
+        if operation == "pass":
+            now += client / 10
+        elif operation == "admit":
             if place is not None:
                 continue
-            admission = table.admit(client, address)
+            admission = table.admit(client, address, now)
             if admission.displaced is not None:
-                assert not places.pop(admission.displaced).served
+                assert_fair(places.pop(admission.displaced), list(places.values()), now)
             if admission.place is not None:
                 places[client] = admission.place
             else:
@@ -177,7 +253,7 @@ def test_table_is_consistent_after_any_history(operations, most, share):
         elif operation == "remove":
             table.remove(places.pop(client))
         else:
-            table.waits(place, operation)
+            table.waits(place, operation, now)
         table.check()
         assert len(table) == len(places)
 

@@ -6,6 +6,7 @@ from fleet.adapters.clock import SystemClock
 from fleet.adapters.connection_table import ConnectionTable
 from fleet.adapters.http_messages import HeldBodies, HttpHead, KnownHeads
 from fleet.adapters.http_protocol import Connection
+from fleet.adapters.limit_log import SlowLog
 from fleet.router.http_settings import HttpSettings
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
@@ -34,6 +35,9 @@ class Transport:
     def get_extra_info(self, _name):
         return None
 
+    def get_write_buffer_size(self):
+        return len(self.written)
+
     def is_closing(self):
         return self.closed
 
@@ -58,7 +62,15 @@ def a_connection(transport, held=None):
 
     table = ConnectionTable(1, 1.0)
     connection = Connection(
-        HttpSettings(), SystemClock(), serve, lambda _: b"", {}, table, KnownHeads(), held or HeldBodies()
+        HttpSettings(),
+        SystemClock(),
+        serve,
+        lambda _: b"",
+        {},
+        table,
+        KnownHeads(),
+        held or HeldBodies(),
+        SlowLog(HttpSettings()),
     )
     connection.connection_made(transport)
     return connection, exchanges

@@ -446,6 +446,28 @@ def test_blocks_that_came_before_the_cut_count():
         tier.close()
 
 
+def test_half_a_value_behind_a_reply_costs_the_next_call_nothing():
+    good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_value(KEYS[0], BLOCKS[0]))
+    with a_scripted_server(Script((*HANDSHAKE, good + b"$8256\r\nFKVR"), hold=True)) as port:
+        tier = open_tier(f"redis://127.0.0.1:{port}")
+
+        for _ in range(3):
+            assert outcomes(tier, KEYS[:1], seconds=5) == [BlockOutcome.MOVED]
+
+        assert tier.status().failures == 0
+        tier.close()
+
+
+def test_more_bytes_than_a_head_are_refused_and_not_waited_for():
+    with a_scripted_server(Script((*HANDSHAKE, b"$8256\r\nFKVR"), hold=True)) as port:
+        tier = open_tier(f"redis://127.0.0.1:{port}")
+
+        with pytest.raises(TierFailed, match="8256 bytes, where 64 at most were asked for"):
+            tier.holds(KEYS, soon(5))
+
+        tier.close()
+
+
 def test_a_value_that_is_too_large_to_be_taken_in_time_costs_itself_only_and_is_removed():
     good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_value(KEYS[0], BLOCKS[0]))
     huge = b"$%d\r\n%b" % (1 << 29, a_value()[:64])

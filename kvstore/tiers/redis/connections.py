@@ -66,15 +66,24 @@ class Connections:
             pipe.close()
 
     def _on_a_connection(self, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
-        with self._lock:
-            kept = self._idle.pop() if self._idle else None
-        if kept is not None:
+        if (kept := self._kept()) is not None:
             try:
                 return self._act(kept, act, deadline)
             except TierFailed:
                 if kept.answered or self._clock.now() >= deadline:
                     raise  # else the server has restarted since, or closed what was idle
         return self._act(self._connect(deadline), act, deadline)
+
+    def _kept(self) -> Pipe | None:
+        """Take an idle connection that can be used, and close the others that are met on the way."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                pipe = self._idle.pop()
+            if pipe.is_quiet():
+                return pipe
+            pipe.close()
 
     def _act(self, pipe: Pipe, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
         in_step = False

@@ -6,6 +6,8 @@ Rules:
    client libraries copy each value two or three times, which is slower than the server.
 2. Everything is done by the deadline of the turn. A connection on which that failed, or that talks nonsense, cannot be
    brought back into step and is closed by its owner: `OSError` and `ValueError` mean this. `Refusal` does not.
+3. A server sends nothing but replies. Bytes that are there between two turns are the rest of a damaged or repeated reply, and
+   would be read as the replies to the next requests. A connection with such bytes is not used again (`is_quiet`).
 """
 
 import socket
@@ -46,6 +48,19 @@ class Pipe:
         """A new turn: requests, and as many replies."""
         self._deadline = deadline
         self.answered = False
+
+    def is_quiet(self) -> bool:
+        """Tell whether the connection is open and no unread bytes have arrived, so that a new turn can begin on it."""
+        if self._start != self._end:
+            return False
+        try:
+            self._socket.settimeout(0)
+            self._socket.recv_into(self._view, 1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            return False
+        return False
 
     def send(self, parts: Iterable[bytes | memoryview]) -> None:
         if not self._gathers:

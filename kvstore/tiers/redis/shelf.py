@@ -125,7 +125,9 @@ class RedisShelf:
                 _require_only_wrong_type(error)
             else:
                 if value is not None:
-                    found = bytearray(min(value.left, HEAD_BYTES))
+                    if value.left > HEAD_BYTES:
+                        raise ValueError(f"{value.left} bytes, where {HEAD_BYTES} at most were asked for")
+                    found = bytearray(value.left)
                     value.fill(memoryview(found))
                     value.skip()
                     head = bytes(found)

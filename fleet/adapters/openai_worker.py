@@ -17,7 +17,7 @@ Rules:
    events, that is told by name (`workers.engines.event_health`), and it is placed as one that holds what was heard of it.
 6. Before it joins, a server whose tokenizer the settings name is asked what it makes of the golden prompts
    (`fleet.adapters.golden`); where that is something else, its events name nothing that is ever asked for.
-7. A server that answers for its health and gives no byte of its answers is out of rotation (`fleet.router.silence` decides), whoever
+7. A server that answers for its health and gives no content of its answers is out of rotation (`fleet.router.silence` decides), whoever
    ends the requests. It stays a worker meanwhile: what was sent there is still believed to be cached when it is back.
 8. A router that has no socket left blames no server: a request waits for one as long as for a connection, and is refused
    then; a question for health that cannot be asked says nothing.
@@ -176,7 +176,7 @@ class OpenAiWorker:
         work = self._works.pop(work_id, None)
         self._cache.forget(work_id)
         if isinstance(work, Upstream):
-            if not work.begun and (relayed := work.relayed) is not None:
+            if not work.spoke and (relayed := work.relayed) is not None:
                 now = self._own_time.of(self._clock.now())
                 self._trial_path = relayed.path
                 self._tell_first_bytes()
@@ -225,7 +225,7 @@ class OpenAiWorker:
     def _hears(self, now: Nanos) -> bool:
         """Say whether some answer that has begun goes on; the first one that does is enough."""
         for work in self._works.values():
-            if isinstance(work, Upstream) and not work.quiet and work.begun:
+            if isinstance(work, Upstream) and not work.quiet and work.spoke:
                 work.quiet_for(now)
                 return True
         return False
@@ -278,7 +278,8 @@ class OpenAiWorker:
             sent_at=work.sent_at,
             size=len(relayed.body),
             streams=relayed.streams,
-            begun=work.begun,
+            begun=work.spoke,
+            passed_on=work.begun,
             heard=heard,
             quiet_for=work.quiet_for(now),
             overtaken=self.silence.answers - work.turn,
@@ -305,6 +306,9 @@ class OpenAiWorker:
             self._trial = None
 
     # From connections
+
+    def spoke(self, upstream: Upstream, relayed: Relayed) -> None:
+        self.first_bytes.append((upstream.sent_at, self._clock.now(), len(relayed.body), relayed.streams))
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
         self._step(work_id, tokens, None)

@@ -17,6 +17,8 @@ Rules:
    (bookings, counters, the connection's next use) comes after that (`fleet.adapters.turn_end`). Whatever else is said to a client
    (an error, the end) goes behind what it is still to get. What follows in later turns is passed on at once: there is nothing to
    decide in between.
+7. An answer says something from its first content on. Comments between events, and events that only name the role, are passed on, but
+   an engine that hangs may send them as well, so they are no sign of life (`speaks`).
 """
 
 import asyncio
@@ -25,7 +27,8 @@ import socket
 from typing import Protocol, cast
 
 import httptools
-from msgspec import Struct
+from msgspec import DecodeError, Struct
+from msgspec.json import Decoder
 
 from fleet.adapters.http_messages import ClientGone
 from fleet.adapters.openai_questions import FIRST_FINAL_STATUS, FIRST_SERVER_ERROR
@@ -54,6 +57,8 @@ _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the end of an event at the end of 
 _PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
 _DONE = b"[DONE]"  # the last event of a stream
 _LAST_CHUNK = b"0\r\n\r\n"
+_DATA_LINE = re.compile(rb"^data:[ \t]*([^\r\n]*)", re.MULTILINE)
+_COMMENT_LINE = re.compile(rb"^:", re.MULTILINE)
 
 
 class AnswerHead(Struct, frozen=True):
@@ -89,11 +94,15 @@ class Owner(Protocol):
     heads: AnswerHeads
     turn_end: TurnEnd
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
-    """Of the answers that have begun since the worker looked: when each was asked for and begun, how long the request is, and whether it
-    is a stream."""
+    """Of the answers whose first content came since the worker looked: when each was asked for and when that came, how long the request
+    is, and whether it is a stream."""
 
     says_done: bool
     """Whether a stream of its has ended with ``[DONE]``."""
+
+    def spoke(self, upstream: "Upstream", relayed: Relayed) -> None:
+        """Note the first content of an answer that began without content."""
+        ...
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
         """So many tokens more were passed on."""
@@ -147,7 +156,8 @@ class Upstream(asyncio.Protocol):
         self._bodies: list[bytes] | None = None  # unpacked, for a client that does not understand chunks
         self.sent_at = Nanos(0)  # this and the next one are the worker's: when it sent the request, and as which
         self.turn = 0
-        self.quiet = True  # nothing came since the worker looked last
+        self.spoke = False  # content of the answer came (rule 7)
+        self.quiet = True  # no content came since the worker looked last
         self._quiet_since: Nanos | None = None  # as it found then; None: it has not looked since the request was sent
 
     # From the worker
@@ -189,6 +199,7 @@ class Upstream(asyncio.Protocol):
         self._held = b""
         self._events = 0
         self._interim_heads = 0
+        self.spoke = False
         self.quiet = True
         self._quiet_since = None
         self._due.expect()
@@ -224,7 +235,6 @@ class Upstream(asyncio.Protocol):
         if self._relayed is None or self._complete or (self._unsent and self._client is None):  # nothing was asked yet
             self._transport.abort()
             return
-        self.quiet = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -243,11 +253,18 @@ class Upstream(asyncio.Protocol):
             client.write(data)
         else:
             self._pass_on(data if self._bodies is None else self._unpacked(self._bodies))
+        if not self.spoke and (not self._due.end or speaks(data)):
+            assert self._relayed is not None
+            self.spoke = True
+            self._owner.spoke(self, self._relayed)
         if events := data.count(b"data:"):
+            self.quiet = False
             self._events += events
             self._earlier, self._latest = self._latest, data
         else:  # it goes on with what came before
             self._latest = self._latest[-USAGE_BYTES:] + data[-USAGE_BYTES:]
+            if self._head is None or not self._head.streams or _COMMENT_LINE.search(data) is None:
+                self.quiet = False
         if not self._due.end:
             self._complete = True
             self._owner.turn_end.afterwards(self._finish)
@@ -350,7 +367,9 @@ class Upstream(asyncio.Protocol):
         except ClientGone:
             self._held = data  # until the request hears of it, from its connection
             return
-        self._owner.first_bytes.append((self.sent_at, relayed.first_byte_at, len(relayed.body), relayed.streams))
+        if complete or not head.streams or speaks(data[end:]):
+            self.spoke, self.quiet = True, False
+            self._owner.first_bytes.append((self.sent_at, relayed.first_byte_at, len(relayed.body), relayed.streams))
         self._held = b""
         plain = self._bodies is not None
         keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or plain)
@@ -489,6 +508,44 @@ class Usage(Struct, frozen=True):
 
     prompt_tokens: int
     cached_tokens: int | None  # None: it does not say, which with some servers is to say none
+
+
+class _Choice(Struct):
+    """The part of a choice that may hold content."""
+
+    delta: dict[str, object] | None = None
+    text: str | None = None
+    finish_reason: object = None
+
+
+class _Event(Struct):
+    """The part of an event that may hold content."""
+
+    choices: list[_Choice]
+
+
+_EVENTS = Decoder(_Event)
+
+
+def speaks(content: bytes) -> bool:
+    """Say whether a piece of a stream has content. Whatever is neither a comment nor an empty event is taken for content."""
+    lines = _DATA_LINE.findall(content)
+    if not lines:
+        return b"data:" in content or _COMMENT_LINE.search(content) is None
+    return not all(_is_empty(line) for line in lines)
+
+
+def _is_empty(line: bytes) -> bool:
+    if not line:
+        return True
+    try:
+        choices = _EVENTS.decode(line).choices
+    except DecodeError:  # ``[DONE]``, an error, a part of an event, or what another API says
+        return False
+    return not any(
+        each.finish_reason or each.text or any(said for name, said in (each.delta or {}).items() if name != "role")
+        for each in choices
+    )
 
 
 def read_usage(content: bytes) -> Usage | None:

@@ -16,11 +16,13 @@ Silence may also be a long prompt, a long answer that comes in one piece, a queu
    ones were answered count too, and so do requests to servers that refuse trial requests; answers make up for them. `MOST_SILENT` of
    them are enough.
 5. What waits on a server that is out, and of which the client has seen nothing, is given up, which means that it is started elsewhere.
-   An answer that has begun is given up after `silence_cut_seconds` without a byte, since nobody else can go on with it.
+   An answer that has begun is given up after `silence_cut_seconds` without content, since nobody else can go on with it.
 6. A server comes back (`TakeBack`) when it answers the trial request, or gives any byte of an answer, and not before a pause that
    doubles as often as it is out again soon. Where trial requests tell nothing it comes back after the pause, and one more silent
    request is enough then.
-7. Instants are the router's own time (`fleet.router.own_time`), which stands still while the router does not run.
+7. A byte is one of content. Comments in a stream of events, and a first event without content, are passed on, but a front sends them
+   while its engine hangs: a request that got nothing else still waits for its first byte.
+8. Instants are the router's own time (`fleet.router.own_time`), which stands still while the router does not run.
 """
 
 from collections import Counter
@@ -62,11 +64,12 @@ class Outstanding(Struct, frozen=True, kw_only=True):
     streams: (
         bool  # it is to be answered by events as they come, so that its first byte does not wait for its last token
     )
-    begun: bool  # a part of its answer was passed on
+    begun: bool  # content of its answer came; comments and events without content are none
     heard: bool  # something of its answer came since the last look
     quiet_for: Nanos  # since when nothing did
     overtaken: int  # requests sent later that were answered meanwhile
     moved: bool  # it was given up elsewhere for its silence
+    passed_on: bool = False  # a part of its answer was passed on, so that no other server can give one
 
 
 class Trial(Enum):
@@ -367,7 +370,7 @@ class ServerSilence:
                 over = True
             elif limit is None:
                 over = False
-            elif each.begun:
+            elif each.begun or each.passed_on:
                 over = self._unresponsive and quiet >= max(limit, self._cut)
             elif self._out and self._unresponsive:
                 over = quiet >= limit * min(1.0, SUSPECT_FACTOR / self._factor)

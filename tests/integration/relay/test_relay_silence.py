@@ -22,6 +22,7 @@ from tests.openai_servers import (
     OpenAiServer,
     RelayWorld,
     a_relay,
+    chunk,
     five_tokens,
     say_nothing,
     token,
@@ -113,6 +114,46 @@ async def test_a_head_without_content_is_no_sign_of_life(servers):
 
         assert {each.result() for each in asking} == {200}
         assert state(world, "w0") == "draining"
+
+
+async def an_empty_first_event(answering: Answering) -> None:
+    await answering.begin_events()
+    await answering.event(b'{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}')
+    await asyncio.sleep(60)
+
+
+async def only_comments(answering: Answering) -> None:
+    await answering.begin_events()
+    while True:
+        await answering.send(chunk(b": keep-alive\n\n"))
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("play", [an_empty_first_event, only_comments])
+async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
+    """Four clients that leave after a while; each that leaves makes room for another one."""
+
+    async def soon(answering: Answering) -> None:
+        await asyncio.sleep(0.15)  # so that clients leave before the silence of one request is too long
+        await five_tokens(answering)
+
+    for server in servers:
+        server.play = soon
+    async with a_relay(*servers) as world:
+        await warmed(world, path=CHAT)
+        servers[0].play = play
+
+        async def one_after_the_other(client: int) -> list[int | None]:
+            await asyncio.sleep(0.4 * client)  # so that one of them always has just begun
+            prompts = [f"{client} {number}" for number in range(20)]
+            return [await asked(world.http.address, each, patience=1.6, path=CHAT) for each in prompts]
+
+        async with asyncio.TaskGroup() as tasks:
+            clients = [tasks.create_task(one_after_the_other(client)) for client in range(4)]
+
+        assert state(world, "w0") == "draining"
+        assert sum(each.result().count(None) for each in clients) <= 12
+        await world.settled()
 
 
 async def test_a_server_that_answers_again_takes_requests_again(servers):

@@ -68,6 +68,9 @@ class Owner:
         self.says_done = False
         self.first_bytes = []
 
+    def spoke(self, upstream, relayed):
+        self.told.append(("spoke",))
+
     def advanced(self, work_id, tokens):
         self.told.append(("advanced", tokens))
 

@@ -15,8 +15,8 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Limits of the connections of one port, whatever is spoken there."""
 
     max_connections: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
-    """Connections at once; each costs about 20 KiB, and a file descriptor. When there are so many, a newcomer takes the place of the
-    connection that has waited longest: first of those that never sent a byte, never of one whose request is being served. A
+    """Connections at once; each costs about 20 KiB, and a file descriptor. When there are so many, a newcomer takes the place of one
+    that waits: first of one that has sent nothing for a second, then of the one that has waited longest, never of one whose request is being served. A
     newcomer that finds no place is refused: over HTTP with 503 and Retry-After."""
 
     address_share: Annotated[float, Meta(gt=0, le=1)] = 0.9

@@ -607,6 +607,27 @@ async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world):
     writer.close()
 
 
+async def test_connection_that_reads_slowly_and_enough_is_not_cut(world):
+    """Its buffers, those of the kernel among them, are filled again whenever the client has read something."""
+    world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
+    loop = asyncio.get_running_loop()
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 10)
+        sock.setblocking(False)
+        await loop.sock_connect(sock, ("127.0.0.1", world.port))
+        windows = frame(8, 0, 0, (2**31 - 1 - 65_535).to_bytes(4, "big"))
+        settings = INITIAL_WINDOW.to_bytes(2, "big") + (2**31 - 1).to_bytes(4, "big")
+        asked = frame(HEADERS, END_HEADERS, 1, call(b"/x.Y/Endless"))
+        asked += frame(DATA, END_STREAM, 1, message(b"x" * 5000))
+        await loop.sock_sendall(sock, PREFACE + frame(SETTINGS, 0, 0, settings) + windows + asked)
+        until_then = loop.time() + 4  # periods
+        while loop.time() < until_then:
+            assert await loop.sock_recv(sock, 10_000)
+            await asyncio.sleep(0.02)
+
+        assert (world.service.began, world.service.cancelled) == (1, 0)
+
+
 async def test_caller_that_drips_is_reset_and_its_connection_lives(world):
     world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
     async with world.client({INITIAL_WINDOW: 10_000}) as client:

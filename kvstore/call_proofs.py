@@ -23,9 +23,9 @@ PROOF_KEY = "kvstore-proof"
 NODE_PROOF_KEY = "kvstore-node-proof"
 EXEMPT = "/grpc.health.v1.Health/"
 
-UNPROVEN = "the answer is not proven: that is no node with this client's secret"
-ASKING = "this port asks for a proof: set the client's secret to the node's"
-OUTDATED = "this proof does not cover the request, as those of older versions: update the client's software"
+UNPROVEN = "the answer is not proven: whoever answers there does not have the caller's secret"
+ASKING = "this port asks for a proof: set the caller's secret to that of this port"
+OUTDATED = "this proof does not cover the request, as those of older versions: update the caller's software"
 STREAMED = "this port asks for a proof, and a call that streams requests cannot be proven: use its Unix socket"
 
 Calendar = Callable[[], int]

@@ -195,7 +195,7 @@ class Registry(Protocol):
         """Take or renew a membership; returns how long it lasts.
 
         Raises:
-            RegistryUnreachable: Try again; serving goes on meanwhile.
+            RegistryUnreachable: Try again; serving goes on meanwhile. So it is with `RegistrationRefused`.
             NameHeld: Another process has this worker's id, and is there. Try again for a while if this process never had it.
             Superseded: Do not try again.
         """
@@ -206,6 +206,10 @@ class Registry(Protocol):
 
 class RegistryUnreachable(Exception):
     """The registry did not answer in time."""
+
+
+class RegistrationRefused(RegistryUnreachable):
+    """The registry answers, and does not take this worker, because of what the worker proves; the message says what to set."""
 
 
 class NameHeld(Exception):

@@ -21,9 +21,10 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
-from fleet.clock import SECOND
+from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, WorkerId
-from workers.ports import NameHeld, Registry, RegistryUnreachable, Superseded
+from fleet.repeats import Repeats
+from workers.ports import NameHeld, RegistrationRefused, Registry, RegistryUnreachable, Superseded
 
 log = logging.getLogger(__name__)
 
@@ -49,29 +50,31 @@ class Registration(Struct, kw_only=True):
         """Stay registered until cancelled, or until another process has the id for good; returns why that is so."""
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None
+        failures = Repeats()
         registered = False  # once
         waits_until: float | None = None  # for another process to give the id up
         while True:
             try:
                 lease = await self.registry.register(self.worker_id, self.incarnation, self.address)
             except RegistryUnreachable as error:
-                if reachable is not False:
-                    log.warning("registry unreachable, serving goes on", extra={"cause": str(error)})
+                now = Nanos(round(asyncio.get_running_loop().time() * SECOND))
+                if failures.is_news(self.worker_id, str(error), now):
+                    _log_failure(error)
                 reachable = False
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
             except NameHeld as error:
-                now = asyncio.get_running_loop().time()
+                time = asyncio.get_running_loop().time()
                 if registered:
                     return self._replaced(f"{self.worker_id} has been replaced: {error}")
                 if waits_until is None:
-                    waits_until = now + self.name_wait_seconds
+                    waits_until = time + self.name_wait_seconds
                     log.warning(
                         "another process holds this worker's id, waiting until it is gone",
                         extra={"worker": self.worker_id, "cause": str(error), "seconds": self.name_wait_seconds},
                     )
-                if now >= waits_until:
+                if time >= waits_until:
                     return self._replaced(f"{error}; waited {self.name_wait_seconds:g} s for it to go")
                 await asyncio.sleep(HELD_PAUSE_SECONDS)
                 continue
@@ -80,6 +83,7 @@ class Registration(Struct, kw_only=True):
             if not reachable:
                 log.info("registered", extra={"worker": self.worker_id, "address": self.address})
             reachable = self.taken = registered = True
+            failures.forget(self.worker_id)
             waits_until = None
             pause = FIRST_PAUSE_SECONDS
             await asyncio.sleep(lease / SECOND / 3)
@@ -96,6 +100,13 @@ class Registration(Struct, kw_only=True):
                 await self.registry.deregister(self.worker_id, self.incarnation)
         except (RegistryUnreachable, TimeoutError):
             log.info("left without a goodbye, the lease will end", extra={"worker": self.worker_id})
+
+
+def _log_failure(error: RegistryUnreachable) -> None:
+    if isinstance(error, RegistrationRefused):
+        log.warning("registration refused", extra={"cause": str(error)})
+    else:
+        log.warning("registry unreachable, serving goes on", extra={"cause": str(error)})
 
 
 class Presence:

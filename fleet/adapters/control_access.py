@@ -20,9 +20,12 @@ from kvstore.addresses import unix_path
 from kvstore.call_proofs import ProofAsker
 from kvstore.credentials import Credentials
 from kvstore.errors import BadCredentials
+from kvstore.tls_diagnosis import diagnose_address
 from kvstore.transports.authentication import Purpose
 
 REFLECTION = "/grpc.reflection."
+DIAGNOSIS_SECONDS = 0.5
+"""For each of the few steps of a TLS diagnosis, after a call that has failed already."""
 
 
 class ControlAccess:
@@ -61,6 +64,17 @@ class ControlAccess:
     def aio_channel(self, address: str) -> grpc.aio.Channel:
         """Return a channel for calls on an event loop that carry the proofs."""
         return self._access.aio_channel(address, CHANNEL_OPTIONS)
+
+    def diagnose(self, address: str, field: str) -> str:
+        """Return why there is no connection over TLS to a control port; empty where TLS is not the cause. Takes some seconds at most.
+
+        Args:
+            address: Of the control port.
+            field: Of the settings, where the credentials stand; the answer names fields in it.
+        """
+        if is_private(address):
+            return ""
+        return diagnose_address(address, self._access.files, field=field, timeout_seconds=DIAGNOSIS_SECONDS)
 
 
 ANYBODY = ControlAccess()

@@ -3,7 +3,8 @@
 Rules:
 
 1. A router without `control_listen` listens at a Unix socket that only its own user can reach. The socket's path follows from the
-   router's gRPC address, so whoever knows that address, and is the same user, finds it.
+   router's gRPC address, so whoever knows that address, and is the same user, finds it. Its folder is in that of TMPDIR, as far as
+   that has a short path, else in /tmp; a caller looks in both, and so finds every router that has its TMPDIR or none.
 2. The folder belongs to the user alone: it is made with mode 0700, and one that is a link, another user's, or open to others is
    refused. Another user can so keep a router from starting, but cannot stand between it and its callers.
 3. A socket at which a process listens is not taken from it; one that a killed process has left is replaced.
@@ -23,6 +24,7 @@ from kvstore.addresses import unix_path
 from kvstore.errors import StoreNotStarted
 
 LONGEST_PARENT = 40  # characters, so that sockets stay below the 107 that Unix allows
+DEFAULT_PARENT = "/tmp"  # noqa: S108 - see `private_folder`
 OTHERWISE = "set control_listen to a unix:/path of your own, or to host:port with control_credentials"
 EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 THIS_HOST = ("127.0.0.1", "localhost", "[::1]", *EVERY_HOST)
@@ -31,13 +33,21 @@ THIS_HOST = ("127.0.0.1", "localhost", "[::1]", *EVERY_HOST)
 def control_folder() -> Path:
     """Return the folder of this user's control sockets; it may not be there."""
     parent = tempfile.gettempdir()
-    return Path(parent if len(parent) <= LONGEST_PARENT else "/tmp") / f"fleet-control-{os.getuid()}"  # noqa: S108 - see `private_folder`
+    return _folder_in(parent if len(parent) <= LONGEST_PARENT else DEFAULT_PARENT)
 
 
 def control_socket(grpc_address: str) -> str:
     """Return the control address, as ``unix:/path``, of a router that has this gRPC address and no `control_listen`."""
+    return f"unix:{control_folder() / _socket_name(grpc_address)}"
+
+
+def _folder_in(parent: str) -> Path:
+    return Path(parent) / f"fleet-control-{os.getuid()}"
+
+
+def _socket_name(grpc_address: str) -> str:
     where = unix_path(grpc_address).replace("/", "_") or grpc_address.replace(":", "_")
-    return f"unix:{control_folder() / f'{where[-LONGEST_PARENT:]}.sock'}"
+    return f"{where[-LONGEST_PARENT:]}.sock"
 
 
 def find_control_socket(grpc_address: str) -> str | None:
@@ -45,10 +55,11 @@ def find_control_socket(grpc_address: str) -> str | None:
     host, _, port = grpc_address.rpartition(":")
     hosts = THIS_HOST if host in THIS_HOST else (host, *EVERY_HOST)
     asked = [grpc_address] if unix_path(grpc_address) else [f"{each}:{port}" for each in dict.fromkeys((host, *hosts))]
-    for each in asked:
-        address = control_socket(each)
-        if _is_private(control_folder()) and _is_own_socket(Path(unix_path(address))):
-            return address
+    for folder in dict.fromkeys((control_folder(), _folder_in(DEFAULT_PARENT))):
+        for each in asked:
+            path = folder / _socket_name(each)
+            if _is_private(folder) and _is_own_socket(path):
+                return f"unix:{path}"
     return None
 
 

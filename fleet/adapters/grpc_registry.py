@@ -21,7 +21,7 @@ from fleet.ids import Incarnation, WorkerId
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
 from kvstore.addresses import host_port, unix_path
-from workers.ports import NameHeld, RegistryUnreachable
+from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable
 from workers.ports import Superseded as WorkerSuperseded
 
 SERVICE = "fleet.v1.Registry"
@@ -90,6 +90,11 @@ class GrpcRegistryClient:
 
     def __init__(self, address: str, timeout: Nanos = TIMEOUT, access: ControlAccess = ANYBODY) -> None:
         self._timeout_seconds = timeout / SECOND
+        self._address = address
+        self._access = access
+        self._diagnosed = ("", "")
+        """The latest failure that a TLS diagnosis was made for, and what it said."""
+
         self._channel = access.aio_channel(address)
         self._stub = pb_grpc.RegistryStub(self._channel)
 
@@ -110,7 +115,8 @@ class GrpcRegistryClient:
                 raise WorkerSuperseded(error.details()) from error
             if error.code() is grpc.StatusCode.ALREADY_EXISTS:
                 raise NameHeld(error.details()) from error
-            raise _unreachable(error) from error
+            raise _unreachable(error, await self._tls_cause(error)) from error
+        self._diagnosed = ("", "")
         return Nanos(response.lease_ms * MILLISECOND)
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
@@ -120,13 +126,29 @@ class GrpcRegistryClient:
         except grpc.aio.AioRpcError as error:
             raise _unreachable(error) from error
 
+    async def _tls_cause(self, error: grpc.aio.AioRpcError) -> str:
+        """Return what is wrong with TLS. It is looked for once for each failure in a row that is not like the one before."""
+        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return ""
+        failure = f"{error.code().name}: {error.details()}"
+        if self._diagnosed[0] != failure:
+            cause = await asyncio.to_thread(self._access.diagnose, self._address, "registry_credentials")
+            self._diagnosed = (failure, cause)
+        return self._diagnosed[1]
 
-def _unreachable(error: grpc.aio.AioRpcError) -> RegistryUnreachable:
-    remedies = {
-        grpc.StatusCode.UNAUTHENTICATED: "; set registry_credentials to what the router's control_credentials ask for",
-        grpc.StatusCode.UNIMPLEMENTED: "; that is no router's control address: set registry to the router's control_listen",
-    }
-    return RegistryUnreachable(f"{error.code().name}: {error.details()}{remedies.get(error.code(), '')}")
+
+def _unreachable(error: grpc.aio.AioRpcError, tls_cause: str = "") -> RegistryUnreachable:
+    said = f"{error.code().name}: {error.details()}"
+    match error.code():
+        case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+            return RegistrationRefused(
+                f"{said}; set registry_credentials to what the router's control_credentials ask for"
+            )
+        case grpc.StatusCode.UNIMPLEMENTED:
+            said += "; that is no router's control address: set registry to the router's control_listen"
+        case _:
+            said = f"{tls_cause} ({said})" if tls_cause else said
+    return RegistryUnreachable(said)
 
 
 class GrpcRegistries:

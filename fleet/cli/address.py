@@ -2,9 +2,11 @@
 
 import argparse
 
+from fleet.adapters.control_access import control_access
 from fleet.adapters.local_runs import run_at
-from fleet.client import Client, DeadlineExceeded, FleetError, Unauthenticated, Unavailable
+from fleet.client import Client, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
 from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
+from fleet.client.errors import NO_CLIENTS_PORT
 from fleet.config import Topology
 from fleet.errors import ConfigurationRefused
 from kvstore.credentials import Credentials
@@ -20,13 +22,16 @@ CAUSES = {
 }
 """What gRPC's words mean, by what they contain."""
 
+CREDENTIALS = "control_credentials"
+"""The options `--control-…` together, as a diagnosis of TLS names them."""
+
 
 def add_address(parser: argparse.ArgumentParser) -> None:
     """The option that says which cluster."""
     default = Topology().router.grpc_listen
     parser.add_argument(
         "--address",
-        type=_address,
+        type=router_address,
         default=default,
         metavar="HOST:PORT",
         help=f"a router's gRPC address (default: {default})",
@@ -38,7 +43,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
     parser.add_argument(
         "--control-address",
-        type=_address,
+        type=router_address,
         metavar="HOST:PORT",
         help="the router's control address, or unix:/path (default: as a router of this user on this machine has it)",
     )
@@ -58,12 +63,17 @@ def control_client(arguments: argparse.Namespace) -> Client:
     Raises:
         ConfigurationRefused: A file that they name cannot be used.
     """
+    return Client(
+        arguments.address, control=arguments.control_address or "", control_credentials=_credentials(arguments)
+    )
+
+
+def _credentials(arguments: argparse.Namespace) -> Credentials:
     names = ("secret_file", "authority", "certificate", "key")
     try:
-        credentials = Credentials(**{name: getattr(arguments, f"control_{name}") for name in names})
+        return Credentials(**{name: getattr(arguments, f"control_{name}") for name in names})
     except ValueError as error:
         raise ConfigurationRefused("--control-key: --control-certificate and --control-key go together") from error
-    return Client(arguments.address, control=arguments.control_address or "", control_credentials=credentials)
 
 
 def said_of_control(error: FleetError, arguments: argparse.Namespace) -> str:
@@ -80,23 +90,45 @@ def said_of_control(error: FleetError, arguments: argparse.Namespace) -> str:
         if run is not None and run.killed:
             return said(error, arguments.address)
         return f"{error.message}, or start a cluster on this machine with fleet up"
+    if arguments.control_address and error.reason is None and isinstance(error, Unavailable | DeadlineExceeded):
+        return _unreachable_control(error, arguments)
     return said(error, arguments.control_address or arguments.address)
+
+
+def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> str:
+    """Say why nobody answers at the address that `--control-address` names; a diagnosis of TLS takes some seconds at most."""
+    address = arguments.control_address
+    access = control_access(CREDENTIALS, _credentials(arguments))
+    if cause := access.diagnose(address, CREDENTIALS):
+        return cause.replace(f"{CREDENTIALS}.", "--control-")
+    cause = "no answer in time" if isinstance(error, DeadlineExceeded) else _cause(error)
+    return f"{address}: {cause}; --control-address names a router's control_listen"
 
 
 def said(error: FleetError, address: str) -> str:
     """Why a call to an address failed, and what to do where nobody answers there."""
     if error.reason is None and isinstance(error, DeadlineExceeded):
         return f"{address}: no answer in time; --address names a router's gRPC address, which its HTTP address is not"
+    if isinstance(error, ServerError) and error.message == NO_CLIENTS_PORT:
+        return f"{address}: {error.message}; --address takes the clients' gRPC address of a router (grpc_listen)"
     if error.reason is not None or not isinstance(error, Unavailable):
         return error.message
     run = run_at(address)
     if run is not None and run.killed:
         return f"{address}: the cluster in {run.folder} was killed; fleet up clears up after it and starts another"
-    cause = next((meaning for sign, meaning in CAUSES.items() if sign in error.message), error.message)
-    return f"{address}: {cause}; fleet up starts a cluster on this machine, --address names another's router"
+    return f"{address}: {_cause(error)}; fleet up starts a cluster on this machine, --address names another's router"
 
 
-def _address(text: str) -> str:
+def _cause(error: FleetError) -> str:
+    return next((meaning for sign, meaning in CAUSES.items() if sign in error.message), error.message)
+
+
+def router_address(text: str) -> str:
+    """Return an address of the command line as it is.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
     host, _, port = text.rpartition(":")
     is_port = port.isdecimal() and 1 <= int(port) <= MOST_PORT
     if not text.startswith("unix:") and (not host or "/" in host or not is_port):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fleet.adapters.clock import SystemClock, unix_milliseconds
 from fleet.adapters.connectors import connector_of
-from fleet.adapters.local_runs import local_plans, local_runs
+from fleet.adapters.local_runs import LocalRun, local_plans, local_runs, run_at
+from fleet.cli.address import router_address
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.pools import line_of, table, unfinished
 from fleet.cli.seconds import seconds
@@ -37,6 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what is not there by then is not wanted any more (default: 600)",
     )
     where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--address",
+        type=router_address,
+        metavar="HOST:PORT",
+        help="gRPC address of the cluster on this machine, where several run",
+    )
     where.add_argument(
         "--plans", metavar="DIR", help="of the cluster on this machine, where several run (its ready file says it)"
     )
@@ -122,12 +129,15 @@ def _target(arguments: argparse.Namespace) -> Target:
         if not name or (slash and not namespace):
             raise ConfigurationRefused(f"--deployment: {arguments.deployment!r} is not [NAMESPACE/]NAME")
         return KubernetesTarget(deployment=name, namespace=namespace or "default", kubeconfig=arguments.kubeconfig)
+    if arguments.address is not None:
+        return FolderTarget(folder=str(_local_at(arguments.address)))
     return FolderTarget(folder=arguments.plans or str(_only_local()))
 
 
 def _place(arguments: argparse.Namespace) -> str:
     """The options that say where the pools are, as they were given."""
     given = {
+        "--address": arguments.address,
         "--plans": arguments.plans,
         "--deployment": arguments.deployment,
         "--connector": arguments.connector,
@@ -146,9 +156,26 @@ def _only_local() -> Path:
         )
     if len(found) > 1:
         raise ConfigurationRefused(
-            f"several clusters run on this machine: --plans names one of {', '.join(map(str, found))}"
+            "several clusters run on this machine: --address or --plans names one of\n"
+            + "\n".join(f"  {_grpc_address(plans):<24} {plans}" for plans in found)
         )
     return found[0]
+
+
+def _local_at(address: str) -> Path:
+    run = run_at(address)
+    if run is None or run.killed:
+        raise ConfigurationRefused(
+            f"--address: no cluster of fleet up on this machine has the router {address}; --deployment names a cluster on"
+            " Kubernetes, --connector any other"
+        )
+    return run.plans
+
+
+def _grpc_address(plans: Path) -> str:
+    """Return the clients' address of a cluster, by its folder for plans; ``?`` where that cannot be read."""
+    addresses = LocalRun(plans.parent).addresses()
+    return (addresses and addresses.grpc_listen) or "?"
 
 
 def _say(line: str) -> None:

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from fleet.adapters.control_access import ControlAccess
 
 NOT_KNOWN = (
-    "the control address of the router is not known: it is no router of this user on this machine; name the router's"
-    " control_listen, as in --control-address"
+    "; --control-address names the router's control_listen, and --control-secret-file the file with its secret where it"
+    " is host:port"
 )
+"""How an error ends that names no control address."""
+
 CLIENTS_PORT = "that is an address for clients; status, explain and thresholds are asked at the router's control_listen"
 
 
@@ -55,13 +57,17 @@ class ControlPort:
 
     def _resolved(self) -> "tuple[ControlAccess, str]":
         from fleet.adapters.control_access import ANYBODY, control_access  # noqa: PLC0415 - most clients only generate
+        from fleet.adapters.control_address import control_folder  # noqa: PLC0415 - likewise
         from fleet.adapters.known_control import known_control  # noqa: PLC0415 - likewise
 
         if self._control:
             return self._access or ANYBODY, self._control
         known = known_control(self._address)
         if known is None:
-            raise Unavailable(f"{self._address}: {NOT_KNOWN}")
+            raise Unavailable(
+                f"{self._address}: the control address of the router is not known: no control socket was found for it in"
+                f" {control_folder()}{NOT_KNOWN}"
+            )
         return self._access or control_access("control_credentials", known.credentials), known.address
 
 

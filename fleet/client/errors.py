@@ -8,6 +8,9 @@ from google.rpc import status_pb2
 from fleet.errors import Reason
 from fleet.v1 import inference_pb2 as pb
 
+NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a control address, and serves no clients"
+NO_METHOD = "Method not found!"  # gRPC's own servers, which all parts but the clients' port use
+
 DETAILS_KEY = "grpc-status-details-bin"  # where gRPC carries a google.rpc.Status
 
 
@@ -114,6 +117,8 @@ def error_of(call: grpc.RpcError) -> FleetError:
     """The error that a failed call of gRPC stands for."""
     assert isinstance(call, (grpc.Call, grpc.aio.AioRpcError)), call
     message = call.details() or call.code().name
+    if call.code() is grpc.StatusCode.UNIMPLEMENTED and message == NO_METHOD:
+        message = NO_CLIENTS_PORT
     detail = _detail(call)
     reason = _REASON_VALUES.get(detail.reason)
     kind = _CODES.get(call.code(), ServerError) if reason is None else _REASONS[reason]

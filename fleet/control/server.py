@@ -26,6 +26,7 @@ from fleet.control.ports import Directory, DirectoryUnreachable
 from fleet.control.settings import ControlSettings
 from fleet.control.sightings import Sightings
 from fleet.ids import WorkerId
+from fleet.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class RegistryServer:
         self._clock = clock
         self._tick_seconds = settings.tick_ms / 1000
         self._changed = asyncio.Event()  # replaced after each change
+        self._refusals = Repeats()  # a refused worker asks twice a second
         self.directory_reachable: bool | None = None
         """Whether what is followed answers; None: nothing is followed, or it has not been asked yet."""
 
@@ -138,9 +140,9 @@ class RegistryServer:
                     log.info("worker joined", extra={"worker": command.worker_id, "address": command.address})
                 case MemberLeft():
                     log.info("worker left", extra={"worker": command.worker_id})
-                case Superseded():
+                case Superseded() if self._is_news(command, "replaced"):
                     log.warning("a replaced worker registers", extra={"worker": command.worker_id})
-                case Occupied():
+                case Occupied() if self._is_news(command, command.holder):
                     log.warning(
                         "registration refused, another process holds the name",
                         extra={"worker": command.worker_id, "holder": command.holder},
@@ -148,3 +150,6 @@ class RegistryServer:
         if any(not isinstance(command, Refusal) for command in commands):
             self._changed.set()
             self._changed = asyncio.Event()
+
+    def _is_news(self, refusal: Refusal, cause: str) -> bool:
+        return self._refusals.is_news(refusal.worker_id, cause, self._clock.now())

@@ -114,9 +114,9 @@ class CallProof(Struct, frozen=True, kw_only=True):
         """Return why the call is not served, or an empty string."""
         words = _words(method, request, self.unix_seconds, self.caller, self.number)
         if not key.proves(self.proof, Side.CLIENT, *words):
-            return "the proof is not of this node's secret, or was made for another call: set the client's secret to the node's"
+            return "the proof is not of this port's secret, or was made for another call: set the caller's secret to that of this port"
         if abs(ahead := self.unix_seconds - now_unix_seconds) > SKEW_SECONDS:
-            return f"the client's clock is {ahead} s ahead of the node's: set the clocks, {SKEW_SECONDS} s may be between them"
+            return f"the caller's clock is {ahead} s ahead of this port's: set the clocks, {SKEW_SECONDS} s may be between them"
         return ""
 
     def answer(self, key: Key, method: str, request: bytes) -> bytes:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fleet.adapters.control_access import control_access
 from fleet.adapters.control_address import control_folder, control_socket
 from fleet.cli.exits import REFUSED, REPLACED
+from fleet.cli.main import run
 from fleet.client import AsyncClient, Client, FleetError, Unauthenticated, Unavailable
 from fleet.v1 import control_pb2 as control
 from fleet.v1 import control_pb2_grpc, selection_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -226,6 +227,8 @@ def test_a_tcp_control_port_asks_strangers_for_the_proof(tmp_path, model_dir, se
             stranger = a_worker(tmp_path, address, "stranger", worker_id="stranger")
             with a_process("worker", stranger, tmp_path, "stranger") as (process, _):
                 eventually(lambda: "set registry_credentials" in process.log.read_text())
+                assert "registration refused" in process.log.read_text()
+                assert "registry unreachable" not in process.log.read_text()
                 assert not is_ready(stranger["control_listen"])
                 assert "stranger" not in states(client)
         with Client(endpoints["grpc"], control=address) as client, pytest.raises(Unauthenticated):
@@ -234,6 +237,13 @@ def test_a_tcp_control_port_asks_strangers_for_the_proof(tmp_path, model_dir, se
         told = run_fleet(*command)
         assert (told.returncode, "--control-secret-file" in told.stderr) == (1, True)
         assert run_fleet(*command, "--control-secret-file", str(secret)).returncode == 0
+        told = run_fleet(*command, "--control-authority", Authority(tmp_path, "ours").file)
+        assert told.stderr.endswith(  # gRPC's library may have written a line of its own before
+            f"fleet: {address} does not speak TLS, and this client does: --control-authority is set\n"
+        )
+        told = run_fleet("generate", "hi", "--address", address)
+        assert f"fleet: {address}: that is an address of another part of the cluster" in told.stderr
+        assert "--address takes the clients' gRPC address of a router" in told.stderr
 
 
 def test_a_tcp_control_port_takes_certificates_for_a_proof(tmp_path, model_dir):
@@ -254,6 +264,33 @@ def test_a_tcp_control_port_takes_certificates_for_a_proof(tmp_path, model_dir):
             Client(endpoints["grpc"], control=address, control_credentials=Credentials(**shown)) as client,
         ):
             eventually(lambda: states(client) == {"w0": "serving"})
+
+
+def test_what_is_wrong_with_tls_at_a_control_port_is_named(tmp_path, model_dir, capsys):
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    own = {"authority": ours.file, **ours.issue("router")}
+    shown, expired = ours.issue("person"), ours.issue("late", hours=(-2, -1))
+    router = a_router(model_dir, control_listen="127.0.0.1:0", control_credentials=own)
+    with a_process("router", router, tmp_path) as (_, endpoints):
+        address = endpoints["control"]
+
+        def told(**credentials):
+            options = [each for name, file in credentials.items() for each in (f"--control-{name}", file)]
+            status = run(["status", "--control-address", address, *options])
+            return status, capsys.readouterr().err
+
+        assert told() == (1, f"fleet: {address} speaks TLS, and this client does not: set --control-authority\n")
+        status, error = told(authority=ours.file)
+        assert (status, "set --control-certificate and --control-key" in error) == (1, True)
+        status, error = told(authority=theirs.file, **shown)
+        assert (status, f"is not signed by the authority in {theirs.file}" in error) == (1, True)
+        status, error = told(authority=ours.file, **expired)
+        assert (status, "certificate has expired" in error) == (1, True), error
+        assert told(authority=ours.file, **shown)[0] == 0
+
+        worker = a_worker(tmp_path, address, registry_credentials={"authority": ours.file})
+        with a_process("worker", worker, tmp_path) as (process, _):
+            eventually(lambda: "set registry_credentials.certificate" in process.log.read_text())
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:50052"])
@@ -344,6 +381,7 @@ def test_a_second_worker_of_a_name_is_refused_and_the_first_serves_on(tmp_path, 
             assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
             assert process.wait(60) == REPLACED
             told = process.log.read_text().splitlines()[-1]
+        assert (tmp_path / "router.log").read_text().count("registration refused") == 1
 
         assert told.startswith("fleet: WorkerReplaced: worker_id: w0 is held by the process at ")
         assert "to which this router has a stream; every worker needs an id of its own" in told

@@ -207,7 +207,7 @@ async def test_who_has_the_secret_may_call_synchronously_or_not():
 
 
 @pytest.mark.parametrize(
-    ("access", "says"), [(Access(secret=OTHER), "is not of this node's secret"), (Access(), "asks for a proof")]
+    ("access", "says"), [(Access(secret=OTHER), "is not of this port's secret"), (Access(), "asks for a proof")]
 )
 async def test_who_has_not_the_secret_is_refused_every_call(access, says):
     async with a_control_plane(Access(secret=SECRET)) as address:

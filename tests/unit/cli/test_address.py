@@ -25,7 +25,10 @@ def test_an_unknown_control_address_is_said_with_what_to_do(command, nobody, cap
 
     out, error = capsys.readouterr()
     assert not out
-    assert error.startswith(f"fleet: {nobody}: the control address of the router is not known: ")
+    assert error.startswith(
+        f"fleet: {nobody}: the control address of the router is not known: no control socket was found for it in "
+    )
+    assert "--control-secret-file" in error
     assert "--control-address" in error
     assert "fleet up" in error
 
@@ -34,7 +37,17 @@ def test_an_unknown_control_address_is_said_with_what_to_do(command, nobody, cap
 def test_a_control_address_without_a_listener_is_named(command, nobody, capsys):
     assert run([*command, "--control-address", nobody]) == 1
 
-    assert f"fleet: {nobody}: nobody listens there; " in capsys.readouterr().err
+    hint = "--control-address names a router's control_listen"
+    assert capsys.readouterr().err == f"fleet: {nobody}: nobody listens there; {hint}\n"
+
+
+def test_a_control_socket_that_is_not_there_is_named(tmp_path, capsys):
+    gone = f"unix:{tmp_path / 'gone'}"
+
+    assert run(["status", "--control-address", gone]) == 1
+
+    hint = "--control-address names a router's control_listen"
+    assert capsys.readouterr().err == f"fleet: {gone}: nobody listens there; {hint}\n"
 
 
 def test_an_unreadable_control_secret_is_refused(tmp_path, capsys):

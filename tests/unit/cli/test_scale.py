@@ -102,7 +102,10 @@ def test_of_the_clusters_on_this_machine_the_only_one_is_meant(tmp_path, monkeyp
     monkeypatch.setattr(scale, "local_plans", lambda: [one])
     assert target() == FolderTarget(folder=str(one))
 
-    for found, message in (([], "no cluster"), ([one, start("fleet-two")], "--plans names one of .*one.*two")):
+    for found, message in (
+        ([], "no cluster"),
+        ([one, start("fleet-two")], r"--address or --plans names one of(?s:.*)one(?s:.*)two"),
+    ):
         monkeypatch.setattr(scale, "local_plans", lambda found=found: found)
         with pytest.raises(ConfigurationRefused, match=message):
             target()
@@ -167,3 +170,18 @@ def test_what_does_not_come_in_time_is_taken_back_and_told(plans, capsys):
 def test_a_cluster_that_is_gone_is_one_line(tmp_path, capsys):
     assert run(["scale", "--plans", str(tmp_path / "away")]) == 1
     assert capsys.readouterr().err == f"fleet: {tmp_path}/away: is not there; is the orchestrator running?\n"
+
+
+def test_a_cluster_on_this_machine_is_named_by_its_address(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(local_runs.tempfile, "gettempdir", lambda: str(tmp_path))
+    folders = {port: tmp_path / f"fleet-{port}" for port in (1, 2)}
+    for port, folder in folders.items():
+        (folder / "plans").mkdir(parents=True)
+        (folder / "plans" / "report.json").write_text("{}")
+        (folder / "router.json").write_text(json.dumps({"grpc_listen": f"127.0.0.1:{port}"}))
+
+    assert target("--address", "127.0.0.1:2") == FolderTarget(folder=str(folders[2] / "plans"))
+    with pytest.raises(ConfigurationRefused, match="--address: no cluster"):
+        target("--address", "127.0.0.1:3")
+    with pytest.raises(ConfigurationRefused, match=f"127.0.0.1:1 +{folders[1]}"):
+        target()

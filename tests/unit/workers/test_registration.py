@@ -7,7 +7,7 @@ from msgspec import structs
 from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, WorkerId
 from workers import registration
-from workers.ports import NameHeld, RegistryUnreachable, Superseded
+from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable, Superseded
 from workers.registration import Presence, Registration
 
 
@@ -49,6 +49,20 @@ async def test_a_registry_that_is_away_is_asked_again():
         running.cancel()
 
     assert registry.asked == 2
+
+
+async def test_a_failure_is_logged_when_its_cause_changes(monkeypatch, caplog):
+    monkeypatch.setattr(registration, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(registration, "LONGEST_PAUSE_SECONDS", 0.001)
+    refused = RegistrationRefused("the proof is not of this port's secret")
+    registry = Answers(RegistryUnreachable("away"), RegistryUnreachable("away"), refused, refused, refused)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(a_registration(registry).run())
+        await registry.taken.wait()
+        running.cancel()
+
+    warnings = [(each.message, each.cause) for each in caplog.records if each.levelname == "WARNING"]
+    assert warnings == [("registry unreachable, serving goes on", "away"), ("registration refused", str(refused))]
 
 
 async def test_whoever_was_replaced_does_not_ask_again():

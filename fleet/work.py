@@ -30,7 +30,7 @@ class Golden(Struct, frozen=True, kw_only=True):
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """What a worker is; for one incarnation fixed but for `kv_paths` and `store_id`, which follow when it joins its store late."""
+    """The description of a worker; for one incarnation fixed but for `kv_paths` and `store_id`, which follow when it joins its store late."""
 
     worker_id: WorkerId
     incarnation: Incarnation

@@ -40,7 +40,7 @@ class Access(Struct, frozen=True, kw_only=True):
     """Needed where the operator runs, not where deployments are."""
 
     names: tuple[str, ...] = ()
-    """Of the only objects that it is for; empty: all."""
+    """Names of the only objects that the rule is for; empty: all."""
 
 
 def _of(

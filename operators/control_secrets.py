@@ -108,7 +108,7 @@ class ControlSecret(Struct, frozen=True):
     content: bytes
 
     def name(self, deployment: str) -> str:
-        """Of its Secret; empty where there is none."""
+        """Return the name of its Secret; empty where there is none."""
         if not self.content:
             return ""
         return f"{deployment}-control-{hashlib.sha256(self.content).hexdigest()[:8]}"

@@ -122,7 +122,7 @@ class Routers(Protocol):
     """What the routers of deployments say of their workers."""
 
     async def workers(self, address: str, secret: bytes) -> tuple[Registration, ...] | None:
-        """Those that the router at a host:port gives requests to; None where it does not answer.
+        """Return the workers that the router at a host:port gives requests to; None where it does not answer.
 
         Args:
             address: The router's control port.

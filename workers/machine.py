@@ -360,7 +360,7 @@ class WorkerMachine:
         yield Gone(cancelled=self._given_up, unfetched=self._lent)
 
     def _abandon(self) -> list[WorkerCommand]:
-        """By rule 8."""
+        """Apply rule 8."""
         lost = len(self._heard)
         self.phase = advance(self.phase, LifeEvent.ENGINE_STUCK)
         self._streams.clear()

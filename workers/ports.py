@@ -60,10 +60,10 @@ class Pulse(Struct, frozen=True, kw_only=True):
     """Prompt and answer tokens of the step that is under way; of the last one while none is."""
 
     working: bool
-    """Whether it holds work that steps should bring forward."""
+    """True if it holds work that steps should bring forward."""
 
     novel: bool = False
-    """Whether some of that work is of a kind that it has not done before, and may take far longer than a step usually does."""
+    """True if some of that work is of a kind that it has not done before, and may take far longer than a step usually does."""
 
 
 class Engine(Protocol):
@@ -79,7 +79,7 @@ class Engine(Protocol):
 
     @property
     def facts(self) -> EngineFacts:
-        """What the engine says of itself.
+        """Return the engine's description of itself.
 
         Of a running engine only `store_id` and `kv_paths` change: a store that did not answer at the start is joined when it does.
         """
@@ -116,7 +116,7 @@ class Engine(Protocol):
         ...
 
     def traced(self) -> bool:
-        """Whether a debugger has one of its processes. Not cheap: it is asked when the engine is suspected of a hang."""
+        """True if a debugger has one of its processes. Not cheap: it is asked when the engine is suspected of a hang."""
         ...
 
     def kill(self) -> None:

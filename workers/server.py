@@ -140,12 +140,12 @@ class WorkerServer:
 
     @property
     def hung(self) -> bool:
-        """Whether its engine hangs: it takes no router and no work any more, and the process ends."""
+        """True if its engine hangs: it takes no router and no work any more, and the process ends."""
         return self._hung_at is not None
 
     @property
     def live(self) -> bool:
-        """Whether the process can be left alone: false where the engine hangs and the process has not ended in time."""
+        """True if the process can be left alone: false where the engine hangs and the process has not ended in time."""
         return self._hung_at is None or self._clock.now() - self._hung_at < END_SECONDS * SECOND
 
     @property

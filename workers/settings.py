@@ -88,7 +88,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How long it takes to load an adapter: tens of megabytes from a file system near by."""
 
     start_ms: Annotated[float, Meta(ge=0)] = 0.0
-    """How long the engine takes to start, as real ones do that load weights. `speedup` does not divide it."""
+    """The time that the engine takes to start, as real ones do that load weights. `speedup` does not divide it."""
 
     hang_file: str = ""
     """A fault for tests: while a file of this path exists, the engine hangs in its next step and in all after it. Empty: never."""
@@ -170,7 +170,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Where routers connect: host:port (0: any) or unix:path."""
 
     credentials: Credentials = Credentials()
-    """What routers prove at `listen` where it is no Unix socket: the secret in `secret_file`, which the worker proves to them as well;
+    """The credentials that routers prove at `listen` where it is no Unix socket: the secret in `secret_file`, which the worker proves to them as well;
     with `certificate` and `key` there is TLS, and with `authority` routers have to show a certificate. Beyond loopback one of
     both is needed, unless `insecure` says that nobody else is on that network."""
 
@@ -179,7 +179,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Empty: nowhere."""
 
     control_credentials: Credentials = Credentials()
-    """What callers of a `control_listen` over TCP have to prove: the secret in `secret_file`, or a certificate signed by `authority`
+    """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a certificate signed by `authority`
     (with `certificate` and `key` of this end). Default: what `registry_credentials` say, since the routers' secret is a proof among
     the cluster's own. Without either, and without `insecure`, the worker refuses to listen over TCP, because whoever reaches the port
     could end it (`Drain`). Health and reflection need no proof."""
@@ -196,7 +196,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     protect `control_listen` too, where `control_credentials` say nothing."""
 
     name_wait_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """How long a worker waits for another process that holds its `worker_id` to go; then it ends with an error. A router takes a process
+    """The time for which a worker waits for another process that holds its `worker_id` to go; then it ends with an error. A router takes a process
     for gone within 10 s (its lease), so a minute is enough for a predecessor, and a second worker of the same name is soon seen."""
 
     discovery: Discovery | None = None
@@ -300,7 +300,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def control_proof(self) -> Credentials:
-        """What callers of `control_listen` have to prove: `control_credentials`, or `registry_credentials` where these say nothing."""
+        """The credentials that callers of `control_listen` have to prove: `control_credentials`, or `registry_credentials` where these say nothing."""
         return self.registry_credentials if self.control_credentials == Credentials() else self.control_credentials
 
     @property

@@ -107,7 +107,7 @@ class Watchdog:
 
 
 class _Scheduler:
-    """What is known of the steps of one scheduler."""
+    """Steps of one scheduler, as far as they were seen."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self.waited = Nanos(0)

@@ -66,9 +66,9 @@ class Place(Generic[Client]):
         self.since = 0.0
         """The time at which it began to wait in that group."""
         self.served = False
-        """Whether a request is being served; set by the connection, and taken back by `ConnectionTable.waits`."""
+        """True if a request is being served; set by the connection, and taken back by `ConnectionTable.waits`."""
         self.left = False
-        """Whether it was given up, or taken by a newcomer."""
+        """True if it was given up, or taken by a newcomer."""
 
 
 class Admission(Struct, Generic[Client], frozen=True):

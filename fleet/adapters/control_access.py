@@ -36,7 +36,7 @@ class ControlAccess:
 
     @property
     def asks(self) -> bool:
-        """Whether callers over TCP have to prove who they are."""
+        """True if callers over TCP have to prove who they are."""
         return bool(self._access.control_key or (self._access.certificate and self._access.authority))
 
     def server(self, *, shared: bool = False) -> grpc.aio.Server:
@@ -110,7 +110,7 @@ def caller_of(context: Any) -> str:
 
 
 def is_private(address: str) -> bool:
-    """Whether an address is a Unix socket, whose file protects it."""
+    """True if an address is a Unix socket, whose file protects it."""
     return bool(unix_path(address))
 
 

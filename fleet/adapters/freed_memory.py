@@ -13,7 +13,7 @@ LARGE_BYTES = 1 << 20
 """Pieces from here on are mapped, and unmapped when they are freed. Ordinary requests have none: theirs are up to 64 KiB."""
 
 TOP_BYTES = 4 << 20
-"""What may lie free at the end of the main heap, so that it does not shrink and grow with each request."""
+"""Bytes that may lie free at the end of the main heap, so that it does not shrink and grow with each request."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 

@@ -21,7 +21,7 @@ def too_many_long_requests() -> Refused:
 
 
 class Holding(Protocol):
-    """What is needed of `fleet.adapters.grpc_http2.Http2Server`, which counts messages while they arrive."""
+    """The part of `fleet.adapters.grpc_http2.Http2Server` that counts messages while they arrive."""
 
     held_bytes: int
     max_held_bytes: int

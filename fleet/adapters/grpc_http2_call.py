@@ -139,7 +139,7 @@ class CallContext:
 
     @property
     def write_seconds(self) -> float:
-        """How long one message may wait for its caller."""
+        """Return the seconds for which one message may wait for its caller."""
         return self._line.server.limits.write_timeout_seconds
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:

@@ -13,7 +13,7 @@ PING_TIMEOUT: Final = (
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
 )
-"""How long a peer may leave a ping unanswered before the connection is closed."""
+"""Milliseconds for which a peer may leave a ping unanswered before the connection is closed."""
 
 _KEEPALIVE: Final = (
     # A peer that hangs (SIGSTOP, pulled cable) is noticed within ten seconds where no heartbeat says it sooner: five until the

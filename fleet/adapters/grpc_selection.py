@@ -76,7 +76,7 @@ class Others(Protocol):
 
 
 Holder = tuple[str, ModelName]
-"""Who holds leases, and of which model's workers."""
+"""The caller that holds leases, and the model of the workers that they are of."""
 
 
 class Booking:

@@ -107,7 +107,7 @@ class GrpcStoreWatch:
 
 
 def _is_cut(error: grpc.aio.AioRpcError | WatchBroken) -> bool:
-    """Whether there was no connection, for which TLS may be the reason."""
+    """True if there was no connection, for which TLS may be the reason."""
     return isinstance(error, grpc.aio.AioRpcError) and error.code() in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,

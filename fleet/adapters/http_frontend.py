@@ -132,7 +132,7 @@ class HttpFrontend(HttpServer):
 
     @property
     def health_routes(self) -> Mapping[str, Mapping[str, Answer]]:
-        """What the listener for health and metrics answers; it goes on while the frontend drains."""
+        """Answer for the listener of health and metrics, which goes on while the frontend drains."""
         return {
             "/health": {"GET": self._health},
             "/live": {"GET": self._live},

@@ -27,7 +27,7 @@ SWEEP_SECONDS = 0.25
 
 Answer = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, Answer]]
-"""What answers, by path and method."""
+"""The functions that answer, by path and method."""
 
 
 @asynccontextmanager

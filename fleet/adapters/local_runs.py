@@ -37,7 +37,7 @@ LOGS = "logs"
 
 
 class RouterAddresses(Struct, frozen=True):
-    """What commands need of a router's settings."""
+    """The part of a router's settings that commands need."""
 
     grpc_listen: str = ""
     control_listen: str = ""
@@ -45,7 +45,7 @@ class RouterAddresses(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """What a supervisor says of one process of its run."""
+    """The report of a supervisor about one process of its run."""
 
     condition: str  # a value of `fleet.control.supervision.Condition`
     pid: int | None  # None: it does not run now
@@ -57,7 +57,7 @@ class Part(Struct, frozen=True, kw_only=True):
 
     @property
     def failing(self) -> bool:
-        """Whether it has died since it was last ready for long."""
+        """True if it has died since it was last ready for long."""
         return self.deaths > 0
 
 
@@ -88,7 +88,7 @@ class LocalRun(Struct, frozen=True):
         return told is not None and any(_same(listen, address) for listen in (told.grpc_listen, told.control_listen))
 
     def addresses(self) -> RouterAddresses | None:
-        """Where its router was told to listen; None: that cannot be read."""
+        """Return the addresses at which its router was told to listen; None: they cannot be read."""
         try:
             return msgspec.json.decode((self.folder / ROUTER).read_bytes(), type=RouterAddresses)
         except (OSError, msgspec.DecodeError):

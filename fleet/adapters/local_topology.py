@@ -50,7 +50,7 @@ START_STORE, START_ROUTER, START_WORKERS = range(3)  # a router that cannot star
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
 ANY_PORT = "127.0.0.1:0"
-"""Where health and metrics are if nothing is said: a free port that only this machine reaches."""
+"""The default address of health and metrics: a free port that only this machine reaches."""
 
 ROUTER = "router"
 STORE = "kvstore"

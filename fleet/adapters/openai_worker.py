@@ -196,7 +196,7 @@ class OpenAiWorker:
             self._close()
 
     def look(self, now: Nanos) -> bool:
-        """See how its requests stand; the instants of this and of `decide` are the router's own time.
+        """Take in how its requests stand; the instants of this and of `decide` are the router's own time.
 
         While some of them go on, all are looked at once a second only: it is silence that has to be noticed soon. Very many are looked
         at less often, so that looking takes no more than a hundredth of the processor.

@@ -33,7 +33,7 @@ class WriteBuffer:
 
 
 class SlowReader:
-    """What is known about one client's reading; `overdue` is called from time to time, with times that grow."""
+    """Reading speed of one client; `overdue` is called from time to time, with times that grow."""
 
     __slots__ = ("_began", "_goal", "_min_bytes", "_period")
 

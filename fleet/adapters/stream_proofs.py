@@ -113,5 +113,5 @@ class Prover:
 
 
 def is_opening(payload: bytes) -> bool:
-    """Whether an end of a stream means to prove a secret."""
+    """True if an end of a stream means to prove a secret."""
     return payload.startswith(MAGIC) and len(payload) == len(MAGIC) + NONCE_BYTES

@@ -27,7 +27,7 @@ from kvstore.transports.authentication import Key, Purpose
 
 
 class StreamIdentity(Struct, frozen=True, kw_only=True):
-    """How one end of streams proves who it is, and what it asks of the other end."""
+    """Identity of one end of streams: how it proves who it is, and what it asks of the other end."""
 
     field: str
     """The settings that it was made of; messages begin with it."""
@@ -39,19 +39,19 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
     """Derived from the secret that both ends prove; None: neither proves one."""
 
     certified: bool = False
-    """Whether both ends show certificates."""
+    """True if both ends show certificates."""
 
     insecure: bool = False
-    """Whether strangers are known not to be there."""
+    """True if strangers are known not to be there."""
 
     @property
     def protects(self) -> bool:
-        """Whether both ends prove who they are."""
+        """True if both ends prove who they are."""
         return self.key is not None or self.certified
 
     @property
     def is_open(self) -> bool:
-        """Whether streams begin without any handshake."""
+        """True if streams begin without any handshake."""
         return self.key is None and self.tls is None
 
     def require(self, listen_field: str, listen: str, *, on_loopback: bool) -> None:

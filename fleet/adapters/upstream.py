@@ -94,11 +94,11 @@ class Owner(Protocol):
     heads: AnswerHeads
     turn_end: TurnEnd
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
-    """Of the answers whose first content came since the worker looked: when each was asked for and when that came, how long the request
+    """The answers whose first content came since the worker looked: when each was asked for and when that came, how long the request
     is, and whether it is a stream."""
 
     says_done: bool
-    """Whether a stream of its has ended with ``[DONE]``."""
+    """True if a stream of its has ended with ``[DONE]``."""
 
     def spoke(self, upstream: "Upstream", relayed: Relayed) -> None:
         """Note the first content of an answer that began without content."""
@@ -173,7 +173,7 @@ class Upstream(asyncio.Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether a part of the answer was passed on."""
+        """True if a part of the answer was passed on."""
         return self._client is not None
 
     def quiet_for(self, now: Nanos) -> Nanos:

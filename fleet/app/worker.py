@@ -131,7 +131,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
 
 
 def _end_for_certain(served: "asyncio.Task[None]", seconds: float) -> None:
-    """Where the engine hung, end the process even if the orderly end hangs too; what its threads do then is on standard error."""
+    """End the process after a hang of the engine even if the orderly end hangs too; what its threads do then is on standard error."""
     if not served.cancelled() and isinstance(served.exception(), EngineHung):
         faulthandler.dump_traceback_later(seconds, exit=True)
 

@@ -1,4 +1,4 @@
-"""Where a client asks for what is not for everybody: the router's control port, and what proves that the client may use it."""
+"""Control address of a client: the router's control port, and the credentials that open it."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ NOT_KNOWN = (
     "; --control-address names the router's control_listen, and --control-secret-file the file with its secret where it"
     " is host:port"
 )
-"""How an error ends that names no control address."""
+"""The end of an error message that names no control address."""
 
 CLIENTS_PORT = "that is an address for clients; status, explain and thresholds are asked at the router's control_listen"
 

@@ -24,14 +24,14 @@ GAP = 4 * LOOK_EVERY
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """How long a child may not respond."""
+    """The limits after which a child that does not respond is killed."""
 
     stopped: Nanos = Nanos(3 * SECOND)
     silent: Nanos | None = None  # None: it sends no beats
 
 
 class Look(Struct, frozen=True, kw_only=True):
-    """What the kernel says of a process and its main thread."""
+    """The state of a process and its main thread, as the kernel tells it."""
 
     stopped: bool = False  # by a signal
     traced: bool = False  # by a debugger
@@ -47,7 +47,7 @@ class Hang(Struct, frozen=True):
 
 
 class Liveness:
-    """What was seen of one run of a child; `observe` says when that is a hang."""
+    """The observations of one run of a child; `observe` says when they show a hang."""
 
     def __init__(self, limits: Limits, now: Nanos):
         self._limits = limits

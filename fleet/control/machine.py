@@ -60,7 +60,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     joined: MemberJoined
     lease_end: Nanos
     registered: bool
-    """Whether it has registered with another router; else a directory has it."""
+    """True if it has registered with another router; else a directory has it."""
 
 
 class Member(Struct, kw_only=True):
@@ -72,7 +72,7 @@ class Member(Struct, kw_only=True):
     """When the lease ends that it has from here; None: it was only found."""
 
     unreachable: bool = False
-    """Whether this router could not reach it when it tried last."""
+    """True if this router could not reach it when it tried last."""
 
     def registered(self, now: Nanos) -> bool:
         return self.registered_until is not None and now < self.registered_until

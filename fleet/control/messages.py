@@ -14,7 +14,7 @@ class Register(Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     address: str
     forwarded: bool = False
-    """Whether another router has taken this registration and passes it on; then nobody asks again soon if it is refused here."""
+    """True if another router has taken this registration and passes it on; then nobody asks again soon if it is refused here."""
 
 
 class Deregister(Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class Occupied(Struct, frozen=True, kw_only=True):
     """Address of the process that holds the name; empty: it is not known."""
 
     lease: Nanos | None
-    """What is left of its lease; None: the router has a stream to it, and it keeps the name as long as that lasts."""
+    """The rest of its lease; None: the router has a stream to it, and it keeps the name as long as that lasts."""
 
 
 MembershipChange = MemberJoined | MemberLeft

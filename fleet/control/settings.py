@@ -26,12 +26,12 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     stopped_seconds: Seconds = 3.0
-    """How long a process may be stopped by a signal before it is killed and started again. Long enough for tools that stop a process
+    """The time for which a process may be stopped by a signal before it is killed and started again. Long enough for tools that stop a process
     for a moment (a memory dump takes less), short enough that of several routers behind one port none keeps its share of new
     connections for 5 s."""
 
     router_silence_seconds: Seconds = 5.0
-    """How long a router's event loop may stand still. It turns within milliseconds: whatever takes long is done in threads. With this a
+    """The time for which a router's event loop may stand still. It turns within milliseconds: whatever takes long is done in threads. With this a
     router that hangs is replaced, and serves, within 10 s."""
 
     store_silence_seconds: Seconds = 10.0

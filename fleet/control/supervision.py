@@ -148,7 +148,7 @@ Command = Spawn | AskToDrain | AskToStop | Kill | AnnounceReady | ReportRestart 
 
 
 class Condition(StrEnum):
-    """What a child does."""
+    """The activity of a child."""
 
     HELD = "held"  # an earlier stage is not ready
     STARTING = "starting"
@@ -161,7 +161,7 @@ class Condition(StrEnum):
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """What a person wants to know of one child."""
+    """The state of one child, for people."""
 
     condition: Condition
     deaths: int  # in a row, without having been ready for `HEALTHY_AFTER` after the last one

@@ -42,7 +42,7 @@ class GrpcSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
 
 
 GRPC_LIMITS = GrpcSettings()
-"""What holds where nothing is set."""
+"""The limits that hold where nothing is set."""
 
 
 class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

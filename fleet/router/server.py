@@ -53,7 +53,7 @@ class Listener(Protocol):
     """Who hears how one request goes on; called between two turns of the event loop, and must not wait."""
 
     def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
-        """What the machine has for this client; nothing follows a `Complete` or a `Refused`."""
+        """Yield the events that the machine has for this client; nothing follows a `Complete` or a `Refused`."""
         ...
 
 

@@ -91,7 +91,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     answered a trial request either. Nobody can go on with such an answer, and a server that was stopped for a moment may."""
 
     trial_requests: bool = True
-    """Whether a server that looks silent is asked for a completion of one token, on a connection of its own and with `api_key`. Without
+    """True if a server that looks silent is asked for a completion of one token, on a connection of its own and with `api_key`. Without
     that, three silent requests put it out of rotation, and clients' requests find out whether it is back."""
 
     def __post_init__(self) -> None:
@@ -188,14 +188,14 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     Without it a port in use is an error."""
 
     replicas_listen: str = ""
-    """Where other routers of the cluster tell this one what they have booked: ``unix:/path``, or host:port with
+    """The address at which other routers of the cluster tell this one what they have booked: ``unix:/path``, or host:port with
     `replicas_credentials`. Empty: there are no others."""
 
     replicas: tuple[str, ...] = ()
     """`replicas_listen` of the others."""
 
     replicas_credentials: Credentials = Credentials()
-    """What routers that tell each other prove over TCP, the same on all of them: the secret in `secret_file`, or certificates signed by
+    """The credentials of routers towards each other over TCP, the same on all of them: the secret in `secret_file`, or certificates signed by
     `authority`, each router with a `certificate` and `key` of its own. Without either, a host:port is refused, on loopback too, unless
     `insecure` says that nobody else is on that network. Unix sockets need none."""
 
@@ -221,7 +221,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     the router's own user can reach, and whose path follows from `grpc_listen`, so that commands find it (`fleet status --address`)."""
 
     control_credentials: Credentials = Credentials()
-    """What callers of a `control_listen` over TCP have to prove: the secret in `secret_file`, or a certificate signed by `authority`
+    """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a certificate signed by `authority`
     (with `certificate` and `key` of this router). `insecure`: nothing, for networks where everybody is trusted."""
 
     selection: SelectionSettings = SelectionSettings()
@@ -368,7 +368,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def counts_limits_without_redis(self) -> bool:
-        """Whether routers that do not tell each other would each give tenants all they may have."""
+        """True if routers that do not tell each other would each give tenants all they may have."""
         return not self.tenants_redis and any(tenant.is_limited for tenant in self.tenants.values())
 
     def __post_init__(self) -> None:

@@ -73,7 +73,7 @@ class Outstanding(Struct, frozen=True, kw_only=True):
 
 
 class Trial(Enum):
-    """What comes of a trial request."""
+    """The outcome of a trial request."""
 
     ANSWERED = auto()
     REFUSED = auto()  # by what is before the engine, which says nothing about the engine
@@ -159,17 +159,17 @@ class ServerSilence:
 
     @property
     def out(self) -> bool:
-        """Whether it is out of rotation for its silence."""
+        """True if it is out of rotation for its silence."""
         return self._out
 
     @property
     def settled(self) -> bool:
-        """Whether it owes nothing and there is nothing to find out, so that `decide` would say nothing."""
+        """True if it owes nothing and there is nothing to find out, so that `decide` would say nothing."""
         return self.calm and not self._outstanding
 
     @property
     def calm(self) -> bool:
-        """Whether nothing is found out about it, so that it need be looked at only for its silence."""
+        """True if nothing is found out about it, so that it need be looked at only for its silence."""
         return not (self._out or self._left is not None or self._asked_at is not None)
 
     # From requests
@@ -326,7 +326,7 @@ class ServerSilence:
         commands.append(TakeOut(why))
 
     def sound(self, since: Nanos) -> bool:
-        """Whether it takes requests and has answered since then, or has nothing to answer."""
+        """True if it takes requests and has answered since then, or has nothing to answer."""
         if self._out or self._suspect or self._unresponsive:
             return False
         return not self._outstanding or self._heard_at >= since

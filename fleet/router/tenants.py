@@ -96,7 +96,7 @@ class Usage(Struct, kw_only=True):
 
 
 class Left(Struct, frozen=True, kw_only=True):
-    """What is left in a tenant's buckets; 0 where there is none of this kind."""
+    """The content of a tenant's buckets; 0 where there is none of this kind."""
 
     requests: float
     tokens: float

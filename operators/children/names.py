@@ -8,7 +8,7 @@ from operators.resources.parts import GROUP
 HTTP, GRPC, CONTROL, WORKER, WORKER_CONTROL = 8000, 50051, 50052, 50060, 50061
 
 HEALTH = 8080
-"""Where probes and Prometheus ask a router, apart from clients."""
+"""The port at which probes and Prometheus ask a router; clients do not reach it."""
 
 GROUP_PORT = 50063
 """Where the first pod of a replica of several nodes hears the others."""
@@ -17,7 +17,7 @@ PICKER = 9002
 """Where gateways ask for an endpoint, by custom."""
 
 CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name
-"""Of a Secret with a control secret in it, and the name of its file in pods."""
+"""The key of a Secret that holds a control secret; its file in pods has the same name."""
 
 NAME = "app.kubernetes.io/name"
 INSTANCE = "app.kubernetes.io/instance"

@@ -54,7 +54,7 @@ def to_workers(deployment: Deployment) -> Manifest:
 
 
 def to_router(deployment: Deployment, doors: Mapping[str, int]) -> Manifest:
-    """Who reaches routers: clients where requests come in, and probes and Prometheus where health and metrics are; where workers register, only our own pods: workers, other routers, the operator."""
+    """The callers that reach routers: clients where requests come in, and probes and Prometheus where health and metrics are; where workers register, only our own pods: workers, other routers, the operator."""
     ours = [
         {"podSelector": {"matchLabels": {INSTANCE: deployment.name, NAME: "fleet"}}},
         {"namespaceSelector": {}, "podSelector": {"matchLabels": {COMPONENT: "operator", PART_OF: "fleet"}}},

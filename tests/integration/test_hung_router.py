@@ -57,7 +57,7 @@ def cluster(tmp_path_factory, model_dir):
 
 
 def served(address):
-    """Whether a worker has come, as a client sees it, who then stays connected."""
+    """True if a worker has come, as a client sees it, who then stays connected."""
     client = Client(address)
     eventually(client.models)
     return client
@@ -121,7 +121,7 @@ async def _endless(content, context):
 
 
 async def stays_ready(server, calls):
-    """Whether a connection outlasts the fourth ping in a row, which would be one too many."""
+    """True if a connection outlasts the fourth ping in a row, which would be one too many."""
     methods = {"Stream": grpc.unary_stream_rpc_method_handler(_endless)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", methods),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -50,7 +50,7 @@ async def a_cluster_beside(node):
 
 
 async def handed_over(cluster) -> bool:
-    """Whether a prompt goes through the store, from one worker to the other."""
+    """True if a prompt goes through the store, from one worker to the other."""
     try:
         _, complete = await cluster.ask(fresh_prompt(320), placement=Placement.DISAGGREGATED)
     except Refused:  # while no way leads from one to the other

@@ -1,4 +1,4 @@
-"""Who may speak to a router at `replicas_listen`: real router processes, strangers, and what both ends say of a refusal."""
+"""Access to `replicas_listen`: real router processes, strangers, and what both ends say of a refusal."""
 
 import asyncio
 import re

@@ -82,7 +82,7 @@ def answered(url, body=None):
 
 
 def is_served(up):
-    """Whether clients of HTTP and gRPC get what they ask for."""
+    """True if clients of HTTP and gRPC get what they ask for."""
     url = up.endpoints["http"]
     assert answered(f"{url}/health") == 200
     assert answered(f"{url}/v1/completions", {"prompt": "once", "max_tokens": 2}) == 200

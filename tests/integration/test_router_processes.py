@@ -1,4 +1,4 @@
-"""What becomes of processes of a cluster that hang: routers behind one port, the store node, workers."""
+"""Processes of a cluster that hang: routers behind one port, the store node, workers."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_workers_replaced_beside_a_hung_store_serve_and_join_it_later(tmp_path):
 
 
 def goes_through_the_store(client: Client, prompt: list[int]) -> bool:
-    """Whether the blocks of a prompt that nobody has yet go from one worker to the other that way."""
+    """True if the blocks of a prompt that nobody has yet go from one worker to the other that way."""
     try:
         asked = client.complete(prompt, max_tokens=4, ignore_eos=True, placement=Placement.DISAGGREGATED)
     except FleetError:  # while no way leads from one worker to the other

@@ -1,4 +1,4 @@
-"""What a person is told when a connection over TLS cannot be had."""
+"""Messages about a connection over TLS that cannot be had."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""What the watchdog sees of a vLLM engine: its steps, when no token comes out, and when one of its processes is stopped."""
+"""Steps of a vLLM engine as the watchdog sees them: its steps, when no token comes out, and when one of its processes is stopped."""
 
 import asyncio
 import signal

@@ -32,7 +32,7 @@ class NovelWork:
 
 
 def _kind_of(sampling: Sampling) -> Kind:
-    """What decides which of an engine's kernels and libraries take part."""
+    """Return the properties of a request that decide which of an engine's kernels and libraries take part."""
     return (
         sampling.temperature > 0,
         sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def is_traced(pids: Iterable[int]) -> bool:
-    """Whether a debugger is attached to one of these processes. Where the system does not say it, none is."""
+    """True if a debugger is attached to one of these processes. Where the system does not say it, none is."""
     return any(_tracer_of(pid) for pid in pids)
 
 

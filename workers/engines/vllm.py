@@ -354,7 +354,7 @@ class VllmEngine:
             self.cancel(request_id)
 
     def _is_working(self, engine: int) -> bool:
-        """Whether one of vLLM's engines holds requests; where there are several, vLLM's client says which one has which."""
+        """True if one of vLLM's engines holds requests; where there are several, vLLM's client says which one has which."""
         client = self._llm.engine_core
         if (held := getattr(client, "engine_inflight", None)) is None:
             return bool(self._requests)
@@ -474,7 +474,7 @@ class VllmEngine:
 
 
 def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
-    """By number of the engine; those of another node count their steps there."""
+    """The counters by number of the engine; engines of another node count their steps there."""
     readers = {}
     for engine in range(engines):
         with suppress(OSError):

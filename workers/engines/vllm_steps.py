@@ -18,7 +18,7 @@ WORDS = 2  # steps, and tokens of the latest one
 
 
 def step_file(scratch: Path | str, engine: int) -> Path:
-    """Of one of the engines that share the requests of a worker (data parallelism), counted from 0."""
+    """The number of one of the engines that share the requests of a worker (data parallelism), counted from 0."""
     return Path(scratch, f"steps-{engine}")
 
 
@@ -47,7 +47,7 @@ class StepReader:
         self._words = _mapped(file)
 
     def pulse(self, *, working: bool, novel: bool) -> Pulse:
-        """What it counts now, with what only this process knows."""
+        """Return the counts of now, with those that only this process knows."""
         return Pulse(steps=self._words[0], tokens=self._words[1], working=working, novel=novel)
 
 

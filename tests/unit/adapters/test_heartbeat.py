@@ -1,4 +1,4 @@
-"""What a supervisor sees of a process from outside."""
+"""Observations of a process from outside, by its supervisor."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What two readings of a value come to."""
+"""Verdicts of two readings of a value."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

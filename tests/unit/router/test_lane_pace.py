@@ -1,4 +1,4 @@
-"""How fast a worker computes prompts, and who is refused because of it."""
+"""The pace at which a worker computes prompts, and the requests that are refused because of it."""
 
 from hypothesis import given
 from hypothesis import strategies as st

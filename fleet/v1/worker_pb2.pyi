@@ -80,7 +80,9 @@ Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """The worker answers with its description, then a full dump of what its engine holds as KV events, then changes."""
+    """The worker answers with its description, then a full dump of what its engine holds as KV events, then changes. When it joins its
+    store late, a second description follows, which differs in `kv_paths` and `store_id` alone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -14,7 +14,9 @@ import grpc
 from fleet.adapters.control_access import ControlAccess
 from fleet.adapters.control_address import clear_socket, control_socket, private_files, private_folder
 from fleet.adapters.grpc_cluster import ClusterService, Others, Router, asking_store
+from fleet.adapters.grpc_options import CHANNEL_OPTIONS
 from fleet.adapters.grpc_port import Server, open_port
+from kvstore.access import OPEN, Access
 from kvstore.addresses import unix_path
 from kvstore.sockets import identity, remove
 from kvstore.v1 import blocks_pb2_grpc
@@ -32,6 +34,7 @@ async def open_control_port(
     grpc_address: str,
     services: Mapping[str, Callable[[Server], None]] | None = None,
     store: str = "",
+    store_access: Access = OPEN,
     shared: bool = False,
     others: Others | None = None,
 ) -> AsyncIterator[str]:
@@ -45,6 +48,7 @@ async def open_control_port(
         grpc_address: Where clients reach this router.
         services: More services: what adds each to the server, by full name.
         store: gRPC address of the KV store node, asked how full it is; empty: there is none.
+        store_access: What the router proves to that node.
         shared: Whether other processes may listen on the same port.
         others: The other routers of the cluster, if there are any.
 
@@ -58,7 +62,7 @@ async def open_control_port(
     async with AsyncExitStack() as held:
         ask_store = None
         if store:
-            channel = await held.enter_async_context(grpc.aio.insecure_channel(store))
+            channel = await held.enter_async_context(store_access.aio_channel(store, CHANNEL_OPTIONS))
             ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
         server = access.server(shared=shared)
         methods = ClusterService(router, ask_store, others).methods()

@@ -381,6 +381,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
     from fleet.adapters.grpc_registry import SERVICE, GrpcRegistry  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SERVICE as SELECTION  # noqa: PLC0415
     from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
+    from kvstore.access import load  # noqa: PLC0415 - likewise
 
     registry = GrpcRegistry(parts.members, parts.replicas)
     async with (
@@ -413,6 +414,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             grpc_address=grpc.address,
             services={SERVICE: registry.add, SELECTION: parts.selection.add},
             store=settings.store,
+            store_access=load(settings.store_credentials),
             shared=settings.share_ports,
             others=parts.replicas,
         ) as control,

@@ -293,6 +293,15 @@ def test_what_is_wrong_with_tls_at_a_control_port_is_named(tmp_path, model_dir, 
             eventually(lambda: "set registry_credentials.certificate" in process.log.read_text())
 
 
+def test_status_asks_a_store_that_wants_a_secret(tmp_path, model_dir, secret):
+    credentials = {"secret_file": str(secret)}
+    node = {"store_id": "s0", "listen": ["127.0.0.1:0"], "capacity_bytes": 1 << 20, "credentials": credentials}
+    with a_process("kvstore", node, tmp_path) as (_, store):
+        router = a_router(model_dir, store=store["grpc"], store_credentials=credentials)
+        with a_process("router", router, tmp_path) as (_, endpoints), Client(endpoints["grpc"]) as client:
+            assert client.status().store.store_id == "s0"
+
+
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:50052"])
 def test_a_tcp_control_port_without_credentials_is_refused(tmp_path, model_dir, listen):
     file = tmp_path / "router.json"

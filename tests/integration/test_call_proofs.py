@@ -139,7 +139,7 @@ async def test_clock_that_is_off_is_refused_with_the_hint(ago):
 async def test_proof_of_an_older_version_is_refused_and_says_so():
     async with a_server() as (_, address), grpc.aio.insecure_channel(address) as channel:
         older = f"{unix_seconds()}.{bytes(16).hex()}.{bytes(32).hex()}"
-        assert "update the client" in await refusal(channel, MATCH, BODY, older)
+        assert "update the caller's software" in await refusal(channel, MATCH, BODY, older)
 
 
 async def test_request_that_is_not_proven_is_not_parsed():

@@ -170,6 +170,7 @@ def test_one_scrape_has_the_metrics_of_all_routers(routers):
 def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_serves_while_any_router_lives(routers):
     with Client(routers.grpc) as client:
         client.tune(max_queued=78)
+    eventually(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {78})
     first, second = routers_of(routers.router.pid)
 
     os.kill(first, signal.SIGKILL)

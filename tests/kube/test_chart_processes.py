@@ -102,7 +102,7 @@ def test_a_routers_control_port_asks_for_the_secret_that_is_mounted(mounted, end
         command = [*FLEET, "status", "--control-address", endpoints["control"], *options]
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
-    assert "set the client's secret" in status().stderr
+    assert "set the caller's secret" in status().stderr
     assert "router  requests" in status("--control-secret-file", str(mounted / "control" / "secret")).stdout
 
 

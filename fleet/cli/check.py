@@ -34,6 +34,7 @@ WITHIN = {  # a prompt, with seven others beside it
     KvPath.DIRECT: Nanos(600 * SECOND),  # on CPUs a NIXL transfer can stall for half a minute
 }
 SILENCE_SECONDS = 60.0  # two engines with NIXL's spinning threads can starve every other process of a small machine
+QUEUE_SECONDS = 600.0  # one stalled transfer makes a router predict a long wait and refuse; the check waits
 MOVED_BY = {KvPath.STORE: Source.STORE, KvPath.DIRECT: Source.DIRECT}
 
 
@@ -120,7 +121,7 @@ async def _check_path(
         got.extend(answers)
 
     try:
-        if not await with_cluster(_disaggregated(topology, path), _part(surroundings, path), compare):
+        if not await with_cluster(disaggregated(topology, path), _part(surroundings, path), compare):
             raise Interrupted
     except Interrupted:
         raise
@@ -247,7 +248,8 @@ def _reference(topology: Topology) -> Topology:
     return structs.replace(_private(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,))
 
 
-def _disaggregated(topology: Topology, path: KvPath) -> Topology:
+def disaggregated(topology: Topology, path: KvPath) -> Topology:
+    """Return the topology of one prefill and one decode worker that hand over blocks by one path."""
     pools = (_pool(topology, Role.PREFILL), _pool(topology, Role.DECODE))
     return structs.replace(_private(topology), cluster=structs.replace(topology.cluster, kv_paths=(path,)), pools=pools)
 
@@ -266,6 +268,7 @@ def _private(topology: Topology) -> Topology:
         http_listen="127.0.0.1:0",
         grpc_listen="127.0.0.1:0",
         heartbeat_timeout_seconds=SILENCE_SECONDS,
+        max_queue_seconds=QUEUE_SECONDS,
     )
     return structs.replace(topology, router=router, store=structs.replace(topology.store, place=StorePlace.PROCESS))
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from fleet.cli.check import Completion, blocks_came, complaint, judge
-from fleet.clock import MILLISECOND, Nanos
+from fleet.cli.check import WITHIN, Completion, blocks_came, complaint, disaggregated, judge
+from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.config import Topology
 from fleet.requests import KvOrigin, KvPhase, KvReport, Source
 from fleet.roles import KvPath, Phase
 
@@ -86,3 +87,10 @@ def test_a_cluster_that_did_not_start_counts_nothing():
 )
 def test_blocks_must_move_unless_the_engine_has_them(tokens, moved, held, good):
     assert blocks_came(an_answer(moved=moved, held=held), KvPath.STORE, tokens, BLOCK) is good
+
+
+@pytest.mark.parametrize("path", list(KvPath))
+def test_routers_of_the_check_let_prompts_wait_as_long_as_the_check(path):
+    topology = disaggregated(Topology(), path)
+
+    assert topology.router.max_queue_seconds * SECOND >= WITHIN[path]

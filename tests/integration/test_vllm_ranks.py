@@ -514,7 +514,10 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_behind(node, clien
         assert held(client, a_chain(3)) == 0
 
 
-def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_others_say_so_once(folder, caplog):
+def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_others_say_so_once(
+    folder, monkeypatch, caplog
+):
+    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))  # the first rank is killed, and never merely late
     with (
         a_node(capacity_bytes=4 << 20, reservation_seconds=1) as node,
         a_store_client(node.address, NAMESPACE) as client,

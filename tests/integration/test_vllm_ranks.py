@@ -285,7 +285,7 @@ def test_a_rank_that_stages_after_the_others_have_gone_on_keeps_no_room(pair, cl
     assert held(client, a_chain(3)) == 0
 
 
-def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch):
+def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch, caplog):
     keeper = pair.movers[1]._keeper
     monkeypatch.setattr(keeper, "_end", lambda saves: 1 / 0)
 
@@ -296,6 +296,20 @@ def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch):
     assert pair.movers[0]._end._lost
     assert held(client, a_chain(2, "b")) == 0
     assert client.stats().reservations == 0
+    assert "the first rank is gone; blocks are not kept any more" not in [record.message for record in caplog.records]
+
+
+def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
+    pair.movers[0].close()
+    eventually(lambda: "fleet-kv-write" not in {thread.name for thread in threading.enumerate()})
+    assert caplog.records == [], "an engine that is shut down ends like this"
+
+    for step in (1, 2):
+        pair.movers[1].save(
+            a_step(step, urgent=[Save("r", a_chain(3), [4, 5, 6])], deferred=[Save("q", a_chain(1), [1])])
+        )
+
+    assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
 
 
 def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, client, monkeypatch):
@@ -500,7 +514,10 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_behind(node, clien
         assert held(client, a_chain(3)) == 0
 
 
-def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_others_say_so_once(folder, caplog):
+def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_others_say_so_once(
+    folder, monkeypatch, caplog
+):
+    monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))  # the first rank is killed, and never merely late
     with (
         a_node(capacity_bytes=4 << 20, reservation_seconds=1) as node,
         a_store_client(node.address, NAMESPACE) as client,

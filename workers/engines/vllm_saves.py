@@ -252,6 +252,7 @@ class FollowingKeeper:
         self._staged: dict[SaveKey, list[int]] = {}
         self._over: set[SaveKey] = set()  # saves that are not to be staged any more
         self._lost = False
+        self._told = False  # the log says why nothing is kept any more
         self._writer = threading.Thread(target=self._follow, name="fleet-kv-write", daemon=True)
         self._writer.start()
 
@@ -260,6 +261,7 @@ class FollowingKeeper:
 
     def keep(self, work: StoreWork) -> None:
         if self._lost:
+            self._tell_lost()
             return
         for at, save in enumerate(work.urgent):
             if not self._write((work.step, at), save):
@@ -277,12 +279,22 @@ class FollowingKeeper:
         try:
             return self._follower.follow(key, _by_block(self._blocks.source(save.block_ids)))
         except LeaderLost:
-            log.warning("the first rank is gone; blocks are not kept any more")
             self._lost = True
+            self._tell_lost()
             return False
         except Exception:  # supervisor: a block that is not kept is a later miss
             log.exception("blocks could not be written to the KV store")
             return True
+
+    def _tell_lost(self) -> None:
+        """Log once that the first rank is gone.
+
+        Only the engine's thread calls this. The writer's thread may notice the loss first, but cannot tell it from an engine that
+        is shut down: only a step that follows shows that blocks are lost.
+        """
+        if not self._told:
+            self._told = True
+            log.warning("the first rank is gone; blocks are not kept any more")
 
     def _stage(self, key: SaveKey, save: Save) -> None:
         slots = self._area.take(save.block_ids)
@@ -304,6 +316,7 @@ class FollowingKeeper:
                 self._end(ended)
         except Exception:  # supervisor: without this thread nothing is kept, and the first rank should not wait for it
             log.exception("blocks are not written to the KV store any more")
+            self._told = True
             self._follower.close()
         with self._changed:
             self._lost = True
